@@ -1,0 +1,52 @@
+"""Command line: `python -m sgl_prefix_attn COMMAND`, or `sgl-prefix-attn COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from sgl_prefix_attn import __version__
+
+# command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
+COMMANDS = {
+    "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
+    "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
+    "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),
+    "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="sgl-prefix-attn" if os.path.basename(sys.argv[0]) == "sgl-prefix-attn" else "python -m sgl_prefix_attn",
+        description="Shared-prefix attention for SGLang: tools around `--attention-backend prefixpack`.",
+        epilog="COMMAND --help explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, summary) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary)
+        # Only the command at hand is imported: `settings` must not need torch, `explain` not SGLang.
+        if name in arguments[:1]:
+            module = importlib.import_module(module_name)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
