@@ -1,0 +1,2 @@
+#include "bindings/bindings.h"
+namespace prefixpack { void bind_cpu(pybind11::module_&) {} }

@@ -1,0 +1,171 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "plan/planner.h"
+#include "plan/radix_mirror.h"
+#include "plan/schedule.h"
+
+namespace py = pybind11;
+
+namespace prefixpack {
+
+namespace {
+
+using Lengths = py::array_t<int64_t, py::array::c_style>;
+
+// A read-only view that keeps its owner alive.
+template <class T>
+py::array view(py::handle owner, const T* data, std::vector<py::ssize_t> shape) {
+  auto array = py::array_t<T>(std::move(shape), data, owner);
+  array.attr("setflags")(py::arg("write") = false);
+  return array;
+}
+
+template <class Owner, class T>
+auto column(std::vector<T> Owner::* member) {
+  return [member](py::object self) {
+    const auto& values = self.cast<const Owner&>().*member;
+    return view(self, values.data(), {static_cast<py::ssize_t>(values.size())});
+  };
+}
+
+const int64_t* lengths_data(const Lengths& lengths, const char* name, int32_t num_requests) {
+  if (lengths.ndim() != 1 || lengths.shape(0) != num_requests) {
+    throw std::invalid_argument(std::string(name) + " must have one entry for each of the " +
+                                std::to_string(num_requests) + " requests");
+  }
+  return lengths.data();
+}
+
+struct Lens {
+  Lens(const Forest& forest, const Lengths& seq_lens, const std::optional<Lengths>& query_lens)
+      : batch{lengths_data(seq_lens, "seq_lens", forest.num_requests),
+              query_lens ? lengths_data(*query_lens, "query_lens", forest.num_requests) : nullptr} {}
+  BatchLens batch;
+};
+
+void bind_forest(py::module_& m) {
+  py::class_<Forest, std::shared_ptr<Forest>>(m, "Forest")
+      .def_readonly("num_requests", &Forest::num_requests)
+      .def_property_readonly("num_nodes", &Forest::num_nodes)
+      .def_property_readonly("order", column(&Forest::order))
+      .def_property_readonly("node_parent", column(&Forest::node_parent))
+      .def_property_readonly("node_begin", column(&Forest::node_begin))
+      .def_property_readonly("node_end", column(&Forest::node_end))
+      .def_property_readonly("node_first", column(&Forest::node_first))
+      .def_property_readonly("node_last", column(&Forest::node_last))
+      .def_property_readonly("node_request", column(&Forest::node_request))
+      .def_property_readonly("tail_begin", column(&Forest::tail_begin))
+      .def_property_readonly("tail_node", column(&Forest::tail_node));
+
+  py::class_<RadixMirror>(m, "RadixMirror")
+      .def(py::init<>())
+      .def("__len__", &RadixMirror::size)
+      .def("known", &RadixMirror::known, py::arg("node_id"))
+      .def("put", &RadixMirror::put, py::arg("node_id"), py::arg("parent_id"), py::arg("begin"), py::arg("end"))
+      .def("split_suspects", &RadixMirror::split_suspects, py::arg("parent_id"), py::arg("begin"), py::arg("end"))
+      .def("clear", &RadixMirror::clear)
+      .def(
+          "forest",
+          [](RadixMirror& mirror, const Lengths& last_nodes, const Lengths& prefix_lens,
+             const std::optional<py::array_t<bool, py::array::c_style>>& live) {
+            if (last_nodes.ndim() != 1) throw std::invalid_argument("last_nodes must be one-dimensional");
+            const auto num_requests = static_cast<int32_t>(last_nodes.shape(0));
+            const int64_t* prefix = lengths_data(prefix_lens, "prefix_lens", num_requests);
+            if (live && (live->ndim() != 1 || live->shape(0) != num_requests)) {
+              throw std::invalid_argument("live must have one entry for each request");
+            }
+            const auto* alive = live ? reinterpret_cast<const uint8_t*>(live->data()) : nullptr;
+            return std::make_shared<Forest>(mirror.forest(last_nodes.data(), prefix, alive, num_requests));
+          },
+          py::arg("last_nodes"), py::arg("prefix_lens"), py::arg("live") = py::none());
+}
+
+void bind_planner(py::module_& m) {
+  py::class_<ModelShape>(m, "ModelShape")
+      .def(py::init([](int32_t q_heads, int32_t kv_heads, int32_t head_dim, int32_t kv_bytes, int32_t partial_bytes) {
+             return ModelShape{q_heads, kv_heads, head_dim, kv_bytes, partial_bytes};
+           }),
+           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("kv_bytes"), py::arg("partial_bytes"));
+
+  py::class_<DeviceModel>(m, "DeviceModel")
+      .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
+                       std::vector<int32_t> tile_rows) {
+             return DeviceModel{workers, bandwidth, flops, item_overhead, reread, std::move(tile_rows)};
+           }),
+           py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"), py::arg("reread"),
+           py::arg("tile_rows"));
+
+  static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def_readonly("num_requests", &Plan::num_requests)
+      .def_readonly("num_queries", &Plan::num_queries)
+      .def_readonly("num_slots", &Plan::num_slots)
+      .def_readonly("kv_tokens_packed", &Plan::kv_tokens_packed)
+      .def_readonly("kv_tokens_per_request", &Plan::kv_tokens_per_request)
+      .def_readonly("kv_tokens_unique", &Plan::kv_tokens_unique)
+      .def_property_readonly("query_token", column(&Plan::query_token))
+      .def_property_readonly("query_request", column(&Plan::query_request))
+      .def_property_readonly("query_back", column(&Plan::query_back))
+      .def_property_readonly("merge_query", column(&Plan::merge_query))
+      .def_property_readonly("merge_offset", column(&Plan::merge_offset))
+      .def_property_readonly("merge_slot", column(&Plan::merge_slot))
+      .def_property_readonly("items", [](py::object self) {
+        const auto& items = self.cast<const Plan&>().items;
+        return view(self, reinterpret_cast<const int32_t*>(items.data()), {static_cast<py::ssize_t>(items.size()), 7});
+      });
+
+  py::class_<Planner>(m, "Planner")
+      .def(py::init<const ModelShape&, const DeviceModel&, int32_t>(), py::arg("shape"), py::arg("device"),
+           py::arg("max_growth"))
+      .def(
+          "plan",
+          [](Planner& planner, const std::shared_ptr<Forest>& forest, const Lengths& seq_lens,
+             const std::optional<Lengths>& query_lens) {
+            const Lens lens(*forest, seq_lens, query_lens);
+            // pybind11 holds no pointers to const; the views it hands out are read-only.
+            return std::const_pointer_cast<Plan>(planner.plan(forest, lens.batch.seq_lens, lens.batch.query_lens));
+          },
+          py::arg("forest"), py::arg("seq_lens"), py::arg("query_lens") = py::none())
+      .def_property_readonly("plans_made", &Planner::plans_made)
+      .def_property_readonly("plans_reused", &Planner::plans_reused)
+      .def_property_readonly("plan_seconds", &Planner::plan_seconds)
+      .def_property_readonly("kv_tokens", [](const Planner& planner) {
+        const KvTokens tokens = planner.kv_tokens();
+        return py::make_tuple(tokens.packed, tokens.per_request, tokens.unique);
+      });
+
+  m.def(
+      "packing_costs",
+      [](const std::shared_ptr<Forest>& forest, const Lengths& seq_lens, const std::optional<Lengths>& query_lens,
+         const ModelShape& shape, const DeviceModel& device, bool exhaustive) {
+        const Lens lens(*forest, seq_lens, query_lens);
+        check_lens(*forest, lens.batch);
+        const CostModel cost(shape, device);
+        const Packing packing = pack_forest(*forest, lens.batch, cost);
+        int32_t num_queries = 0;
+        for (int32_t i = 0; i < forest->num_requests; ++i) num_queries += lens.batch.query_len(i);
+        const double added_up = packs_cost(packing.packs, num_queries, lens.batch, cost);
+        const double lowest = exhaustive ? exhaustive_cost(*forest, lens.batch, cost) : -1.0;
+        return py::make_tuple(packing.cost, added_up, lowest);
+      },
+      py::arg("forest"), py::arg("seq_lens"), py::arg("query_lens"), py::arg("shape"), py::arg("device"),
+      py::arg("exhaustive"),
+      "For tests: (the packing's own cost, its packs' cost added up, the cheapest of all packings or -1), in seconds.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+  bind_forest(m);
+  bind_planner(m);
+}
+
+}  // namespace prefixpack

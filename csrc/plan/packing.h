@@ -1,0 +1,46 @@
+// Cuts a forest into packs: which nodes are read on their own, which are read together with the nodes below.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/cost_model.h"
+#include "plan/forest.h"
+
+namespace prefixpack {
+
+// Queries that read one KV range together.
+struct Pack {
+  int32_t query_begin;  // in packed order
+  int32_t query_count;
+  int32_t request;   // batch index of the request whose slots are read
+  int32_t kv_begin;  // first position
+  int32_t kv_end;    // one past the last position, or kOpenEnd: the request's own tail, causal
+};
+
+struct Packing {
+  std::vector<Pack> packs;             // a query's packs stand in ascending KV order
+  std::vector<int32_t> request_order;  // batch indices in packed order
+  double cost = 0;                     // seconds, see CostModel
+};
+
+// Lengths of a batch by batch index.
+struct BatchLens {
+  const int64_t* seq_lens;
+  const int64_t* query_lens;  // nullptr: all 1
+  int32_t query_len(int32_t request) const {
+    return query_lens == nullptr ? 1 : static_cast<int32_t>(query_lens[request]);
+  }
+};
+
+// Dynamic program over (node, first node of the pack that reaches it), children chosen by saving per row.
+// PAT's algorithm 1 decides the same question greedily with a constant price of a partial.
+Packing pack_forest(const Forest& forest, const BatchLens& lens, const CostModel& cost);
+
+// What packs cost, added up from the packs alone; the check on pack_forest's own sum.
+double packs_cost(const std::vector<Pack>& packs, int32_t num_queries, const BatchLens& lens, const CostModel& cost);
+
+// Cheapest packing by trying every choice. For tests: at most 22 nodes and requests under a node together.
+double exhaustive_cost(const Forest& forest, const BatchLens& lens, const CostModel& cost);
+
+}  // namespace prefixpack

@@ -1,0 +1,94 @@
+#include "plan/planner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+#include "plan/schedule.h"
+
+namespace prefixpack {
+
+namespace {
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+const ModelShape& checked(const ModelShape& shape) {
+  require(shape.q_heads >= 1 && shape.kv_heads >= 1 && shape.q_heads % shape.kv_heads == 0,
+          "q_heads " + std::to_string(shape.q_heads) + " is no multiple of kv_heads " + std::to_string(shape.kv_heads));
+  require(shape.head_dim >= 1, "head_dim " + std::to_string(shape.head_dim) + " is not positive");
+  require(shape.kv_bytes >= 1 && shape.partial_bytes >= 1, "kv_bytes and partial_bytes must be positive");
+  return shape;
+}
+
+const DeviceModel& checked(const DeviceModel& device) {
+  require(device.workers >= 1, "workers " + std::to_string(device.workers) + " is not positive");
+  require(device.bandwidth > 0 && device.flops > 0, "bandwidth and flops must be positive");
+  require(device.item_overhead >= 0, "item_overhead is negative");
+  require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
+  require(!device.tile_rows.empty() && device.tile_rows.front() >= 1, "tile_rows needs at least one positive entry");
+  for (size_t i = 1; i < device.tile_rows.size(); ++i) {
+    require(device.tile_rows[i] > device.tile_rows[i - 1], "tile_rows must ascend");
+  }
+  return device;
+}
+
+}  // namespace
+
+void check_lens(const Forest& forest, const BatchLens& lens) {
+  for (int32_t request = 0; request < forest.num_requests; ++request) {
+    const int64_t seq_len = lens.seq_lens[request];
+    const int64_t query_len = lens.query_lens == nullptr ? 1 : lens.query_lens[request];
+    const auto fail = [&](const std::string& message) {
+      throw std::invalid_argument("request " + std::to_string(request) + ": " + message);
+    };
+    if (query_len < 1) fail("query length " + std::to_string(query_len) + " is not positive");
+    if (seq_len > INT32_MAX) fail("sequence length " + std::to_string(seq_len) + " exceeds 2^31 - 1");
+    if (seq_len < forest.tail_begin[request] + query_len) {
+      fail("sequence length " + std::to_string(seq_len) + " is shorter than its shared prefix (" +
+           std::to_string(forest.tail_begin[request]) + ") and its " + std::to_string(query_len) + " new tokens");
+    }
+  }
+}
+
+Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth)
+    : cost_(checked(shape), checked(device)), max_growth_(max_growth) {
+  require(max_growth >= 0, "max_growth " + std::to_string(max_growth) + " is negative");
+}
+
+bool Planner::reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
+                       const int64_t* query_lens) {
+  if (forest != forest_ || plan_ == nullptr || query_lens != nullptr) return false;
+  int64_t grown = 0;
+  for (size_t request = 0; request < planned_lens_.size(); ++request) {
+    const int64_t growth = seq_lens[request] - planned_lens_[request];
+    if (growth < 0 || growth > growth_limit_) return false;
+    grown += growth;
+  }
+  kv_tokens_ = {plan_->kv_tokens_packed + grown, plan_->kv_tokens_per_request + grown, plan_->kv_tokens_unique + grown};
+  return true;
+}
+
+std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
+                                          const int64_t* query_lens) {
+  if (reusable(forest, seq_lens, query_lens)) {
+    ++plans_reused_;
+    return plan_;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const BatchLens lens{seq_lens, query_lens};
+  check_lens(*forest, lens);
+  Schedule schedule = make_schedule(*forest, lens, pack_forest(*forest, lens, cost_), cost_);
+  plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
+  forest_ = query_lens == nullptr ? forest : nullptr;
+  growth_limit_ = std::min(schedule.growth_limit, max_growth_);
+  planned_lens_.assign(seq_lens, seq_lens + forest->num_requests);
+  kv_tokens_ = {plan_->kv_tokens_packed, plan_->kv_tokens_per_request, plan_->kv_tokens_unique};
+  ++plans_made_;
+  plan_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return plan_;
+}
+
+}  // namespace prefixpack

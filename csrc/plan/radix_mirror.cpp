@@ -1,0 +1,229 @@
+#include "plan/radix_mirror.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace prefixpack {
+
+namespace {
+
+// Nodes that no forest of this many generations used are forgotten once they are the majority.
+constexpr uint32_t kKeepGenerations = 256;
+constexpr size_t kSweepSlack = 4096;
+
+// Members of each node (or of the root, index num_nodes) in ascending order, as compressed rows.
+class Members {
+ public:
+  Members(const std::vector<int32_t>& node_of, size_t num_nodes) : offset_(num_nodes + 2, 0), member_(node_of.size()) {
+    const auto row = [&](size_t i) { return node_of[i] < 0 ? num_nodes : static_cast<size_t>(node_of[i]); };
+    for (size_t i = 0; i < node_of.size(); ++i) ++offset_[row(i) + 1];
+    for (size_t i = 1; i < offset_.size(); ++i) offset_[i] += offset_[i - 1];
+    std::vector<int32_t> next(offset_.begin(), offset_.end() - 1);
+    for (size_t i = 0; i < node_of.size(); ++i) member_[next[row(i)]++] = static_cast<int32_t>(i);
+  }
+  const int32_t* begin(size_t node) const { return member_.data() + offset_[node]; }
+  const int32_t* end(size_t node) const { return member_.data() + offset_[node + 1]; }
+
+ private:
+  std::vector<int32_t> offset_, member_;
+};
+
+struct SharedNode {
+  int32_t parent;  // index, or -1
+  int32_t begin, end;
+  int32_t request;
+};
+
+// Writes the nodes depth first, children in order of their first request, and the order of the requests.
+void write_preorder(const std::vector<SharedNode>& nodes, const std::vector<int32_t>& node_of_request, Forest& forest) {
+  std::vector<int32_t> parents(nodes.size());
+  for (size_t i = 0; i < nodes.size(); ++i) parents[i] = nodes[i].parent;
+  const Members children(parents, nodes.size());
+  const Members tails(node_of_request, nodes.size());
+  for (auto* column : {&forest.node_parent, &forest.node_begin, &forest.node_end, &forest.node_first, &forest.node_last,
+                       &forest.node_request}) {
+    column->reserve(nodes.size());
+  }
+  forest.order.reserve(forest.num_requests);
+
+  struct Frame {
+    size_t node;
+    int32_t position;
+    const int32_t* next_child;
+  };
+  std::vector<Frame> stack;
+  const auto enter = [&](size_t node, int32_t position) {
+    for (const int32_t* request = tails.begin(node); request != tails.end(node); ++request) {
+      forest.order.push_back(*request);
+      forest.tail_node[*request] = position;
+      forest.tail_begin[*request] = position < 0 ? 0 : forest.node_end[position];
+    }
+    stack.push_back({node, position, children.begin(node)});
+  };
+  enter(nodes.size(), -1);
+  while (!stack.empty()) {
+    Frame& top = stack.back();
+    if (top.next_child == children.end(top.node)) {
+      if (top.position >= 0) forest.node_last[top.position] = static_cast<int32_t>(forest.order.size());
+      stack.pop_back();
+      continue;
+    }
+    const int32_t child = *top.next_child++;
+    const int32_t position = forest.num_nodes();
+    forest.node_parent.push_back(top.position);
+    forest.node_begin.push_back(nodes[child].begin);
+    forest.node_end.push_back(nodes[child].end);
+    forest.node_first.push_back(static_cast<int32_t>(forest.order.size()));
+    forest.node_last.push_back(-1);
+    forest.node_request.push_back(nodes[child].request);
+    enter(child, position);
+  }
+}
+
+}  // namespace
+
+void RadixMirror::clear() {
+  nodes_.clear();
+  slot_of_.clear();
+}
+
+void RadixMirror::put(int64_t id, int64_t parent_id, int32_t begin, int32_t end) {
+  const std::string what = "radix node " + std::to_string(id);
+  if (id < 0) throw std::invalid_argument(what + ": ids are not negative");
+  if (begin < 0 || end <= begin) {
+    throw std::invalid_argument(what + ": [" + std::to_string(begin) + ", " + std::to_string(end) +
+                                ") is no range of positions");
+  }
+  int32_t parent = -1;
+  if (parent_id != -1) {
+    const auto found = slot_of_.find(parent_id);
+    if (found == slot_of_.end()) throw std::invalid_argument(what + ": unknown parent " + std::to_string(parent_id));
+    parent = found->second;
+  }
+  const int32_t expected = parent < 0 ? 0 : nodes_[parent].end;
+  if (begin != expected) {
+    throw std::invalid_argument(what + ": begins at " + std::to_string(begin) + ", but its parent ends at " +
+                                std::to_string(expected));
+  }
+  for (int32_t above = parent; above >= 0; above = nodes_[above].parent) nodes_[above].used = generation_;
+  const auto [entry, inserted] = slot_of_.try_emplace(id, static_cast<int32_t>(nodes_.size()));
+  if (inserted) {
+    nodes_.push_back({id, parent, begin, end, generation_, 0, -1, -1});
+  } else {
+    Node& node = nodes_[entry->second];
+    node.parent = parent;
+    node.begin = begin;
+    node.end = end;
+    node.used = generation_;
+  }
+}
+
+std::vector<int64_t> RadixMirror::split_suspects(int64_t parent_id, int32_t begin, int32_t end) const {
+  std::vector<int64_t> suspects;
+  int32_t parent = -1;
+  if (parent_id != -1) {
+    const auto found = slot_of_.find(parent_id);
+    if (found == slot_of_.end()) return suspects;
+    parent = found->second;
+  }
+  for (const Node& node : nodes_) {
+    if (node.parent == parent && node.begin == begin && node.end > end) suspects.push_back(node.id);
+  }
+  return suspects;
+}
+
+Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
+                           int32_t num_requests) {
+  ++generation_;
+  Forest forest;
+  forest.num_requests = num_requests;
+  forest.tail_begin.assign(num_requests, 0);
+  forest.tail_node.assign(num_requests, -1);
+
+  std::vector<int32_t> touched;
+  std::vector<int32_t> deepest(num_requests, -1);
+  for (int32_t request = 0; request < num_requests; ++request) {
+    if (prefix_lens[request] < 0) {
+      throw std::invalid_argument("request " + std::to_string(request) + ": prefix length " +
+                                  std::to_string(prefix_lens[request]) + " is negative");
+    }
+    if (last_nodes[request] == -1 || (live != nullptr && live[request] == 0)) continue;
+    const auto found = slot_of_.find(last_nodes[request]);
+    if (found == slot_of_.end()) {
+      throw std::invalid_argument("request " + std::to_string(request) + ": unknown radix node " +
+                                  std::to_string(last_nodes[request]));
+    }
+    int32_t slot = found->second;
+    for (; slot >= 0 && nodes_[slot].end > prefix_lens[request]; slot = nodes_[slot].parent) {
+      nodes_[slot].used = generation_;
+    }
+    deepest[request] = slot;
+    for (; slot >= 0; slot = nodes_[slot].parent) {
+      Node& node = nodes_[slot];
+      if (node.candidate < 0) {
+        node.candidate = request;
+        touched.push_back(slot);
+      }
+      node.used = generation_;
+      ++node.requests;
+    }
+  }
+
+  // A shared node continues its parent's node where no request leaves in between.
+  std::vector<int32_t> shared;
+  for (int32_t slot : touched) {
+    const Node& node = nodes_[slot];
+    if (node.requests >= 2) shared.push_back(slot);
+  }
+  std::sort(shared.begin(), shared.end(), [this](int32_t a, int32_t b) {
+    const Node &x = nodes_[a], &y = nodes_[b];
+    return x.candidate != y.candidate ? x.candidate < y.candidate : x.begin < y.begin;
+  });
+  std::vector<SharedNode> nodes;
+  nodes.reserve(shared.size());
+  for (int32_t slot : shared) {
+    Node& node = nodes_[slot];
+    const int32_t above = node.parent;
+    if (above >= 0 && nodes_[above].requests == node.requests) {
+      node.shared = nodes_[above].shared;
+      nodes[node.shared].end = node.end;
+      continue;
+    }
+    node.shared = static_cast<int32_t>(nodes.size());
+    nodes.push_back({above < 0 ? -1 : nodes_[above].shared, node.begin, node.end, node.candidate});
+  }
+  for (int32_t& slot : deepest) {
+    while (slot >= 0 && nodes_[slot].requests < 2) slot = nodes_[slot].parent;
+    if (slot >= 0) slot = nodes_[slot].shared;
+  }
+  for (int32_t slot : touched) {
+    nodes_[slot].requests = 0;
+    nodes_[slot].candidate = nodes_[slot].shared = -1;
+  }
+  write_preorder(nodes, deepest, forest);
+  sweep();
+  return forest;
+}
+
+void RadixMirror::sweep() {
+  const auto stale = [this](const Node& node) { return generation_ - node.used > kKeepGenerations; };
+  const size_t dead = std::count_if(nodes_.begin(), nodes_.end(), stale);
+  if (dead <= nodes_.size() / 2 + kSweepSlack / 2) return;
+  // A used node's ancestors are used at least as late, so no kept node loses its parent.
+  std::vector<int32_t> moved(nodes_.size(), -1);
+  std::vector<Node> kept;
+  for (size_t slot = 0; slot < nodes_.size(); ++slot) {
+    if (stale(nodes_[slot])) continue;
+    moved[slot] = static_cast<int32_t>(kept.size());
+    kept.push_back(nodes_[slot]);
+  }
+  slot_of_.clear();
+  for (size_t slot = 0; slot < kept.size(); ++slot) {
+    if (kept[slot].parent >= 0) kept[slot].parent = moved[kept[slot].parent];
+    slot_of_.emplace(kept[slot].id, static_cast<int32_t>(slot));
+  }
+  nodes_ = std::move(kept);
+}
+
+}  // namespace prefixpack

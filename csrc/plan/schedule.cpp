@@ -1,0 +1,273 @@
+#include "plan/schedule.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace prefixpack {
+
+namespace {
+
+constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
+constexpr int32_t kPieceAlignment = 16;
+constexpr int32_t kMinGrowth = 16;
+// A worker may be this much later than the others before a new plan is worth its time (PackInfer re-packs on drift).
+constexpr double kDriftTolerance = 1.25;
+constexpr int32_t kCostBins = 512;
+
+// A row tile of a pack before its KV range is split. Times are seconds of one worker for one KV head.
+struct Tile {
+  int32_t query_begin, query_count;
+  int32_t request;
+  int32_t kv_begin, kv_end;
+  bool open;           // kv_end is the request's current length
+  bool partial;        // the queries have other partials
+  bool first_of_pack;  // the tiles behind it read the same range and are split as it is
+  double seconds;
+
+  int32_t tokens() const { return kv_end - kv_begin; }
+};
+
+int32_t piece_length(int32_t tokens, int32_t pieces) {
+  const int32_t even = (tokens + pieces - 1) / pieces;
+  return (even + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+}
+
+class Scheduler {
+ public:
+  Scheduler(const Forest& forest, const BatchLens& lens, const Packing& packing, const CostModel& cost)
+      : forest_(forest),
+        lens_(lens),
+        packing_(packing),
+        cost_(cost),
+        per_worker_(static_cast<double>(cost.workers()) / cost.kv_heads()),
+        overhead_(cost.overhead() * per_worker_),
+        partial_(cost.partial() * per_worker_) {}
+
+  Schedule run() {
+    list_queries();
+    count_tokens();
+    list_tiles();
+    const double longest = choose_longest_unit();
+    split_tiles(longest);
+    assign_slots();
+    order_queue();
+    schedule_.growth_limit = growth_limit();
+    return std::move(schedule_);
+  }
+
+ private:
+  void list_queries() {
+    Plan& plan = schedule_.plan;
+    plan.num_requests = forest_.num_requests;
+    std::vector<int32_t> first_token(forest_.num_requests);
+    for (int32_t request = 0, next = 0; request < forest_.num_requests; ++request) {
+      first_token[request] = next;
+      next += lens_.query_len(request);
+      plan.num_queries = next;
+    }
+    plan.query_token.reserve(plan.num_queries);
+    plan.query_request.reserve(plan.num_queries);
+    plan.query_back.reserve(plan.num_queries);
+    for (int32_t request : packing_.request_order) {
+      const int32_t count = lens_.query_len(request);
+      for (int32_t i = 0; i < count; ++i) {
+        plan.query_token.push_back(first_token[request] + i);
+        plan.query_request.push_back(request);
+        plan.query_back.push_back(count - 1 - i);
+      }
+    }
+  }
+
+  void count_tokens() {
+    Plan& plan = schedule_.plan;
+    for (int32_t node = 0; node < forest_.num_nodes(); ++node) {
+      plan.kv_tokens_unique += forest_.node_end[node] - forest_.node_begin[node];
+    }
+    const int32_t tile = cost_.queries_per_tile();
+    for (int32_t request = 0; request < forest_.num_requests; ++request) {
+      const int64_t seq_len = lens_.seq_lens[request];
+      const int32_t queries = lens_.query_len(request);
+      plan.kv_tokens_unique += seq_len - forest_.tail_begin[request];
+      for (int32_t first = 0; first < queries; first += tile) {
+        plan.kv_tokens_per_request += seq_len - std::max(0, queries - first - tile);
+      }
+    }
+  }
+
+  void list_tiles() {
+    std::vector<int32_t> packs_of_query(schedule_.plan.num_queries, 0);
+    for (const Pack& pack : packing_.packs) {
+      for (int32_t i = 0; i < pack.query_count; ++i) ++packs_of_query[pack.query_begin + i];
+    }
+    const int32_t step = cost_.queries_per_tile();
+    tiles_.reserve(packing_.packs.size());
+    for (const Pack& pack : packing_.packs) {
+      const bool open = pack.kv_end == kOpenEnd;
+      for (int32_t first = 0; first < pack.query_count; first += step) {
+        const int32_t count = std::min(step, pack.query_count - first);
+        const int32_t hidden = pack.query_count - first - count;  // tokens of an open pack after this tile
+        const int32_t end = open ? static_cast<int32_t>(lens_.seq_lens[pack.request]) - hidden : pack.kv_end;
+        const bool partial = packs_of_query[pack.query_begin + first] > 1;
+        Tile tile{pack.query_begin + first, count, pack.request, pack.kv_begin, end, open, partial,
+                  open || first == 0,       0};
+        tile.seconds = cost_.item(count, tile.tokens(), first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
+        tiles_.push_back(tile);
+      }
+    }
+  }
+
+  int32_t pieces_for(const Tile& tile, double longest) const {
+    if (tile.seconds <= longest) return 1;
+    const int32_t wanted = static_cast<int32_t>(std::ceil(tile.seconds / longest));
+    return std::max(1, std::min(wanted, tile.tokens() / kMinPieceTokens));
+  }
+
+  double piece_seconds(const Tile& tile, int32_t pieces) const {
+    if (pieces == 1) return tile.seconds;
+    const double partial = tile.query_count * partial_;
+    return (tile.seconds - overhead_ - (tile.partial ? partial : 0.0)) / pieces + overhead_ + partial;
+  }
+
+  // When the last worker is done if no unit is longer than `longest`: the work divided evenly, or the k-th unit of
+  // the worker that must take k of the (k - 1) * workers + 1 longest.
+  double finish_time(double longest) {
+    double total = 0, top = 0;
+    for (const Tile& tile : tiles_) top = std::max(top, piece_seconds(tile, pieces_for(tile, longest)));
+    std::array<int32_t, kCostBins> count{};
+    const double to_bin = (kCostBins - 1) / top;
+    for (const Tile& tile : tiles_) {
+      const int32_t pieces = pieces_for(tile, longest);
+      const double seconds = piece_seconds(tile, pieces);
+      total += pieces * seconds;
+      count[static_cast<int32_t>(seconds * to_bin)] += pieces;
+    }
+    double latest = total * cost_.kv_heads() / cost_.workers();
+    int64_t units = 0, waves = 0;
+    for (int32_t bin = kCostBins - 1; bin >= 0; --bin) {
+      units += int64_t{count[bin]} * cost_.kv_heads();
+      for (; waves * cost_.workers() < units; ++waves) latest = std::max(latest, (waves + 1) * bin / to_bin);
+    }
+    return latest;
+  }
+
+  double choose_longest_unit() {
+    double total = 0, longest = 0;
+    for (const Tile& tile : tiles_) {
+      total += tile.seconds;
+      longest = std::max(longest, tile.seconds);
+    }
+    if (tiles_.empty()) return 1;
+    const double even = total * cost_.kv_heads() / cost_.workers();
+    double chosen = longest;
+    finish_ = finish_time(longest);
+    for (double share : {1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125}) {
+      if (finish_ <= 1.02 * even) break;
+      const double candidate = even * share;
+      if (candidate >= longest || candidate <= overhead_) continue;
+      const double finish = finish_time(candidate);
+      if (finish < 0.99 * finish_) {
+        finish_ = finish;
+        chosen = candidate;
+      }
+    }
+    return chosen;
+  }
+
+  void add_item(const Tile& tile, int32_t begin, int32_t end, bool last, double seconds, double key) {
+    const bool open = tile.open && last;
+    Plan& plan = schedule_.plan;
+    plan.items.push_back({tile.query_begin, tile.query_count, tile.request, begin, open ? kOpenEnd : end, kWriteThrough,
+                          cost_.tile_rows(tile.query_count)});
+    plan.kv_tokens_packed += end - begin;
+    key_.push_back(key);
+    if (open) dearest_open_ = std::max(dearest_open_, seconds);
+  }
+
+  void split_tiles(double longest) {
+    schedule_.plan.items.reserve(tiles_.size() * 5 / 4);
+    key_.reserve(tiles_.size() * 5 / 4);
+    for (size_t first = 0; first < tiles_.size();) {
+      size_t after = first + 1;
+      while (after < tiles_.size() && !tiles_[after].first_of_pack) ++after;
+      const Tile& lead = tiles_[first];
+      const int32_t pieces = pieces_for(lead, longest);
+      const int32_t length = pieces == 1 ? lead.tokens() : piece_length(lead.tokens(), pieces);
+      const double key = piece_seconds(lead, pieces);
+      for (int32_t begin = lead.kv_begin; begin < lead.kv_end; begin += length) {
+        const int32_t end = std::min(begin + length, lead.kv_end);
+        for (size_t i = first; i < after; ++i) {
+          add_item(tiles_[i], begin, end, end == lead.kv_end, piece_seconds(tiles_[i], pieces), key);
+        }
+      }
+      first = after;
+    }
+  }
+
+  void assign_slots() {
+    Plan& plan = schedule_.plan;
+    std::vector<int32_t> partials(plan.num_queries, 0);
+    for (const WorkItem& item : plan.items) {
+      for (int32_t i = 0; i < item.query_count; ++i) ++partials[item.query_begin + i];
+    }
+    std::vector<int32_t> next(plan.num_queries, 0);
+    plan.merge_offset.push_back(0);
+    for (int32_t query = 0; query < plan.num_queries; ++query) {
+      if (partials[query] < 2) continue;
+      next[query] = plan.merge_offset.back();
+      plan.merge_query.push_back(query);
+      plan.merge_offset.push_back(next[query] + partials[query]);
+    }
+    plan.merge_slot.resize(plan.merge_offset.back());
+    for (WorkItem& item : plan.items) {
+      if (partials[item.query_begin] < 2) continue;
+      item.slot_begin = plan.num_slots;
+      plan.num_slots += item.query_count;
+      for (int32_t i = 0; i < item.query_count; ++i) {
+        plan.merge_slot[next[item.query_begin + i]++] = item.slot_begin + i;
+      }
+    }
+  }
+
+  // Dearest first, tiles that read the same KV side by side; a stable counting sort keeps both.
+  void order_queue() {
+    Plan& plan = schedule_.plan;
+    if (plan.items.empty()) return;
+    const double to_bin = (kCostBins - 1) / *std::max_element(key_.begin(), key_.end());
+    std::array<int32_t, kCostBins + 1> offset{};
+    const auto bin = [&](size_t i) { return kCostBins - 1 - static_cast<int32_t>(key_[i] * to_bin); };
+    for (size_t i = 0; i < key_.size(); ++i) ++offset[bin(i) + 1];
+    for (int32_t i = 0; i < kCostBins; ++i) offset[i + 1] += offset[i];
+    std::vector<WorkItem> ordered(plan.items.size());
+    for (size_t i = 0; i < key_.size(); ++i) ordered[offset[bin(i)]++] = plan.items[i];
+    plan.items = std::move(ordered);
+  }
+
+  int32_t growth_limit() const {
+    const double token = cost_.item(1, 1) - cost_.overhead();
+    const double unit_growth = token * per_worker_;
+    const double even_growth = token * forest_.num_requests;
+    const double slack = kDriftTolerance * finish_ - dearest_open_;
+    const double closing = unit_growth - kDriftTolerance * even_growth;
+    if (closing <= 0) return INT32_MAX;
+    return std::max(kMinGrowth, static_cast<int32_t>(std::min(slack / closing, 1e9)));
+  }
+
+  const Forest& forest_;
+  const BatchLens lens_;
+  const Packing& packing_;
+  const CostModel& cost_;
+  const double per_worker_, overhead_, partial_;
+  std::vector<Tile> tiles_;
+  std::vector<double> key_;
+  double finish_ = 0, dearest_open_ = 0;
+  Schedule schedule_;
+};
+
+}  // namespace
+
+Schedule make_schedule(const Forest& forest, const BatchLens& lens, const Packing& packing, const CostModel& cost) {
+  return Scheduler(forest, lens, packing, cost).run();
+}
+
+}  // namespace prefixpack

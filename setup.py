@@ -1,0 +1,97 @@
+"""Builds the one native module: planner and CPU executor in C++17, the CUDA part where nvcc is found.
+
+PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: when nvcc is on PATH or under CUDA_HOME)
+PREFIXPACK_CUDA_ARCHS="..."   architectures, e.g. "80;90a" (default "80;90a")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-ffp-contract=fast"]
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc as asked for by PREFIXPACK_CUDA, or None for a CPU-only build."""
+    choice = os.environ.get("PREFIXPACK_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"PREFIXPACK_CUDA={choice!r}: expected auto, 0 or 1")
+    if choice == "0":
+        return None
+    cuda_home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None)
+    if nvcc is None and choice == "1":
+        raise SystemExit("PREFIXPACK_CUDA=1, but nvcc is neither on PATH nor under CUDA_HOME")
+    return nvcc
+
+
+def cuda_archs() -> list[str]:
+    archs = [arch for arch in os.environ.get("PREFIXPACK_CUDA_ARCHS", "80;90a").replace(",", ";").split(";") if arch]
+    for arch in archs:
+        if not arch.rstrip("af").isdigit():
+            raise SystemExit(f"PREFIXPACK_CUDA_ARCHS: {arch!r} is no architecture; expected for example '80;90a'")
+    return archs
+
+
+def sources(folder: str, suffix: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(f"*{suffix}"))
+
+
+class BuildNative(build_ext):
+    """Compiles .cu files with nvcc and links them, with a static CUDA runtime, into the extension."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        nvcc = find_nvcc()
+        if nvcc is not None:
+            ext.define_macros.append(("PREFIXPACK_WITH_CUDA", "1"))
+            ext.extra_objects = [self._compile_cuda(nvcc, source) for source in sources("cuda", ".cu")]
+            cuda_lib = Path(nvcc).resolve().parent.parent / "lib64"
+            ext.library_dirs.append(str(cuda_lib))
+            ext.libraries += ["cudart_static", "dl", "rt"]
+        super().build_extension(ext)
+
+    def _compile_cuda(self, nvcc: str, source: str) -> str:
+        out = Path(self.build_temp) / (source.replace("/", "_") + ".o")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file())
+        if not out.exists() or out.stat().st_mtime < newest:
+            gencode = []
+            for arch in cuda_archs():
+                gencode += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+            flags = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]
+            command = [nvcc, *flags, *gencode, "-c", source, "-o", str(out)]
+            print(" ".join(command), flush=True)
+            subprocess.run(command, check=True, cwd=ROOT)
+        return str(out)
+
+
+ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
+
+setup(
+    packages=[
+        "sgl_prefix_attn",
+        *(f"sgl_prefix_attn.{path.name}" for path in sorted((ROOT / "sgl_prefix_attn").iterdir()) if (path / "__init__.py").exists()),
+        "sgl_prefix_attn.patches",
+    ],
+    package_dir={"sgl_prefix_attn.patches": "patches"},
+    package_data={"sgl_prefix_attn": ["py.typed", "**/*.jsonl", "**/*.md"], "sgl_prefix_attn.patches": ["*.patch", "*.md"]},
+    ext_modules=[
+        Pybind11Extension(
+            "sgl_prefix_attn._native",
+            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("bindings", ".cpp"),
+            include_dirs=["csrc"],
+            extra_compile_args=CXX_FLAGS,
+            extra_link_args=["-pthread"],
+            cxx_std=17,
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+)

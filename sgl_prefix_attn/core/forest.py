@@ -1,0 +1,184 @@
+"""Which requests of a batch share which KV positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_prefix_attn import _native
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Segment = tuple[int, int, int]
+
+
+class PrefixForest:
+    """Shared-prefix structure of one batch, immutable.
+
+    A node is a range of KV positions that at least two requests have in common; nodes stand in depth-first preorder
+    and a node's requests are `order[node_first:node_last]`. What a request has for itself is its tail, from
+    `tail_begin` on. Make one with `from_paths`, or from a `RadixMirror` in a serving loop.
+    """
+
+    __slots__ = ("native",)
+
+    def __init__(self, native: _native.Forest) -> None:
+        self.native = native
+
+    @classmethod
+    def from_paths(
+        cls, paths: Sequence[Sequence[Segment]], *, prefix_lens: Sequence[int] | None = None
+    ) -> PrefixForest:
+        """Builds the forest of a batch from radix-tree paths.
+
+        Args:
+            paths: for every request (by batch index) its `(node id, start, end)` segments from position 0 on, each
+                starting where the one before ends. Requests share a node if they name the same id. May be empty.
+            prefix_lens: for every request, the positions that existed before this step (sequence length minus new
+                tokens). A node that reaches beyond is private to the request. Default: the end of its path.
+
+        Raises:
+            ValueError: for an empty, negative or disconnected segment, or a node id that stands for two ranges or
+                two parents; the message names request and segment.
+        """
+        ranges: dict[int, tuple[int, int, int]] = {}
+        mirror = _native.RadixMirror()
+        last_nodes = np.full(len(paths), -1, dtype=np.int64)
+        ends = np.zeros(len(paths), dtype=np.int64)
+        for request, path in enumerate(paths):
+            parent, position = -1, 0
+            for index, (node, start, end) in enumerate(path):
+                where = f"request {request}, segment {index} (node {node}, [{start}, {end}))"
+                if node < 0:
+                    raise ValueError(f"{where}: node ids are not negative")
+                if start != position or end <= start:
+                    raise ValueError(f"{where}: expected a range that starts at {position} and is not empty")
+                known = ranges.get(node)
+                if known is None:
+                    ranges[node] = (parent, start, end)
+                    mirror.put(node, parent, start, end)
+                elif known != (parent, start, end):
+                    raise ValueError(
+                        f"{where}: another request has this node as [{known[1]}, {known[2]}) below node {known[0]}"
+                    )
+                parent, position = node, end
+            last_nodes[request], ends[request] = parent, position
+        if prefix_lens is not None:
+            if len(prefix_lens) != len(paths):
+                raise ValueError(f"prefix_lens has {len(prefix_lens)} entries for {len(paths)} requests")
+            ends = np.asarray(prefix_lens, dtype=np.int64)
+        return cls(mirror.forest(last_nodes, ends))
+
+    @property
+    def num_requests(self) -> int:
+        return self.native.num_requests
+
+    @property
+    def num_nodes(self) -> int:
+        return self.native.num_nodes
+
+    @property
+    def order(self) -> Int32Array:
+        """[num_requests] batch indices, depth first."""
+        return self.native.order
+
+    @property
+    def node_parent(self) -> Int32Array:
+        """[num_nodes] index of the parent node, or -1."""
+        return self.native.node_parent
+
+    @property
+    def node_begin(self) -> Int32Array:
+        """[num_nodes] first KV position."""
+        return self.native.node_begin
+
+    @property
+    def node_end(self) -> Int32Array:
+        """[num_nodes] one past the last KV position."""
+        return self.native.node_end
+
+    @property
+    def node_first(self) -> Int32Array:
+        """[num_nodes] start of the node's requests in `order`."""
+        return self.native.node_first
+
+    @property
+    def node_last(self) -> Int32Array:
+        """[num_nodes] end of the node's requests in `order`."""
+        return self.native.node_last
+
+    @property
+    def node_request(self) -> Int32Array:
+        """[num_nodes] batch index of the request whose KV slots stand for all."""
+        return self.native.node_request
+
+    @property
+    def tail_begin(self) -> Int32Array:
+        """[num_requests] by batch index: first KV position that is the request's own."""
+        return self.native.tail_begin
+
+    @property
+    def tail_node(self) -> Int32Array:
+        """[num_requests] by batch index: deepest node of the request, or -1."""
+        return self.native.tail_node
+
+    def __repr__(self) -> str:
+        return f"PrefixForest({self.num_requests} requests, {self.num_nodes} shared nodes)"
+
+
+class RadixMirror:
+    """Native copy of the part of a radix tree that running requests use: node ids and position ranges only.
+
+    Holds because SGLang never reuses a node id and a split leaves the id with the suffix: what is stored may lack a
+    node that was inserted above (`split_suspects` finds it again), but never claims sharing that is not there.
+    Nodes that no forest used for a long time are forgotten.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self) -> None:
+        self._native = _native.RadixMirror()
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def known(self, node_id: int) -> bool:
+        return self._native.known(node_id)
+
+    def put(self, node_id: int, parent_id: int, begin: int, end: int) -> None:
+        """Inserts or updates a node that holds positions [begin, end).
+
+        Args:
+            parent_id: -1 for a child of a root.
+
+        Raises:
+            ValueError: unknown parent, empty range, or a range that does not continue the parent's.
+        """
+        self._native.put(node_id, parent_id, begin, end)
+
+    def split_suspects(self, parent_id: int, begin: int, end: int) -> list[int]:
+        """Known children of `parent_id` that start at `begin` and reach beyond `end`.
+
+        When a new node [begin, end) turns up below `parent_id`, these may have become its children: read them again.
+        """
+        return self._native.split_suspects(parent_id, begin, end)
+
+    def forest(
+        self, last_nodes: Int64Array, prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None = None
+    ) -> PrefixForest:
+        """The forest of a batch.
+
+        Args:
+            last_nodes: [num_requests] deepest node of each request, -1 for none.
+            prefix_lens: [num_requests] positions that existed before this step; a node beyond is private.
+            live: [num_requests] False for requests whose KV may be released already: they share nothing.
+
+        Raises:
+            ValueError: unknown node, negative prefix length, wrong shape.
+        """
+        return PrefixForest(self._native.forest(last_nodes, prefix_lens, live))
+
+    def clear(self) -> None:
+        self._native.clear()

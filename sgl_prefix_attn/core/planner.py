@@ -1,0 +1,142 @@
+"""Forest -> plan: packs, row tiles, KV splits, queue order and partial slots, made by native code."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+
+Plan = _native.Plan
+
+# WorkItem of csrc/plan/plan.h: the columns of Plan.items.
+QUERY_BEGIN, QUERY_COUNT, REQUEST, KV_BEGIN, KV_END, SLOT_BEGIN, TILE_ROWS = range(7)
+OPEN_END = -1
+WRITE_THROUGH = -1
+
+DEFAULT_MAX_GROWTH = 64
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attention shape of one tensor-parallel rank.
+
+    Attributes:
+        kv_bytes: bytes of one stored K or V element.
+        partial_bytes: bytes of one element of a partial output.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    kv_bytes: int = 2
+    partial_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What the planner's prices rest on.
+
+    Attributes:
+        workers: work items in flight: CTAs on a GPU, threads on a CPU.
+        bandwidth: bytes per second that all workers read together.
+        flops: floating-point operations per second of all workers at full tiles.
+        item_overhead: seconds a worker needs to take up an item.
+        reread: price, 0 to 1, of reading KV that a sibling tile has just read.
+        tile_rows: row counts of the kernel's tiles, ascending.
+    """
+
+    workers: int
+    bandwidth: float
+    flops: float
+    item_overhead: float
+    reread: float
+    tile_rows: tuple[int, ...]
+
+    @classmethod
+    def cpu(cls, threads: int | None = None) -> DeviceModel:
+        """A CPU with `threads` workers (default: all cores this process may use)."""
+        workers = threads if threads is not None else len(os.sched_getaffinity(0))
+        return cls(
+            workers=workers,
+            bandwidth=8e9 * workers,
+            flops=40e9 * workers,
+            item_overhead=0.5e-6,
+            reread=0.25,
+            tile_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128),
+        )
+
+    @classmethod
+    def gpu(
+        cls, sm_count: int, *, bandwidth: float = 4.3e12, flops: float = 790e12, max_tile_rows: int = 128
+    ) -> DeviceModel:
+        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures are an H200's."""
+        return cls(
+            workers=2 * sm_count,
+            bandwidth=bandwidth,
+            flops=flops,
+            item_overhead=0.7e-6,
+            reread=0.25,
+            tile_rows=tuple(rows for rows in (16, 32, 64, 128) if rows <= max_tile_rows),
+        )
+
+
+class KvTokens(NamedTuple):
+    """KV positions per layer and KV head: read by the plan, by request-wise attention, and each once."""
+
+    packed: int
+    per_request: int
+    unique: int
+
+
+class Planner:
+    """Makes plans and reuses the last one over decode steps.
+
+    Args:
+        shape: attention shape.
+        device: what runs the plan.
+        max_growth: tokens by which tails may grow before the batch is planned anew, at most; balance may ask earlier.
+
+    Raises:
+        ValueError: shape or device figures out of range.
+    """
+
+    def __init__(self, shape: ModelShape, device: DeviceModel, *, max_growth: int = DEFAULT_MAX_GROWTH) -> None:
+        self.shape = shape
+        self.device = device
+        self._native = _native.Planner(
+            _native.ModelShape(**asdict(shape)), _native.DeviceModel(**asdict(device)), max_growth
+        )
+
+    def plan(self, forest: PrefixForest, seq_lens: Int64Array, query_lens: Int64Array | None = None) -> Plan:
+        """The plan of a step.
+
+        Args:
+            forest: the batch's forest. Hand in the same object while membership does not change.
+            seq_lens: [num_requests] int64 KV lengths by batch index, the step's own tokens included.
+            query_lens: [num_requests] int64 new tokens of each request; None: one each (decode).
+
+        Raises:
+            ValueError: lengths that do not fit the forest, with the request named.
+        """
+        return self._native.plan(forest.native, seq_lens, query_lens)
+
+    @property
+    def plans_made(self) -> int:
+        return self._native.plans_made
+
+    @property
+    def plans_reused(self) -> int:
+        return self._native.plans_reused
+
+    @property
+    def plan_seconds(self) -> float:
+        """Seconds spent in making plans, all together."""
+        return self._native.plan_seconds
+
+    @property
+    def kv_tokens(self) -> KvTokens:
+        """Of the batch last planned or reused, at its current lengths."""
+        return KvTokens(*self._native.kv_tokens)
