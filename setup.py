@@ -82,7 +82,10 @@ setup(
         "sgl_prefix_attn.patches",
     ],
     package_dir={"sgl_prefix_attn.patches": "patches"},
-    package_data={"sgl_prefix_attn": ["py.typed", "**/*.jsonl", "**/*.md"], "sgl_prefix_attn.patches": ["*.patch", "*.md"]},
+    package_data={
+        "sgl_prefix_attn": ["py.typed", "**/*.jsonl", "**/*.md"],
+        "sgl_prefix_attn.patches": ["*/*.patch", "*.md"],
+    },
     ext_modules=[
         Pybind11Extension(
             "sgl_prefix_attn._native",
