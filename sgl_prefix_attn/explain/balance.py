@@ -1,0 +1,83 @@
+"""How a plan's work queue spreads over the workers, and the time a step takes, by the planner's own prices.
+
+The queue is simulated: every worker takes the next entry when it is free. An entry is a work item for one KV head,
+a worker has its share of the device's bandwidth and arithmetic. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import (
+    KV_BEGIN,
+    KV_END,
+    QUERY_COUNT,
+    REQUEST,
+    SLOT_BEGIN,
+    TILE_ROWS,
+    WRITE_THROUGH,
+    DeviceModel,
+    ModelShape,
+    Plan,
+)
+from sgl_prefix_attn.explain.packs import item_ends
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Simulated queue. worker_seconds: float64 [workers], busy time of each. merge_seconds: the merge that follows."""
+
+    worker_seconds: npt.NDArray[np.float64]
+    merge_seconds: float
+
+    @property
+    def max_over_mean(self) -> float:
+        """1 is perfect balance. Workers without work count: they are capacity left unused."""
+        return float(self.worker_seconds.max() / self.worker_seconds.mean())
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one layer's attention."""
+        return float(self.worker_seconds.max()) + self.merge_seconds
+
+
+def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> Schedule:
+    """Greedy run of the queue in the plan's order, KV heads of an item next to each other."""
+    free = [(0.0, worker) for worker in range(device.workers)]
+    for seconds in item_seconds(plan, seq_lens, shape, device).tolist():
+        for _ in range(shape.kv_heads):
+            busy, worker = free[0]
+            heapq.heapreplace(free, (busy + seconds, worker))
+    loads = np.zeros(device.workers)
+    for busy, worker in free:
+        loads[worker] = busy
+    merged = int(plan.merge_offset[-1]) if len(plan.merge_offset) else 0
+    return Schedule(loads, partial_bytes(merged, shape) / 2 / device.bandwidth)
+
+
+def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> npt.NDArray[np.float64]:
+    """Seconds one worker needs for each item and one KV head, float64 [items]: overhead, the dearer of reading KV and
+    computing the (padded) tile, and writing partials. KV that a sibling row tile has just read costs `device.reread`.
+    """
+    items = plan.items
+    tokens = item_ends(plan, seq_lens) - items[:, KV_BEGIN]
+    bandwidth, flops = device.bandwidth / device.workers, device.flops / device.workers
+    read = tokens * (2 * shape.head_dim * shape.kv_bytes / bandwidth)
+    follows_sibling = np.zeros(len(items), bool)
+    kv_range = items[:, [REQUEST, KV_BEGIN, KV_END]]
+    follows_sibling[1:] = (kv_range[1:] == kv_range[:-1]).all(axis=1)
+    read = np.where(follows_sibling, read * device.reread, read)
+    compute = tokens * items[:, TILE_ROWS] * (4 * shape.head_dim / flops)
+    partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])
+    write = partials * (partial_bytes(1, shape) / 2 / shape.kv_heads / bandwidth)
+    return device.item_overhead + np.maximum(read, compute) + write
+
+
+def partial_bytes(slots: int, shape: ModelShape) -> int:
+    """Bytes a layer moves to write and read back `slots` partials: per query head an output and an fp32 lse."""
+    return 2 * slots * shape.q_heads * (shape.head_dim * shape.partial_bytes + 4)

@@ -1,0 +1,157 @@
+"""Arguments of `python -m sgl_prefix_attn explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from sgl_prefix_attn.explain.batch import BatchDescription, InputError, parse_tree, read_batch_file
+from sgl_prefix_attn.explain.devices import DEVICE_NAMES, device_model, model_shape
+from sgl_prefix_attn.explain.report import Explanation, explain
+from sgl_prefix_attn.explain.server import ServerState, read_states
+from sgl_prefix_attn.explain.text import render, render_state
+from sgl_prefix_attn.explain.trace import read_window
+
+_EXAMPLES = """examples:
+  %(prog)s --tree 1,10/4096,416 --heads 32/8 --plot tree.png
+      10 requests below one 4096-token prompt, 416 tokens of their own each
+  %(prog)s --trace conversation.jsonl --window 0:64 --device h200
+      the first 64 requests of a Mooncake trace, decoding together
+  %(prog)s --server http://127.0.0.1:30000
+      counters and the last packed batch of a running server
+  %(prog)s --batch batch.json --json
+      {"paths": [[[node id, start, end], ...] for each request], "seq_lens": [...], "query_lens": [...]}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what the planner makes of a batch: the forest of shared prefixes, the packs, KV tokens read packed / per "
+        "request / at the limit, and the balance across workers."
+    )
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+    source = parser.add_argument_group("the batch (one of)").add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--tree",
+        metavar="NODES/TOKENS",
+        help="nodes per level / tokens per level, as in 1,10/4096,416; node j of a level hangs under node j * (size of "
+        "the level above) // (size of the level); the last level are the requests with their own tokens",
+    )
+    source.add_argument("--batch", metavar="FILE", help="JSON file with paths, seq_lens and, if not all 1, query_lens")
+    source.add_argument("--trace", metavar="FILE", help="trace in Mooncake's JSON lines; blocks of 512 tokens")
+    source.add_argument("--server", metavar="URL", help="a running server, as in http://127.0.0.1:30000")
+
+    details = parser.add_argument_group("more about the batch")
+    details.add_argument("--query-len", type=int, metavar="N", help="--tree: new tokens of each request (default 1)")
+    details.add_argument("--window", metavar="START:COUNT", help="--trace: these requests (default 0:64)")
+    details.add_argument(
+        "--progress", type=float, metavar="SHARE", help="--trace: share of its output each has generated (default 0.5)"
+    )
+    details.add_argument("--api-key", metavar="KEY", help="--server: its API key")
+    details.add_argument("--rank", type=int, metavar="N", help="--server: only this data-parallel rank (default all)")
+
+    machine = parser.add_argument_group("model and device (--server reports its own; these replace it)")
+    machine.add_argument("--heads", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
+    machine.add_argument("--head-dim", type=int, metavar="N", help="default 128")
+    machine.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
+    machine.add_argument("--partial-dtype", choices=("fp32", "fp16", "bf16"), help="of partial outputs, default fp32")
+    machine.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
+    machine.add_argument("--workers", type=int, metavar="N", help="workers instead of the device's own")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf (needs matplotlib)")
+    output.add_argument("--full", action="store_true", help="print every node of the forest")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        _check_options(args)
+        if args.server:
+            _run_server(args)
+        else:
+            explanation = explain(_batch(args), model_shape(args), device_model(args))
+            _print(explanation.to_json() if args.json else _text(explanation, args))
+            _plot([explanation], args)
+    except InputError as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """An option of another source is an error, not ignored."""
+    for option, source in (
+        ("query_len", "tree"),
+        ("window", "trace"),
+        ("progress", "trace"),
+        ("api_key", "server"),
+        ("rank", "server"),
+    ):
+        if getattr(args, option) is not None and getattr(args, source) is None:
+            raise InputError(f"--{option.replace('_', '-')} belongs to --{source}")
+
+
+def _batch(args: argparse.Namespace) -> BatchDescription:
+    if args.tree:
+        return parse_tree(args.tree, 1 if args.query_len is None else args.query_len)
+    if args.trace:
+        return read_window(args.trace, args.window or "0:64", 0.5 if args.progress is None else args.progress)
+    return read_batch_file(args.batch)
+
+
+def _run_server(args: argparse.Namespace) -> None:
+    states = dict(enumerate(read_states(args.server, args.api_key)))
+    if args.rank is not None:
+        if args.rank not in states:
+            raise InputError(f"--rank {args.rank}: {args.server} reports ranks 0 to {len(states) - 1}")
+        states = {args.rank: states[args.rank]}
+    explained = {rank: _explain_state(state, f"{args.server} rank {rank}", args) for rank, state in states.items()}
+    if args.json:
+        _print(
+            {
+                "server": args.server,
+                "ranks": [
+                    {"rank": rank, **state.model_dump(exclude={"batch"}), "last_packed_batch": _json(explained[rank])}
+                    for rank, state in states.items()
+                ],
+            }
+        )
+    else:
+        for rank, state in states.items():
+            explanation = explained[rank]
+            batch = "no batch ran packed yet" if explanation is None else _text(explanation, args)
+            _print(f"{args.server} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
+    _plot([explanation for explanation in explained.values() if explanation is not None], args)
+
+
+def _explain_state(state: ServerState, title: str, args: argparse.Namespace) -> Explanation | None:
+    batch = state.described_batch(title)
+    return None if batch is None else explain(batch, model_shape(args, state.shape), device_model(args, state.device))
+
+
+def _json(explanation: Explanation | None) -> dict[str, Any] | None:
+    return None if explanation is None else explanation.to_json()
+
+
+def _text(explanation: Explanation, args: argparse.Namespace) -> str:
+    return render(explanation, args.full)
+
+
+def _print(content: str | dict[str, Any]) -> None:
+    print(content if isinstance(content, str) else json.dumps(content))
+
+
+def _plot(explanations: list[Explanation], args: argparse.Namespace) -> None:
+    if not args.plot:
+        return
+    if len(explanations) != 1:
+        raise InputError(f"--plot draws one batch and there are {len(explanations)}; choose one with --rank")
+    from sgl_prefix_attn.explain.plot import draw  # matplotlib is optional and slow to import
+
+    draw(explanations[0], args.plot)
+    print(f"drawn to {args.plot}", file=sys.stderr)

@@ -1,0 +1,62 @@
+"""Model shape and device of an explanation: what a server reports, replaced by what the command line says."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.explain.batch import InputError, first_problem
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
+# A100 (80 GB, SXM) and H100 (SXM): data-sheet figures.
+_DEVICES: dict[str, Callable[[], DeviceModel]] = {
+    "cpu": DeviceModel.cpu,
+    "a100": lambda: DeviceModel.gpu(108, bandwidth=2.04e12, flops=312e12),
+    "h100": lambda: DeviceModel.gpu(132, bandwidth=3.35e12, flops=989e12),
+    "h200": lambda: DeviceModel.gpu(132),
+}
+DEVICE_NAMES = tuple(_DEVICES)
+
+
+def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None) -> ModelShape:
+    """Shape of the model. reported: a server's ModelShape fields. Raises InputError for an unusable option."""
+    shape = _DEFAULT_SHAPE if reported is None else _reported(ModelShape, "shape", reported)
+    changes: dict[str, int] = {}
+    if args.heads is not None:
+        q_heads, slash, kv_heads = args.heads.partition("/")
+        if not slash or not q_heads.isdecimal() or not kv_heads.isdecimal():
+            raise InputError(f"--heads {args.heads}: expected query heads / KV heads, for example 32/8")
+        changes |= {"q_heads": int(q_heads), "kv_heads": int(kv_heads)}
+    if args.head_dim is not None:
+        changes["head_dim"] = args.head_dim
+    if args.kv_dtype is not None:
+        changes["kv_bytes"] = _BYTES[args.kv_dtype]
+    if args.partial_dtype is not None:
+        changes["partial_bytes"] = _BYTES[args.partial_dtype]
+    return dataclasses.replace(shape, **changes)
+
+
+def device_model(args: argparse.Namespace, reported: dict[str, Any] | None = None) -> DeviceModel:
+    """Device to plan for. reported: a server's DeviceModel fields. Raises InputError for an unusable option."""
+    if args.workers is not None and args.workers < 1:
+        raise InputError(f"--workers {args.workers}: expected at least 1")
+    if args.device is None and reported is not None:
+        device = _reported(DeviceModel, "device", reported)
+    elif args.device in (None, "cpu"):
+        return DeviceModel.cpu(args.workers)
+    else:
+        device = _DEVICES[args.device]()
+    return device if args.workers is None else dataclasses.replace(device, workers=args.workers)
+
+
+def _reported(kind: type, name: str, fields: dict[str, Any]) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(fields)
+    except ValidationError as error:
+        raise InputError(f"the server's {name}: {first_problem(error)}") from error

@@ -1,0 +1,117 @@
+"""What a running server says about its last packed batch and its counters, from GET /server_info."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
+
+STATE_KEY = "prefixpack"
+STATE_VERSION = 1
+_PATH, _OLDER_PATH = "/server_info", "/get_server_info"
+_TIMEOUT_SECONDS = 10.0
+
+
+class Counters(BaseModel):
+    """Totals since the server started. kv_tokens are per layer and KV head."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    plans_made: int
+    plans_reused: int
+    plan_seconds: float
+    host_seconds: float
+    kv_tokens_read: int
+    kv_tokens_per_request: int
+    kv_tokens_unique: int
+    steps_packed: dict[str, int]
+    fallbacks: dict[str, int]
+
+
+class ServerState(BaseModel):
+    """State that the backend of one scheduler process reports; `batch` is the last one that ran packed, if any."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: int
+    counters: Counters
+    handover: str
+    inner_backend: str
+    sglang: str
+    shape: dict[str, Any]
+    device: dict[str, Any]
+    batch: BatchModel | None = None
+
+    def described_batch(self, title: str) -> BatchDescription | None:
+        """The last packed batch, or None when no step ran packed yet."""
+        if self.batch is None:
+            return None
+        return describe(title, self.batch.paths, self.batch.seq_lens, self.batch.query_lens)
+
+
+def read_states(url: str, api_key: str | None = None) -> list[ServerState]:
+    """States of every scheduler process of the server at `url` ("http://host:port"), in the server's order.
+
+    Raises InputError when the server does not answer, or answers something that is not our state.
+    """
+    info = _server_info(url, api_key)
+    internal = info.get("internal_states")
+    if not isinstance(internal, list):
+        raise InputError(f"{url}: the answer has no internal_states; is this an SGLang server?")
+    found = [state[STATE_KEY] for state in internal if isinstance(state, dict) and STATE_KEY in state]
+    if not found:
+        raise InputError(
+            f"{url}: SGLang {info.get('version', 'of unknown version')} with attention backend "
+            f"{info.get('attention_backend') or 'not named'} reports no {STATE_KEY} state; "
+            "start it with --attention-backend prefixpack"
+        )
+    return [_state(url, content) for content in found]
+
+
+def _state(url: str, content: Any) -> ServerState:
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != STATE_VERSION:
+        raise InputError(f"{url}: {STATE_KEY} state of version {version!r}; this program reads version {STATE_VERSION}")
+    try:
+        return ServerState.model_validate(content)
+    except ValidationError as error:
+        raise InputError(f"{url}: {STATE_KEY} state: {first_problem(error)}") from error
+
+
+def _server_info(url: str, api_key: str | None) -> dict[str, Any]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InputError(f"server {url!r}: expected http://HOST:PORT")
+    base = url.rstrip("/")
+    try:
+        content = _get_json(base + _PATH, api_key)
+    except _NotFoundError:
+        content = _get_json(base + _OLDER_PATH, api_key)
+    if not isinstance(content, dict):
+        raise InputError(f"{url}: the answer is not a JSON object; is this an SGLang server?")
+    return content
+
+
+class _NotFoundError(InputError):
+    pass
+
+
+def _get_json(url: str, api_key: str | None) -> Any:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        message = f"{url}: HTTP {error.code} {error.reason}" + ("; pass --api-key" if error.code == 401 else "")
+        raise (_NotFoundError if error.code == 404 else InputError)(message) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise InputError(f"{url}: no answer: {getattr(error, 'reason', None) or error}") from error
+    except ValueError as error:
+        raise InputError(f"{url}: the answer is not JSON: {error}") from error
