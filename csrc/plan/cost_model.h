@@ -35,7 +35,13 @@ class CostModel {
         token_seconds_(2.0 * shape.kv_heads * shape.head_dim * shape.kv_bytes / device.bandwidth),
         row_token_seconds_(4.0 * shape.kv_heads * shape.head_dim / device.flops),
         partial_seconds_(2.0 * shape.q_heads * (shape.head_dim * double(shape.partial_bytes) + 4) / device.bandwidth),
-        overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers) {}
+        overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers) {
+    for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
+      const double multiply = row_token_seconds_ * tile_rows(queries);
+      first_read_.push_back(std::max(token_seconds_, multiply));
+      second_read_.push_back(std::max(token_seconds_ * device.reread, multiply));
+    }
+  }
 
   int32_t group() const { return group_; }
   int32_t queries_per_tile() const { return std::max(1, max_rows_ / group_); }
@@ -51,10 +57,9 @@ class CostModel {
     return (rows + max_rows_ - 1) / max_rows_ * max_rows_;
   }
 
-  // One tile of `queries` against `tokens` KV positions, without partials.
+  // One tile of `queries` (at most queries_per_tile) against `tokens` KV positions, without partials.
   double item(int32_t queries, double tokens, bool sibling_read_before = false) const {
-    const double read = token_seconds_ * (sibling_read_before ? device_.reread : 1.0);
-    return overhead_seconds_ + tokens * std::max(read, row_token_seconds_ * tile_rows(queries));
+    return overhead_seconds_ + tokens * (sibling_read_before ? second_read_ : first_read_)[queries];
   }
 
   // One partial of every query head of a query, written once and read once.
@@ -85,6 +90,7 @@ class CostModel {
   DeviceModel device_;
   int32_t group_, kv_heads_, max_rows_;
   double token_seconds_, row_token_seconds_, partial_seconds_, overhead_seconds_;
+  std::vector<double> first_read_, second_read_;  // seconds per KV position by queries of a tile
 };
 
 }  // namespace prefixpack

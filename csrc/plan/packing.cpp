@@ -21,6 +21,8 @@ class Packer {
     const int32_t num_nodes = forest.num_nodes();
     depth_.resize(num_nodes);
     queries_.assign(num_nodes, 0);
+    single_tails_.assign(num_nodes, 0);
+    single_tail_cost_.assign(num_nodes, 0);
     next_sibling_.assign(num_nodes, -1);
     first_child_.assign(num_nodes, -1);
     state_begin_.resize(num_nodes + 1, 0);
@@ -30,9 +32,17 @@ class Packer {
       state_begin_[node + 1] = state_begin_[node] + std::min(depth_[node] + 1, kMaxJoined);
     }
     best_.resize(state_begin_[num_nodes]);
+    choices_.resize(num_nodes + forest.num_requests + 1);
     for (int32_t node = num_nodes - 1; node >= 0; --node) {
       const int32_t tails_end = first_tail_end(node);
-      for (int32_t i = forest.node_first[node]; i < tails_end; ++i) queries_[node] += lens.query_len(forest.order[i]);
+      for (int32_t i = forest.node_first[node]; i < tails_end; ++i) {
+        const int32_t request = forest.order[i], queries = lens.query_len(request);
+        queries_[node] += queries;
+        if (queries == 1) {
+          ++single_tails_[node];
+          single_tail_cost_[node] += tail_cost(request, forest.node_end[node]);
+        }
+      }
       solve(node);
       const int32_t parent = forest.node_parent[node];
       if (parent >= 0) {
@@ -69,6 +79,28 @@ class Packer {
     int32_t child;    // node, or -1: the node's one-token tails, or -2 - request: one longer tail
   };
 
+  static bool saves_more_per_row(const Choice& a, const Choice& b) {
+    const double x = a.gain * b.queries, y = b.gain * a.queries;
+    return x != y ? x > y : a.child > b.child;
+  }
+
+  void add_choice(double gain, int32_t queries, int32_t child) { choices_[num_choices_++] = {gain, queries, child}; }
+
+  // Most nodes have few children, where an insertion sort wins over std::sort by far.
+  void sort_choices() {
+    if (num_choices_ > 32) {
+      std::sort(choices_.begin(), choices_.begin() + num_choices_, saves_more_per_row);
+      return;
+    }
+    for (size_t i = 1; i < num_choices_; ++i) {
+      const Choice moving = choices_[i];
+      size_t place = i;
+      for (; place > 0 && saves_more_per_row(moving, choices_[place - 1]); --place)
+        choices_[place] = choices_[place - 1];
+      choices_[place] = moving;
+    }
+  }
+
   // `joined`: how many nodes above `node` the pack that reaches it has taken along; 0: it begins at `node`.
   double& best(int32_t node, int32_t joined) { return best_[state_begin_[node] + joined]; }
 
@@ -99,34 +131,32 @@ class Packer {
     const double partial = cost_.partial();
     const double apart_above = partial_above ? partial : 0.0;
     const int32_t end = forest_.node_end[node];
-    choices_.clear();
+    num_choices_ = 0;
     double apart = 0;
-    int32_t single_tails = 0;
-    for (int32_t i = forest_.node_first[node]; i < first_tail_end(node); ++i) {
+    const int32_t tails_end = first_tail_end(node), num_single = single_tails_[node];
+    for (int32_t i = forest_.node_first[node]; num_single < tails_end - forest_.node_first[node] && i < tails_end;
+         ++i) {
       const int32_t request = forest_.order[i], queries = lens_.query_len(request);
+      if (queries == 1) continue;
       const double along = tail_cost(request, begin) + apart_above * queries;
       apart += along;
-      if (queries == 1) {
-        ++single_tails;
-      } else {
-        const double gain = along - tail_cost(request, end) - 2 * partial * queries;
-        choices_.push_back({gain, queries, -2 - request});
-      }
+      add_choice(along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request);
     }
-    if (single_tails > 0) {
+    if (num_single > 0) {
       // The price of a one-token tail is linear in its length, so all gain the same.
-      const double gain = cost_.item(1, end - begin) - cost_.overhead() + apart_above - 2 * partial;
-      choices_.push_back({gain * single_tails, single_tails, -1});
+      const double longer = cost_.item(1, end - begin) - cost_.overhead() + apart_above;
+      apart += single_tail_cost_[node] + longer * num_single;
+      add_choice((longer - 2 * partial) * num_single, num_single, -1);
     }
     for (int32_t child = first_child_[node]; child >= 0; child = next_sibling_[child]) {
       const double along = joined + 1 < kMaxJoined ? best(child, joined + 1) : kNever;
       const double apart_cost = best(child, 0) + partial * queries_[child];
       if (along == kNever) {
         apart += apart_cost;
-        choices_.push_back({kNever, queries_[child], child});
+        add_choice(kNever, queries_[child], child);
       } else {
         apart += along;
-        choices_.push_back({along - apart_cost, queries_[child], child});
+        add_choice(along - apart_cost, queries_[child], child);
       }
     }
     return apart;
@@ -139,15 +169,12 @@ class Packer {
     const int32_t begin = forest_.node_begin[root];
     const double tokens = forest_.node_end[node] - begin;
     const double apart = list_choices(node, joined, begin, partial_above);
-    std::sort(choices_.begin(), choices_.end(), [](const Choice& a, const Choice& b) {
-      const double x = a.gain / a.queries, y = b.gain / b.queries;
-      return x != y ? x > y : a.child > b.child;
-    });
+    sort_choices();
     double lowest = 0, gain = 0;
     int32_t queries = 0, tails_before = 0;
     *num_joining = 0;
     *joining_tails = 0;
-    for (size_t i = 0; i < choices_.size() && choices_[i].gain > 0; ++i) {
+    for (size_t i = 0; i < num_choices_ && choices_[i].gain > 0; ++i) {
       const Choice& choice = choices_[i];
       if (choice.gain == kNever) {
         queries += choice.queries;
@@ -180,9 +207,24 @@ class Packer {
     size_t num_joining;
     int32_t joining_tails;
     const int32_t states = state_begin_[node + 1] - state_begin_[node];
-    for (int32_t joined = 0; joined < states; ++joined) {
-      best(node, joined) = choose(node, joined, &num_joining, &joining_tails);
+    const bool only_single_tails = single_tails_[node] == queries_[node];
+    for (int32_t joined = 0, root = node; joined < states; ++joined, root = forest_.node_parent[root]) {
+      best(node, joined) = only_single_tails ? leaf(node, root) : choose(node, joined, &num_joining, &joining_tails);
     }
+  }
+
+  // What choose() returns for a node that has nothing but one-token tails below: most nodes, most of the time.
+  double leaf(int32_t node, int32_t root) const {
+    const int32_t tails = single_tails_[node], tile = cost_.queries_per_tile(), whole_tiles = tails / tile * tile;
+    const double tokens = forest_.node_end[node] - forest_.node_begin[root];
+    const double above = forest_.node_parent[root] >= 0 ? cost_.partial() : 0.0;
+    const double longer = cost_.item(1, tokens) - cost_.overhead() + above;
+    const double gain = longer - 2 * cost_.partial();
+    const double apart = single_tail_cost_[node] + longer * tails;
+    if (gain <= 0) return apart;
+    double lowest = std::min(0.0, cost_.pack(tails, tokens) - gain * tails);
+    if (whole_tiles > 0) lowest = std::min(lowest, cost_.pack(whole_tiles, tokens) - gain * whole_tiles);
+    return apart + lowest;
   }
 
   void emit_tail(int32_t request, int32_t begin, Packing& packing) {
@@ -196,7 +238,7 @@ class Packer {
     size_t num_joining;
     int32_t joining_tails;
     choose(node, joined, &num_joining, &joining_tails);
-    const std::vector<Choice> choices = choices_;
+    const std::vector<Choice> choices(choices_.begin(), choices_.begin() + num_choices_);
     const int32_t begin = forest_.node_begin[ancestor(node, joined)], end = forest_.node_end[node];
     int32_t single_tail = forest_.node_first[node];
     const auto emit_single_tails = [&](int32_t count, int32_t tail_begin) {
@@ -233,10 +275,12 @@ class Packer {
   const Forest& forest_;
   const BatchLens lens_;
   const CostModel& cost_;
-  std::vector<int32_t> depth_, queries_, first_child_, next_sibling_;
+  std::vector<int32_t> depth_, queries_, first_child_, next_sibling_, single_tails_;
+  std::vector<double> single_tail_cost_;  // of a node's one-token tails if they begin at its end
   std::vector<int32_t> state_begin_;
   std::vector<double> best_;
-  std::vector<Choice> choices_;
+  std::vector<Choice> choices_;  // scratch of one node: the first num_choices_ are valid
+  size_t num_choices_ = 0;
   int32_t next_query_ = 0;
 };
 

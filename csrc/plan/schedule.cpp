@@ -66,15 +66,14 @@ class Scheduler {
       next += lens_.query_len(request);
       plan.num_queries = next;
     }
-    plan.query_token.reserve(plan.num_queries);
-    plan.query_request.reserve(plan.num_queries);
-    plan.query_back.reserve(plan.num_queries);
+    for (auto* column : {&plan.query_token, &plan.query_request, &plan.query_back}) column->resize(plan.num_queries);
+    int32_t query = 0;
     for (int32_t request : packing_.request_order) {
       const int32_t count = lens_.query_len(request);
-      for (int32_t i = 0; i < count; ++i) {
-        plan.query_token.push_back(first_token[request] + i);
-        plan.query_request.push_back(request);
-        plan.query_back.push_back(count - 1 - i);
+      for (int32_t i = 0; i < count; ++i, ++query) {
+        plan.query_token[query] = first_token[request] + i;
+        plan.query_request[query] = request;
+        plan.query_back[query] = count - 1 - i;
       }
     }
   }
@@ -96,10 +95,8 @@ class Scheduler {
   }
 
   void list_tiles() {
-    std::vector<int32_t> packs_of_query(schedule_.plan.num_queries, 0);
-    for (const Pack& pack : packing_.packs) {
-      for (int32_t i = 0; i < pack.query_count; ++i) ++packs_of_query[pack.query_begin + i];
-    }
+    partials_.assign(schedule_.plan.num_queries, 0);
+    for (const Pack& pack : packing_.packs) add_partials(pack.query_begin, pack.query_count, 1);
     const int32_t step = cost_.queries_per_tile();
     tiles_.reserve(packing_.packs.size());
     for (const Pack& pack : packing_.packs) {
@@ -108,13 +105,18 @@ class Scheduler {
         const int32_t count = std::min(step, pack.query_count - first);
         const int32_t hidden = pack.query_count - first - count;  // tokens of an open pack after this tile
         const int32_t end = open ? static_cast<int32_t>(lens_.seq_lens[pack.request]) - hidden : pack.kv_end;
-        const bool partial = packs_of_query[pack.query_begin + first] > 1;
+        const bool partial = partials_[pack.query_begin + first] > 1;
         Tile tile{pack.query_begin + first, count, pack.request, pack.kv_begin, end, open, partial,
                   open || first == 0,       0};
         tile.seconds = cost_.item(count, tile.tokens(), first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
         tiles_.push_back(tile);
       }
     }
+  }
+
+  void add_partials(int32_t query_begin, int32_t query_count, int32_t count) {
+    int32_t* partials = partials_.data() + query_begin;
+    for (int32_t i = 0; i < query_count; ++i) partials[i] += count;
   }
 
   int32_t pieces_for(const Tile& tile, double longest) const {
@@ -129,39 +131,47 @@ class Scheduler {
     return (tile.seconds - overhead_ - (tile.partial ? partial : 0.0)) / pieces + overhead_ + partial;
   }
 
+  int32_t bin(double seconds) const { return static_cast<int32_t>(seconds * to_bin_); }
+
   // When the last worker is done if no unit is longer than `longest`: the work divided evenly, or the k-th unit of
   // the worker that must take k of the (k - 1) * workers + 1 longest.
   double finish_time(double longest) {
-    double total = 0, top = 0;
-    for (const Tile& tile : tiles_) top = std::max(top, piece_seconds(tile, pieces_for(tile, longest)));
-    std::array<int32_t, kCostBins> count{};
-    const double to_bin = (kCostBins - 1) / top;
-    for (const Tile& tile : tiles_) {
+    std::array<int32_t, kCostBins> count = count_;
+    double total = total_;
+    for (int32_t i : splittable_) {
+      const Tile& tile = tiles_[i];
       const int32_t pieces = pieces_for(tile, longest);
       const double seconds = piece_seconds(tile, pieces);
-      total += pieces * seconds;
-      count[static_cast<int32_t>(seconds * to_bin)] += pieces;
+      total += pieces * seconds - tile.seconds;
+      --count[bin(tile.seconds)];
+      count[std::min(bin(seconds), kCostBins - 1)] += pieces;
     }
     double latest = total * cost_.kv_heads() / cost_.workers();
     int64_t units = 0, waves = 0;
     for (int32_t bin = kCostBins - 1; bin >= 0; --bin) {
       units += int64_t{count[bin]} * cost_.kv_heads();
-      for (; waves * cost_.workers() < units; ++waves) latest = std::max(latest, (waves + 1) * bin / to_bin);
+      for (; waves * cost_.workers() < units; ++waves) latest = std::max(latest, (waves + 1) * bin / to_bin_);
     }
     return latest;
   }
 
   double choose_longest_unit() {
-    double total = 0, longest = 0;
+    constexpr std::array<double, 7> kShares{1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125};
+    double longest = 0;
     for (const Tile& tile : tiles_) {
-      total += tile.seconds;
+      total_ += tile.seconds;
       longest = std::max(longest, tile.seconds);
     }
     if (tiles_.empty()) return 1;
-    const double even = total * cost_.kv_heads() / cost_.workers();
+    to_bin_ = (kCostBins - 1) / longest;
+    const double even = total_ * cost_.kv_heads() / cost_.workers();
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      ++count_[bin(tiles_[i].seconds)];
+      if (tiles_[i].seconds > even * kShares.back()) splittable_.push_back(static_cast<int32_t>(i));
+    }
     double chosen = longest;
     finish_ = finish_time(longest);
-    for (double share : {1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125}) {
+    for (double share : kShares) {
       if (finish_ <= 1.02 * even) break;
       const double candidate = even * share;
       if (candidate >= longest || candidate <= overhead_) continue;
@@ -194,6 +204,9 @@ class Scheduler {
       const int32_t pieces = pieces_for(lead, longest);
       const int32_t length = pieces == 1 ? lead.tokens() : piece_length(lead.tokens(), pieces);
       const double key = piece_seconds(lead, pieces);
+      for (int32_t begin = lead.kv_begin + length; begin < lead.kv_end; begin += length) {
+        for (size_t i = first; i < after; ++i) add_partials(tiles_[i].query_begin, tiles_[i].query_count, 1);
+      }
       for (int32_t begin = lead.kv_begin; begin < lead.kv_end; begin += length) {
         const int32_t end = std::min(begin + length, lead.kv_end);
         for (size_t i = first; i < after; ++i) {
@@ -206,26 +219,27 @@ class Scheduler {
 
   void assign_slots() {
     Plan& plan = schedule_.plan;
-    std::vector<int32_t> partials(plan.num_queries, 0);
-    for (const WorkItem& item : plan.items) {
-      for (int32_t i = 0; i < item.query_count; ++i) ++partials[item.query_begin + i];
-    }
-    std::vector<int32_t> next(plan.num_queries, 0);
-    plan.merge_offset.push_back(0);
+    std::vector<int32_t> next(plan.num_queries);
+    int32_t merges = 0, slots = 0;
+    for (int32_t count : partials_) merges += count > 1;
+    plan.merge_query.resize(merges);
+    plan.merge_offset.resize(merges + 1);
+    merges = 0;
     for (int32_t query = 0; query < plan.num_queries; ++query) {
-      if (partials[query] < 2) continue;
-      next[query] = plan.merge_offset.back();
-      plan.merge_query.push_back(query);
-      plan.merge_offset.push_back(next[query] + partials[query]);
+      if (partials_[query] < 2) continue;
+      next[query] = slots;
+      plan.merge_query[merges] = query;
+      plan.merge_offset[merges++] = slots;
+      slots += partials_[query];
     }
-    plan.merge_slot.resize(plan.merge_offset.back());
+    plan.merge_offset[merges] = slots;
+    plan.merge_slot.resize(slots);
     for (WorkItem& item : plan.items) {
-      if (partials[item.query_begin] < 2) continue;
+      if (partials_[item.query_begin] < 2) continue;
       item.slot_begin = plan.num_slots;
       plan.num_slots += item.query_count;
-      for (int32_t i = 0; i < item.query_count; ++i) {
-        plan.merge_slot[next[item.query_begin + i]++] = item.slot_begin + i;
-      }
+      int32_t* place = next.data() + item.query_begin;
+      for (int32_t i = 0; i < item.query_count; ++i) plan.merge_slot[place[i]++] = item.slot_begin + i;
     }
   }
 
@@ -235,11 +249,11 @@ class Scheduler {
     if (plan.items.empty()) return;
     const double to_bin = (kCostBins - 1) / *std::max_element(key_.begin(), key_.end());
     std::array<int32_t, kCostBins + 1> offset{};
-    const auto bin = [&](size_t i) { return kCostBins - 1 - static_cast<int32_t>(key_[i] * to_bin); };
-    for (size_t i = 0; i < key_.size(); ++i) ++offset[bin(i) + 1];
+    const auto place = [&](size_t i) { return kCostBins - 1 - static_cast<int32_t>(key_[i] * to_bin); };
+    for (size_t i = 0; i < key_.size(); ++i) ++offset[place(i) + 1];
     for (int32_t i = 0; i < kCostBins; ++i) offset[i + 1] += offset[i];
     std::vector<WorkItem> ordered(plan.items.size());
-    for (size_t i = 0; i < key_.size(); ++i) ordered[offset[bin(i)]++] = plan.items[i];
+    for (size_t i = 0; i < key_.size(); ++i) ordered[offset[place(i)]++] = plan.items[i];
     plan.items = std::move(ordered);
   }
 
@@ -259,7 +273,11 @@ class Scheduler {
   const CostModel& cost_;
   const double per_worker_, overhead_, partial_;
   std::vector<Tile> tiles_;
+  std::vector<int32_t> partials_;  // of every query
   std::vector<double> key_;
+  std::vector<int32_t> splittable_;
+  std::array<int32_t, kCostBins> count_{};  // tiles by unsplit cost
+  double total_ = 0, to_bin_ = 0;
   double finish_ = 0, dearest_open_ = 0;
   Schedule schedule_;
 };
