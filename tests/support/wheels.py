@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x
 _FETCH_TIMEOUT_SECONDS = 300
 
 
-class WheelNotAvailable(Exception):
+class WheelUnavailableError(Exception):
     """pip could not fetch a wheel; the message is pip's reason."""
 
 
@@ -30,7 +31,7 @@ def wheel_cache() -> Path:
 
 @cache
 def sglang_wheel(version: str) -> Path:
-    """Path of the published wheel of SGLang `version`. WheelNotAvailable when it is neither cached nor to be fetched."""
+    """Path of the published wheel of SGLang `version`. WheelUnavailableError if not cached and not to be fetched."""
     folder = wheel_cache()
     folder.mkdir(parents=True, exist_ok=True)
     cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
@@ -43,17 +44,17 @@ def sglang_wheel(version: str) -> Path:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise WheelNotAvailable(f"pip took more than {_FETCH_TIMEOUT_SECONDS} s to fetch sglang {version}") from None
+        raise WheelUnavailableError(f"pip needed over {_FETCH_TIMEOUT_SECONDS} s for sglang {version}") from None
     cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
     if result.returncode or not cached:
         reason = (result.stderr.strip() or "pip said nothing").splitlines()[-1]
-        raise WheelNotAvailable(f"pip could not fetch sglang {version}: {reason}")
+        raise WheelUnavailableError(f"pip could not fetch sglang {version}: {reason}")
     return cached[0]
 
 
-def unpack_sources(wheel: Path, folder: Path) -> Path:
-    """Unpacks the Python source and the metadata of `wheel`, no data and no native code, and returns `folder`."""
+def unpack(wheel: Path, folder: Path, files: Collection[str]) -> Path:
+    """Unpacks `files` (paths in the wheel) and the wheel's metadata, and returns `folder`."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".py") or ".dist-info/" in name]
-        archive.extractall(folder, names)
+        metadata = [name for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")]
+        archive.extractall(folder, [*files, *metadata])
     return folder

@@ -1,0 +1,190 @@
+"""What the patched code does, run from its source with stubs around it, for every supported wheel."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from sgl_prefix_attn.sglang_plugin.targets import SUPPORTED_VERSIONS
+from tests.patches.conftest import UnpackedWheel, unpacked_wheel
+
+WORKER = "sglang/srt/managers/tp_worker.py"
+ATTENTION = "sglang/srt/layers/attention"
+
+
+class Mode:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
+
+    def is_decode_or_idle(self) -> bool:
+        return self.name in ("decode", "idle")
+
+    def is_target_verify(self) -> bool:
+        return self.name == "target_verify"
+
+
+class Backend:
+    """Stands for an attention backend and keeps what it is shown."""
+
+    def __init__(self, log: list[tuple[str, Any]] | None = None) -> None:
+        self.log = [] if log is None else log
+
+    def prepare_schedule_batch(self, batch: Any) -> None:
+        self.log.append(("prepare", batch))
+
+    @property
+    def batches(self) -> list[Any]:
+        return [batch for _, batch in self.log]
+
+
+def methods_of(wheel: UnpackedWheel, file: str, *names: str) -> tuple[type, dict[str, Any]]:
+    """A class with only these methods, compiled from the wheel's file, and their globals; other names are mocks."""
+    tree = ast.parse((wheel.root / file).read_bytes())
+    found = [
+        statement
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef)
+        for statement in owner.body
+        if isinstance(statement, ast.FunctionDef) and statement.name in names
+    ]
+    by_name = {function.name: function for function in found}  # the last definition: the concrete class's
+    assert set(by_name) == set(names)
+    annotations = ast.parse("from __future__ import annotations").body
+    module = ast.fix_missing_locations(ast.Module([*annotations, *by_name.values()], type_ignores=[]))
+    used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)} - set(vars(builtins))
+    namespace: dict[str, Any] = {name: MagicMock(name=name) for name in used}
+    exec(compile(module, str(wheel.root / file), "exec"), namespace)
+    return type("Partial", (), {name: namespace[name] for name in names}), namespace
+
+
+def worker_of(wheel: UnpackedWheel, log: list[tuple[str, Any]]) -> Any:
+    """A TP worker with the wheel's three forward methods, over stubs that record the order of the calls."""
+    partial, namespace = methods_of(
+        wheel,
+        WORKER,
+        "_prepare_attn_backend",
+        "forward_batch_generation",
+        "forward_batch_embedding",
+        "forward_batch_split_prefill",
+    )
+
+    def init_new(batch: Any, *_: Any, **__: Any) -> Any:
+        log.append(("init_new", batch))
+        return MagicMock()
+
+    namespace["ForwardBatch"].init_new = init_new
+    if "get_exec" in namespace:
+        namespace["get_exec"].return_value.features.enable_encoder_swa_bounded_replay = False
+    worker = partial()
+    worker.model_runner = MagicMock()
+    worker.model_runner.attn_backend = Backend(log)
+    worker.model_runner.decode_attn_backend = None
+    worker.set_hicache_consumer = MagicMock()
+    # A diffusion LLM's step returns right after the ForwardBatch is built; what follows is not the seam's business.
+    worker.is_dllm = lambda: True
+    worker._forward_batch_generation_dllm = MagicMock()
+    worker._maybe_finalize_elastic_cuda_graph_scale = MagicMock()
+    return worker
+
+
+def batch_in(mode: str) -> Any:
+    return SimpleNamespace(forward_mode=Mode(mode), hicache_consumer_index=0, split_index=0, split_forward_count=1)
+
+
+@pytest.fixture(scope="module", params=SUPPORTED_VERSIONS)
+def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> UnpackedWheel:
+    wheel = unpacked_wheel(request.param, tmp_path_factory.mktemp("wheel"))
+    assert wheel.patch("apply") == 0
+    return wheel
+
+
+@pytest.mark.parametrize(
+    "method", ["forward_batch_generation", "forward_batch_embedding", "forward_batch_split_prefill"]
+)
+def test_backend_sees_each_batch_once_right_before_its_forward_batch_is_built(
+    patched: UnpackedWheel, method: str
+) -> None:
+    log: list[tuple[str, Any]] = []
+    worker, batch = worker_of(patched, log), batch_in("extend")
+    getattr(worker, method)(batch)
+    assert log == [("prepare", batch), ("init_new", batch)]
+
+
+def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_announced(patched: UnpackedWheel) -> None:
+    log: list[tuple[str, Any]] = []
+    worker, batch = worker_of(patched, log), batch_in("extend")
+    batch.split_index, batch.split_forward_batch = 1, MagicMock()
+    worker.forward_batch_split_prefill(batch)
+    worker.forward_batch_generation(None, MagicMock(), is_verify=True)
+    assert log == []
+
+
+def test_pd_multiplexing_shows_decode_batches_to_the_decode_backend(patched: UnpackedWheel) -> None:
+    worker = worker_of(patched, [])
+    worker.model_runner.attn_backend, worker.model_runner.decode_attn_backend = Backend(), Backend()
+    decode, extend = batch_in("decode"), batch_in("extend")
+    worker.forward_batch_generation(decode)
+    worker.forward_batch_generation(extend)
+    assert worker.model_runner.decode_attn_backend.batches == [decode]
+    assert worker.model_runner.attn_backend.batches == [extend]
+
+
+def test_a_runner_without_attention_backend_is_left_alone(patched: UnpackedWheel) -> None:
+    worker = worker_of(patched, [])
+    worker.model_runner.attn_backend = None
+    worker.forward_batch_generation(batch_in("decode"))
+
+
+def test_folded_replay_shows_the_batch_that_is_really_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = unpacked_wheel("0.5.23", tmp_path)
+    assert wheel.patch("apply") == 0
+    log: list[tuple[str, Any]] = []
+    worker, batch, folded = worker_of(wheel, log), batch_in("extend"), batch_in("extend")
+    function_globals = worker.forward_batch_generation.__func__.__globals__
+    function_globals["get_exec"].return_value.features.enable_encoder_swa_bounded_replay = True
+    worker.model_runner.attn_backend.folds_encoder_swa_replay = True
+    replay: Any = ModuleType("sglang.srt.model_executor.encoder_swa_replay")
+    replay.fold_encoder_swa_replay = lambda *_: SimpleNamespace(batch=folded)
+    replay.apply_folded_extend = replay.run_encoder_swa_replay = MagicMock()
+    monkeypatch.setitem(sys.modules, replay.__name__, replay)
+    worker.forward_batch_generation(batch)
+    assert log == [("prepare", folded), ("init_new", folded)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "child"), [("decode", "decode"), ("idle", "decode"), ("extend", "prefill"), ("mixed", "prefill")]
+)
+def test_hybrid_backend_passes_the_batch_to_the_child_that_runs_it(
+    patched: UnpackedWheel, mode: str, child: str
+) -> None:
+    partial, _ = methods_of(patched, f"{ATTENTION}/hybrid_attn_backend.py", "prepare_schedule_batch", "_select_backend")
+    hybrid, batch = partial(), batch_in(mode)
+    hybrid.prefill_backend, hybrid.decode_backend = Backend(), Backend()
+    hybrid.prepare_schedule_batch(batch)
+    seen = {"prefill": hybrid.prefill_backend.batches, "decode": hybrid.decode_backend.batches}
+    assert seen.pop(child) == [batch]
+    assert list(seen.values()) == [[]]
+
+
+def test_two_batch_overlap_passes_the_batch_to_the_primary_only(patched: UnpackedWheel) -> None:
+    partial, _ = methods_of(patched, f"{ATTENTION}/tbo_backend.py", "prepare_schedule_batch")
+    overlap, batch = partial(), batch_in("decode")
+    overlap.primary, overlap.children = Backend(), [Backend(), Backend()]
+    overlap.prepare_schedule_batch(batch)
+    assert overlap.primary.batches == [batch]
+    assert [child.batches for child in overlap.children] == [[], []]
+
+
+def test_default_does_nothing(patched: UnpackedWheel) -> None:
+    partial, _ = methods_of(patched, f"{ATTENTION}/base_attn_backend.py", "prepare_schedule_batch")
+    assert partial().prepare_schedule_batch(batch_in("decode")) is None
