@@ -45,8 +45,8 @@ class ServerState(BaseModel):
     handover: str
     inner_backend: str
     sglang: str
-    shape: dict[str, Any]
-    device: dict[str, Any]
+    shape: dict[str, Any] | None = None
+    device: dict[str, Any] | None = None
     batch: BatchModel | None = None
 
     def described_batch(self, title: str) -> BatchDescription | None:

@@ -1,0 +1,111 @@
+"""A batch is described by a uniform tree in one word or by paths in a JSON file; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree, read_batch_file
+
+
+def batch_file(tmp_path: Path, content: Any) -> str:
+    path = tmp_path / "batch.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_tree_of_one_prompt() -> None:
+    batch = parse_tree("1,3/4096,416")
+    assert batch.paths == [[(0, 0, 4096)]] * 3
+    assert batch.seq_lens.tolist() == [4512] * 3
+    assert batch.is_decode
+
+
+def test_tree_parents_are_spread_evenly() -> None:
+    batch = parse_tree("2,3,5/10,20,30")
+    assert [[node for node, _, _ in path] for path in batch.paths] == [[0, 2], [0, 2], [0, 3], [0, 3], [1, 4]]
+    assert batch.paths[4] == [(1, 0, 10), (4, 10, 30)]
+    assert batch.seq_lens.tolist() == [60] * 5
+
+
+def test_tree_of_one_level_shares_nothing() -> None:
+    assert parse_tree("4/128").paths == [[], [], [], []]
+
+
+def test_tree_with_new_tokens_is_an_extend_batch() -> None:
+    batch = parse_tree("1,2/64,16", query_len=16)
+    assert batch.query_lens.tolist() == [16, 16]
+    assert not batch.is_decode
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ("1,10", "expected NODES/TOKENS, for example 1,10/4096,416"),
+        ("1,10/4096", "2 levels of nodes but 1 of tokens"),
+        ("1,x/4096,416", "nodes: 'x' is not a positive whole number"),
+        ("1,2/4096,", "tokens: '' is not a positive whole number"),
+        ("0,2/8,8", "nodes: '0' is not a positive whole number"),
+        ("1,2/8,-8", "tokens: '-8' is not a positive whole number"),
+        ("4,2/8,8", "a level of 2 nodes below 4: some would have no request"),
+        ("1,100000/8,8", "100000 requests; at most 65536 can be explained"),
+        ("1,2/2147483647,1", "seq_lens[0] is 2147483648; expected 1 to 2147483647"),
+    ],
+)
+def test_unusable_tree(tree: str, expected: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_tree(tree)
+    assert str(caught.value).startswith("tree ")
+    assert expected in str(caught.value)
+
+
+def test_more_new_tokens_than_own_tokens() -> None:
+    with pytest.raises(InputError, match="17 query tokens a request, but its own tokens are 16"):
+        parse_tree("1,2/64,16", query_len=17)
+    with pytest.raises(InputError, match=r"query_lens\[0\] is 0; expected 1 to its seq_len, 80"):
+        parse_tree("1,2/64,16", query_len=0)
+
+
+def test_batch_file(tmp_path: Path) -> None:
+    name = batch_file(tmp_path, {"paths": [[[7, 0, 5]], []], "seq_lens": [6, 3], "query_lens": [1, 2], "mode": "mixed"})
+    batch = read_batch_file(name)
+    assert batch.paths == [[(7, 0, 5)], []]
+    assert (batch.seq_lens.tolist(), batch.query_lens.tolist()) == ([6, 3], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "not JSON: "),
+        ([], "content: Input should be a valid dictionary"),
+        ({"paths": [[]]}, "seq_lens: Field required"),
+        ({"paths": [[]], "seq_lens": [1], "seqlens": 1}, "seqlens: Extra inputs are not permitted"),
+        ({"paths": [[[1, 0]]], "seq_lens": [1]}, "paths[0][0][2]: Field required"),
+        ({"paths": [[[1, 0, "x"]]], "seq_lens": [1]}, "paths[0][0][2]: Input should be a valid integer"),
+        ({"paths": "x", "seq_lens": "y"}, "(got 'x'); and 1 more"),
+        ({"paths": [], "seq_lens": []}, "the batch has no requests"),
+        ({"paths": [[]], "seq_lens": [1, 2]}, "2 seq_lens for 1 paths; one a request is expected"),
+        ({"paths": [[]], "seq_lens": [-4]}, "seq_lens[0] is -4; expected 1 to 2147483647"),
+        ({"paths": [[]], "seq_lens": [3], "query_lens": [4]}, "query_lens[0] is 4; expected 1 to its seq_len, 3"),
+        ({"paths": [[[1, 0, 9]]], "seq_lens": [8]}, "the path of request 0 ends at 9, beyond its seq_len 8"),
+    ],
+)
+def test_unusable_batch_file(tmp_path: Path, content: Any, expected: str) -> None:
+    name = batch_file(tmp_path, content)
+    with pytest.raises(InputError) as caught:
+        read_batch_file(name)
+    assert str(caught.value).startswith(f"{name}: ")
+    assert expected in str(caught.value)
+
+
+def test_batch_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the batch: No such file or directory"):
+        read_batch_file(str(tmp_path / "none.json"))
+
+
+def test_too_many_requests() -> None:
+    with pytest.raises(InputError, match="70000 requests; at most 65536 can be explained"):
+        describe("many", [[] for _ in range(70_000)], [1] * 70_000)

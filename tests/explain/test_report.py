@@ -1,0 +1,118 @@
+"""Numbers of an explanation, and how they are printed and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
+from sgl_prefix_attn.explain.report import Explanation, explain
+from sgl_prefix_attn.explain.text import render
+
+SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
+H200 = DeviceModel.gpu(132)
+
+
+def explained(tree: str, device: DeviceModel = H200, query_len: int = 1) -> Explanation:
+    return explain(parse_tree(tree, query_len), SHAPE, device)
+
+
+def test_reads_of_one_shared_prompt() -> None:
+    explanation = explained("1,10/4096,416")
+    numbers = json.loads(json.dumps(explanation.to_json()))
+    assert numbers["kv_tokens"] == {"packed": 8256, "per_request": 45120, "limit": 8256}
+    assert numbers["kv_bytes"]["packed"] == 8256 * 2 * 8 * 128 * 2
+    assert explanation.shared_share == pytest.approx(4096 / 4512)
+    assert numbers["work_items"] == 11 + numbers["kv_splits"]
+    assert numbers["partial_bytes"] == 2 * explanation.plan.num_slots * 32 * (128 * 4 + 4)
+    assert len(numbers["worker_seconds"]) == 264
+    assert numbers["predicted_speedup"] > 2
+    assert numbers["plan_seconds"] > 0
+
+
+def test_nothing_shared_is_nothing_gained() -> None:
+    explanation = explained("16/1024")
+    assert explanation.predicted_speedup == pytest.approx(1.0)
+    assert explanation.shared_share == 0
+    assert "Forest: nothing is shared\n  16 private tails of 1,024 tokens\n" in render(explanation, full=False)
+
+
+def test_a_batch_that_is_no_forest_is_an_input_error() -> None:
+    batch = describe("mine", [[(1, 0, 8)], [(1, 0, 9)]], [10, 10])
+    with pytest.raises(InputError, match=r"^mine: request 1, segment 0 .* another request has this node"):
+        explain(batch, SHAPE, H200)
+
+
+def test_a_shape_the_planner_refuses_is_an_input_error() -> None:
+    with pytest.raises(InputError):
+        explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200)
+
+
+def test_report_of_one_shared_prompt() -> None:
+    text = render(explained("1,10/4096,416"), full=False)
+    assert text.startswith("tree 1,10/4096,416\n  batch   10 requests; each 1 new token; KV 4,512 tokens\n")
+    assert "32/8 heads, head_dim 128, 16-bit KV, 32-bit partial results" in text
+    assert "Forest: 1 shared node, 1 root, 1 level; 91% of the requests' KV positions are shared" in text
+    assert "  0 to 4,096: 4,096 tokens read by 10 requests\n    10 private tails of 416 tokens\n" in text
+    assert "Packs: 1 shared, 10 private, in " in text
+    assert [line.split()[-4:] for line in text.splitlines() if line.startswith("  packed ")] == [
+        ["8,256", "33.8", "18%", "5.47x"]
+    ]
+    assert "Balance over 264 workers: the busiest has " in text
+    assert "nothing is measured" in text
+
+
+def test_subtrees_that_look_alike_are_one_line() -> None:
+    text = render(explained("1,4,16,64/100,100,100,100"), full=False)
+    assert "    4 times 100 to 200: 100 tokens read by 16 requests\n      4 times 200 to 300" in text
+    full = render(explained("1,4,16,64/100,100,100,100"), full=True)
+    assert full.count("200 to 300: 100 tokens read by 4 requests") == 16
+
+
+def test_many_different_nodes_are_cut_short_with_their_count() -> None:
+    paths, seq_lens = [], []
+    for node in range(20):
+        paths += [[(node, 0, 100 + node)]] * 2
+        seq_lens += [200, 200]
+    explanation = explain(describe("different", paths, seq_lens), SHAPE, H200)
+    short = render(explanation, full=False)
+    assert "... 12 more nodes here, read by 24 requests" in short
+    assert "... " not in render(explanation, full=True)
+
+
+def test_extend_batch_says_how_many_tokens_are_new() -> None:
+    assert "each 16 new tokens; KV 80 tokens" in render(explained("1,2/64,16", query_len=16), full=False)
+
+
+@pytest.mark.parametrize("name", ["tree.png", "tree.svg", "tree.pdf"])
+def test_picture(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    from sgl_prefix_attn.explain import plot
+
+    path = tmp_path / name
+    plot.draw(explained("1,4,16/300,200,50"), str(path))
+    magic = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[path.suffix[1:]]
+    assert path.read_bytes().startswith(magic)
+
+
+def test_picture_of_a_batch_without_sharing_and_of_an_extend_batch(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from sgl_prefix_attn.explain import plot
+
+    plot.draw(explained("3/100"), str(tmp_path / "a.png"))
+    plot.draw(explained("1,3/100,60", DeviceModel.cpu(2), query_len=50), str(tmp_path / "b.png"))
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert (tmp_path / "b.png").stat().st_size > 10_000
+
+
+def test_picture_with_an_unusable_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from sgl_prefix_attn.explain import plot
+
+    with pytest.raises(InputError, match=r"expected a file name that ends in \.png, \.svg, \.pdf"):
+        plot.draw(explained("1,2/64,16"), str(tmp_path / "tree.bmp"))
+    with pytest.raises(InputError, match="No such file or directory"):
+        plot.draw(explained("1,2/64,16"), str(tmp_path / "none" / "tree.png"))

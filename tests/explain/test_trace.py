@@ -1,0 +1,87 @@
+"""A window of a Mooncake trace becomes one batch: requests share the 512-token blocks on which their hash ids agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.explain.batch import BatchDescription, InputError
+from sgl_prefix_attn.explain.trace import read_window
+
+
+def line(input_length: Any, hash_ids: Any, output_length: Any = 10) -> str:
+    return json.dumps(
+        {"timestamp": 0, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
+    )
+
+
+def window(tmp_path: Path, lines: list[str], where: str = "0:2", progress: float = 0.5) -> BatchDescription:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return read_window(str(path), where, progress)
+
+
+def test_shared_blocks_have_one_node(tmp_path: Path) -> None:
+    batch = window(tmp_path, [line(1100, [5, 6, 7]), line(1030, [5, 6, 9])])
+    first, second = batch.paths
+    assert [(begin, end) for _, begin, end in first] == [(0, 512), (512, 1024), (1024, 1100)]
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+def test_a_block_is_shared_only_below_the_same_blocks(tmp_path: Path) -> None:
+    first, second = window(tmp_path, [line(1024, [1, 3]), line(1024, [2, 3])]).paths
+    assert {node for node, _, _ in first}.isdisjoint(node for node, _, _ in second)
+
+
+def test_partial_blocks_of_different_length_are_not_shared(tmp_path: Path) -> None:
+    first, second = window(tmp_path, [line(600, [1, 2]), line(601, [1, 2])]).paths
+    assert first[0] == second[0]
+    assert first[1][0] != second[1][0]
+
+
+@pytest.mark.parametrize(("progress", "seq_len"), [(0.0, 513), (0.5, 517), (1.0, 522)])
+def test_progress_is_the_share_of_the_output_generated(tmp_path: Path, progress: float, seq_len: int) -> None:
+    batch = window(tmp_path, [line(512, [1], output_length=10)], "0:1", progress)
+    assert batch.seq_lens.tolist() == [seq_len]
+    assert batch.is_decode
+
+
+def test_window_selects_by_order(tmp_path: Path) -> None:
+    batch = window(tmp_path, [line(1, [0]), line(2, [0]), line(3, [0])], "1:2", 0.0)
+    assert batch.seq_lens.tolist() == [3, 4]
+    assert batch.title.endswith("trace.jsonl requests 1 to 2")
+
+
+def test_lines_after_the_window_are_not_read(tmp_path: Path) -> None:
+    assert window(tmp_path, [line(1, [0]), "garbage"], "0:1").num_requests == 1
+
+
+def test_bad_line_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        window(tmp_path, [line(5, [1]), line(513, [1])])
+    assert "trace.jsonl, line 2: input_length 513 is 2 blocks of 512 tokens, but hash_ids has 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["5", "a:b", "1:0", "-1:2", "1:-2", ":", "0:2.5"])
+def test_unusable_window(tmp_path: Path, where: str) -> None:
+    with pytest.raises(InputError, match=r"expected START:COUNT, for example 0:64"):
+        window(tmp_path, [line(5, [1])], where)
+
+
+def test_window_beyond_the_end(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="window 1:3 ends at request 4; the file has 2"):
+        window(tmp_path, [line(5, [1]), line(5, [1])], "1:3")
+
+
+def test_unusable_progress(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"progress 1.5: expected a share from 0 to 1"):
+        window(tmp_path, [line(5, [1])], "0:1", 1.5)
+
+
+def test_trace_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file or directory"):
+        read_window(str(tmp_path / "none.jsonl"), "0:1", 0.5)

@@ -1,0 +1,165 @@
+"""The command line as a user types it: each command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
+    return subprocess.run(
+        [sys.executable, "-m", "sgl_prefix_attn", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environ | {"COLUMNS": "120"} | variables,
+        check=False,
+    )
+
+
+def test_help_names_every_command() -> None:
+    result = command("--help")
+    assert result.returncode == 0
+    for name in ("demo", "explain", "patch", "settings"):
+        assert f"\n    {name} " in result.stdout
+
+
+def test_version() -> None:
+    assert command("--version").stdout.strip() == __version__
+
+
+def test_unknown_command_lists_the_known_ones() -> None:
+    result = command("explian")
+    assert result.returncode == 2
+    assert "invalid choice: 'explian'" in result.stderr
+    assert "explain" in result.stderr
+
+
+def test_no_command() -> None:
+    assert command().returncode == 2
+
+
+def test_settings_need_neither_torch_nor_the_native_module() -> None:
+    code = (
+        "import sys; from sgl_prefix_attn.__main__ import main; main(['settings']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'sgl_prefix_attn._native')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def test_settings_table_shows_value_and_source(tmp_path: Path) -> None:
+    config = tmp_path / "my.toml"
+    config.write_text("max_tile_rows = 64\n", encoding="utf-8")
+    result = command("settings", PREFIXPACK_CONFIG=str(config), PREFIXPACK_WORKERS="12")
+    assert result.returncode == 0
+    rows = {line.split()[0]: line.split()[1:3] for line in result.stdout.splitlines() if not line.startswith(" ")}
+    assert rows["max_tile_rows"] == ["64", f"{config}:1"]
+    assert rows["workers"] == ["12", "PREFIXPACK_WORKERS"]
+    assert rows["metrics"] == ["true", "default"]
+
+
+def test_settings_as_json() -> None:
+    records = {record["key"]: record for record in json.loads(command("settings", "--json").stdout)}
+    assert records["handover"] == {
+        "key": "handover",
+        "value": "auto",
+        "source": "default",
+        "default": "auto",
+        "variable": "PREFIXPACK_HANDOVER",
+        "accepted": "auto, hooks or patch",
+        "description": records["handover"]["description"],
+    }
+
+
+def test_settings_with_a_mistake() -> None:
+    result = command("settings", PREFIXPACK_METRICS="perhaps")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "PREFIXPACK_METRICS='perhaps' is not usable: accepted is true or false\n"
+
+
+def test_explain_a_tree() -> None:
+    result = command("explain", "--tree", "1,10/4096,416", "--device", "h200", "--heads", "64/8")
+    assert result.returncode == 0
+    assert "64/8 heads" in result.stdout
+    assert "264 workers" in result.stdout
+
+
+def test_explain_as_json_with_every_machine_option() -> None:
+    options = "--heads 16/4 --head-dim 64 --kv-dtype fp8 --partial-dtype bf16 --device a100 --workers 32"
+    result = command("explain", "--tree", "1,4/512,64", "--json", *options.split())
+    numbers = json.loads(result.stdout)
+    assert numbers["shape"] == {"q_heads": 16, "kv_heads": 4, "head_dim": 64, "kv_bytes": 1, "partial_bytes": 2}
+    assert (numbers["device"]["workers"], numbers["device"]["bandwidth"]) == (32, 2.04e12)
+    assert len(numbers["worker_seconds"]) == 32
+
+
+def test_explain_a_batch_file_and_draw_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "batch.json").write_text('{"paths": [[[1, 0, 64]], [[1, 0, 64]]], "seq_lens": [70, 80]}')
+    result = command("explain", "--batch", str(tmp_path / "batch.json"), "--plot", str(tmp_path / "out.png"))
+    assert result.returncode == 0, result.stderr
+    assert "0 to 64: 64 tokens read by 2 requests" in result.stdout
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_a_trace_window(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 600, "output_length": 8, "hash_ids": [1, %d]}\n'
+    (tmp_path / "trace.jsonl").write_text("".join(row % n for n in range(4)))
+    result = command("explain", "--trace", str(tmp_path / "trace.jsonl"), "--window", "0:4", "--progress", "1")
+    assert result.returncode == 0, result.stderr
+    assert "0 to 512: 512 tokens read by 4 requests\n    4 private tails of 96 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--tree 1,2/3", "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens"),
+        ("--tree 1,2/64,16 --window 0:4", "explain: --window belongs to --trace"),
+        ("--batch x.json --query-len 4", "explain: --query-len belongs to --tree"),
+        ("--tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
+        ("--tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
+        ("--tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
+        ("--tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
+        ("--tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
+        ("--tree 1,2/64,16 --server http://x", "not allowed with argument"),
+        ("", "one of the arguments --tree --batch --trace --server is required"),
+    ],
+)
+def test_explain_with_a_mistake(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["explain", *arguments.split()])
+    except SystemExit as left:  # how argparse reports
+        status = left.code  # type: ignore[assignment]
+    assert status == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_mistakes_are_reported_without_a_traceback() -> None:
+    result = command("explain", "--tree", "1,2/3")
+    assert result.returncode == 2
+    assert result.stderr == "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens\n"
+
+
+def test_explain_help_has_examples_and_every_source() -> None:
+    text = command("explain", "--help").stdout
+    for part in ("--tree", "--batch", "--trace", "--server", "examples:", "python -m sgl_prefix_attn explain --tree"):
+        assert part in text
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    code = f"{sys.executable} -m sgl_prefix_attn explain --tree 64,4096/10,10 --full | head -1"
+    result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert result.stdout == "tree 64,4096/10,10\n"
+    assert result.stderr == ""
