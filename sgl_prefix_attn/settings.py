@@ -25,13 +25,13 @@ else:  # pragma: no cover
 
 PREFIX = "PREFIXPACK_"
 CONFIG_VARIABLE = "PREFIXPACK_CONFIG"
-# Variables with our prefix that are no settings: the config file's name, and what setup.py and the Makefile read.
+# Variables with our prefix that are no settings: the config file's name, and what build and tests read.
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "TOML file with settings, one `key = value` a line",
     "PREFIXPACK_CUDA": "build: auto, 0 or 1: compile the CUDA part",
     "PREFIXPACK_CUDA_ARCHS": "build: CUDA architectures, for example 80;90a",
     "PREFIXPACK_BUILD_JOBS": "build: parallel compiler processes",
-    "PREFIXPACK_WHEEL_CACHE": "build: folder with wheels to install from",
+    "PREFIXPACK_WHEEL_CACHE": "tests: folder with downloaded SGLang wheels",
 }
 DEFAULT_SOURCE = "default"
 
@@ -83,7 +83,7 @@ class Settings(BaseModel):
         64,
         ge=1,
         le=1_000_000,
-        description="Tokens a decode batch's private tails may grow before a new plan is considered for balance.",
+        description="Tokens a tail may grow before its decode batch is planned anew; balance may ask for that earlier.",
     )
     metrics: bool = Field(True, description="Export Prometheus metrics next to SGLang's (needs --enable-metrics).")
     metrics_flush_steps: int = Field(

@@ -16,6 +16,8 @@ from sgl_prefix_attn.settings import (
     variable_name,
 )
 
+DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+
 
 def config(tmp_path: Path, text: str) -> dict[str, str]:
     path = tmp_path / "prefixpack.toml"
@@ -147,3 +149,11 @@ def test_every_key_is_documented_and_says_what_it_accepts(key: str) -> None:
     assert description is not None
     assert description.endswith((".", ")"))
     assert accepted_values(key)
+
+
+@pytest.mark.parametrize("key", Settings.model_fields)
+def test_documentation_has_a_row_for_every_key(key: str) -> None:
+    field = Settings.model_fields[key]
+    default = "none" if field.default is None else str(field.default)
+    row = f"| `{key}` | {default.lower()} | {accepted_values(key)} | {field.description} |"
+    assert row in DOCUMENTATION.read_text(encoding="utf-8").splitlines()
