@@ -106,24 +106,20 @@ def _draw_cuts(axes: Axes, explanation: Explanation, query_pixels: float) -> Non
     """Borders between the work items of one pack: KV splits and row tiles."""
     plan = explanation.plan
     whole = {_edges(pack) for pack in explanation.packs}
-    items = np.column_stack(
-        [
-            plan.items[:, KV_BEGIN],
-            item_ends(plan, explanation.batch.seq_lens),
-            plan.items[:, QUERY_BEGIN],
-            plan.items[:, QUERY_BEGIN] + plan.items[:, QUERY_COUNT],
-        ]
-    )
-    parts = [_rectangle(*edges) for edges in map(tuple, items.tolist()) if edges not in whole]
-    heights = [query_pixels * (part[2][1] - part[0][1]) for part in parts]
+    begins = plan.items[:, QUERY_BEGIN]
+    ends = begins + plan.items[:, QUERY_COUNT]
+    kv_ends = item_ends(plan, explanation.batch.seq_lens)
+    shared = plan.query_request[begins] != plan.query_request[ends - 1]
+    most = max(pack.queries for pack in explanation.packs)
+    parts, colours = [], []
+    items = np.column_stack([plan.items[:, KV_BEGIN], kv_ends, begins, ends])
+    for edges, is_shared in zip(items.tolist(), shared.tolist(), strict=True):
+        queries = edges[3] - edges[2]
+        if tuple(edges) not in whole and query_pixels * queries >= _MIN_OUTLINED_PIXELS:
+            parts.append(_rectangle(*edges))
+            colours.append("white" if is_shared and queries**2 > most else "#404040")  # to stand out from the fill
     axes.add_collection(
-        PolyCollection(
-            [part for part, height in zip(parts, heights, strict=True) if height >= _MIN_OUTLINED_PIXELS],
-            facecolors="none",
-            edgecolors="#404040",
-            linewidths=0.6,
-            linestyles=":",
-        )
+        PolyCollection(parts, facecolors="none", edgecolors=colours, linewidths=0.8, linestyles=(0, (1, 1.5)))
     )
 
 
