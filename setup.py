@@ -75,12 +75,13 @@ class BuildNative(build_ext):
 
 ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
+def rooms() -> list[str]:
+    inner = sorted(path.parent for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
+    return [".".join(path.relative_to(ROOT).parts) for path in inner]
+
+
 setup(
-    packages=[
-        "sgl_prefix_attn",
-        *(f"sgl_prefix_attn.{path.name}" for path in sorted((ROOT / "sgl_prefix_attn").iterdir()) if (path / "__init__.py").exists()),
-        "sgl_prefix_attn.patches",
-    ],
+    packages=[*rooms(), "sgl_prefix_attn.patches"],
     package_dir={"sgl_prefix_attn.patches": "patches"},
     package_data={
         "sgl_prefix_attn": ["py.typed", "**/*.jsonl", "**/*.md"],

@@ -84,20 +84,22 @@ class Packer {
     return x != y ? x > y : a.child > b.child;
   }
 
-  void add_choice(double gain, int32_t queries, int32_t child) { choices_[num_choices_++] = {gain, queries, child}; }
+  Choice* choices() { return choices_.data() + choices_begin_; }
+
+  void add_choice(double gain, int32_t queries, int32_t child) { choices()[num_choices_++] = {gain, queries, child}; }
 
   // Most nodes have few children, where an insertion sort wins over std::sort by far.
   void sort_choices() {
+    Choice* const choice = choices();
     if (num_choices_ > 32) {
-      std::sort(choices_.begin(), choices_.begin() + num_choices_, saves_more_per_row);
+      std::sort(choice, choice + num_choices_, saves_more_per_row);
       return;
     }
     for (size_t i = 1; i < num_choices_; ++i) {
-      const Choice moving = choices_[i];
+      const Choice moving = choice[i];
       size_t place = i;
-      for (; place > 0 && saves_more_per_row(moving, choices_[place - 1]); --place)
-        choices_[place] = choices_[place - 1];
-      choices_[place] = moving;
+      for (; place > 0 && saves_more_per_row(moving, choice[place - 1]); --place) choice[place] = choice[place - 1];
+      choice[place] = moving;
     }
   }
 
@@ -126,7 +128,7 @@ class Packer {
     return cost_.tail(lens_.query_len(request), begin, lens_.seq_lens[request]);
   }
 
-  // Fills choices_ for a pack that has read `begin` .. end of node; returns the cost if nothing joins.
+  // Fills choices() for a pack that has read `begin` .. end of node; returns the cost if nothing joins.
   double list_choices(int32_t node, int32_t joined, int32_t begin, bool partial_above) {
     const double partial = cost_.partial();
     const double apart_above = partial_above ? partial : 0.0;
@@ -162,7 +164,7 @@ class Packer {
     return apart;
   }
 
-  // Chooses how many of the sorted choices_ join the pack; returns the cost of the subtree.
+  // Chooses how many of the sorted choices() join the pack; returns the cost of the subtree.
   double choose(int32_t node, int32_t joined, size_t* num_joining, int32_t* joining_tails) {
     const int32_t root = ancestor(node, joined);
     const bool partial_above = forest_.node_parent[root] >= 0;
@@ -174,8 +176,8 @@ class Packer {
     int32_t queries = 0, tails_before = 0;
     *num_joining = 0;
     *joining_tails = 0;
-    for (size_t i = 0; i < num_choices_ && choices_[i].gain > 0; ++i) {
-      const Choice& choice = choices_[i];
+    for (size_t i = 0; i < num_choices_ && choices()[i].gain > 0; ++i) {
+      const Choice choice = choices()[i];
       if (choice.gain == kNever) {
         queries += choice.queries;
         lowest = cost_.pack(queries, tokens) - gain;
@@ -238,7 +240,9 @@ class Packer {
     size_t num_joining;
     int32_t joining_tails;
     choose(node, joined, &num_joining, &joining_tails);
-    const std::vector<Choice> choices(choices_.begin(), choices_.begin() + num_choices_);
+    const Choice* const choices = this->choices();
+    const size_t num_choices = num_choices_;
+    choices_begin_ += num_choices;
     const int32_t begin = forest_.node_begin[ancestor(node, joined)], end = forest_.node_end[node];
     int32_t single_tail = forest_.node_first[node];
     const auto emit_single_tails = [&](int32_t count, int32_t tail_begin) {
@@ -257,7 +261,7 @@ class Packer {
       packing.packs.push_back({next_query_, joining_queries, forest_.node_request[node], begin, end});
     }
     int32_t tails_along = 0;
-    for (size_t i = 0; i < choices.size(); ++i) {
+    for (size_t i = 0; i < num_choices; ++i) {
       const bool joins = i < num_joining;
       const int32_t child = choices[i].child;
       if (child >= 0) {
@@ -270,6 +274,7 @@ class Packer {
       }
     }
     emit_single_tails(tails_along, begin);
+    choices_begin_ -= num_choices;
   }
 
   const Forest& forest_;
@@ -279,8 +284,8 @@ class Packer {
   std::vector<double> single_tail_cost_;  // of a node's one-token tails if they begin at its end
   std::vector<int32_t> state_begin_;
   std::vector<double> best_;
-  std::vector<Choice> choices_;  // scratch of one node: the first num_choices_ are valid
-  size_t num_choices_ = 0;
+  std::vector<Choice> choices_;  // a stack: those of the node at hand begin at choices_begin_
+  size_t choices_begin_ = 0, num_choices_ = 0;
   int32_t next_query_ = 0;
 };
 

@@ -20,6 +20,7 @@ struct Tile {
   int32_t query_begin, query_count;
   int32_t request;
   int32_t kv_begin, kv_end;
+  int32_t tile_rows;
   bool open;           // kv_end is the request's current length
   bool partial;        // the queries have other partials
   bool first_of_pack;  // the tiles behind it read the same range and are split as it is
@@ -106,10 +107,18 @@ class Scheduler {
         const int32_t hidden = pack.query_count - first - count;  // tokens of an open pack after this tile
         const int32_t end = open ? static_cast<int32_t>(lens_.seq_lens[pack.request]) - hidden : pack.kv_end;
         const bool partial = partials_[pack.query_begin + first] > 1;
-        Tile tile{pack.query_begin + first, count, pack.request, pack.kv_begin, end, open, partial,
-                  open || first == 0,       0};
-        tile.seconds = cost_.item(count, tile.tokens(), first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
-        tiles_.push_back(tile);
+        Tile& tile = tiles_.emplace_back();
+        tile.query_begin = pack.query_begin + first;
+        tile.query_count = count;
+        tile.request = pack.request;
+        tile.kv_begin = pack.kv_begin;
+        tile.kv_end = end;
+        tile.tile_rows = cost_.tile_rows(count);
+        tile.open = open;
+        tile.partial = partial;
+        tile.first_of_pack = open || first == 0;
+        tile.seconds =
+            cost_.item(count, end - pack.kv_begin, first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
       }
     }
   }
@@ -187,8 +196,15 @@ class Scheduler {
   void add_item(const Tile& tile, int32_t begin, int32_t end, bool last, double seconds, double key) {
     const bool open = tile.open && last;
     Plan& plan = schedule_.plan;
-    plan.items.push_back({tile.query_begin, tile.query_count, tile.request, begin, open ? kOpenEnd : end, kWriteThrough,
-                          cost_.tile_rows(tile.query_count)});
+    // Field by field: a struct put together on the stack costs a stalled copy per item.
+    WorkItem& item = plan.items.emplace_back();
+    item.query_begin = tile.query_begin;
+    item.query_count = tile.query_count;
+    item.request = tile.request;
+    item.kv_begin = begin;
+    item.kv_end = open ? kOpenEnd : end;
+    item.slot_begin = kWriteThrough;
+    item.tile_rows = tile.tile_rows;
     plan.kv_tokens_packed += end - begin;
     key_.push_back(key);
     if (open) dearest_open_ = std::max(dearest_open_, seconds);

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn._native import Plan as Plan
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-
-Plan = _native.Plan
 
 # WorkItem of csrc/plan/plan.h: the columns of Plan.items.
 QUERY_BEGIN, QUERY_COUNT, REQUEST, KV_BEGIN, KV_END, SLOT_BEGIN, TILE_ROWS = range(7)

@@ -1,0 +1,124 @@
+"""Host time of planning for the decode batches of PAT's Figure 9: forest, plan, and plan amortised over a decode.
+
+    python benchmarks/kernel/plan_time.py --out benchmarks/results/plan_time.json
+
+Plans are made for an H200 (the device model, no GPU needed), on one core. `amortised` is the mean time of
+Planner.plan() over a decode of --steps tokens in which nobody joins or leaves, calls from Python included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import PAT_HEADS, PAT_TREES, tree_paths
+
+import sgl_prefix_attn
+from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+
+
+def mirror_of(paths: list[list[tuple[int, int, int]]]) -> tuple[RadixMirror, np.ndarray, np.ndarray]:
+    """The radix mirror that holds `paths`, with last node and prefix length of every request."""
+    mirror = RadixMirror()
+    last_nodes = np.full(len(paths), -1, dtype=np.int64)
+    prefix_lens = np.zeros(len(paths), dtype=np.int64)
+    for request, path in enumerate(paths):
+        parent = -1
+        for node, begin, end in path:
+            if not mirror.known(node):
+                mirror.put(node, parent, begin, end)
+            parent = node
+            prefix_lens[request] = end
+        last_nodes[request] = parent
+    return mirror, last_nodes, prefix_lens
+
+
+def measure(tree: str, heads: tuple[int, int], repeats: int, steps: int) -> dict[str, object]:
+    paths, lens = tree_paths(tree)
+    mirror, last_nodes, prefix_lens = mirror_of(paths)
+    shape, device = ModelShape(*heads, head_dim=128), DeviceModel.gpu(132)
+    start_lens = np.asarray(lens, dtype=np.int64)
+    forest_us, plan_us, amortised_us = [], [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        forest: PrefixForest = mirror.forest(last_nodes, prefix_lens)
+        forest_us.append((time.perf_counter() - start) * 1e6)
+        planner = Planner(shape, device)
+        seq_lens = start_lens.copy()
+        start = time.perf_counter()
+        plan = planner.plan(forest, seq_lens)
+        plan_us.append((time.perf_counter() - start) * 1e6)
+        spent = 0.0
+        for _ in range(steps):
+            seq_lens += 1
+            start = time.perf_counter()
+            planner.plan(forest, seq_lens)
+            spent += time.perf_counter() - start
+        amortised_us.append((spent * 1e6 + plan_us[-1]) / (steps + 1))
+    planner = Planner(shape, device)
+    plan = planner.plan(forest, start_lens)
+    tokens = planner.kv_tokens
+    return {
+        "tree": tree,
+        "q_heads": heads[0],
+        "kv_heads": heads[1],
+        "requests": len(paths),
+        "items": len(plan.items),
+        "partial_slots": plan.num_slots,
+        "kv_tokens_packed": tokens.packed,
+        "kv_tokens_per_request": tokens.per_request,
+        "kv_tokens_unique": tokens.unique,
+        "forest_us": statistics.median(forest_us),
+        "plan_us": statistics.median(plan_us),
+        "plan_us_max": max(plan_us),
+        "amortised_us": statistics.median(amortised_us),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=50, help="plans per tree; the median is reported (default 50)")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps to amortise over (default 64)")
+    parser.add_argument("--out", type=Path, help="write the rows and the machine as JSON")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    cases = [(number, tree, heads) for heads in PAT_HEADS for number, tree in enumerate(PAT_TREES, 1)]
+    rows = []
+    for number, tree, heads in tqdm(cases, unit="tree", file=sys.stderr):
+        rows.append({"number": number, **measure(tree, heads, args.repeats, args.steps)})
+    print(f"{'#':>3} {'heads':>6} {'requests':>8} {'items':>6} {'forest us':>10} {'plan us':>8} {'amortised us':>13} "
+          f"{'reads saved':>11} {'limit':>6}  tree")
+    for row in rows:
+        saved = row["kv_tokens_per_request"] / row["kv_tokens_packed"]
+        limit = row["kv_tokens_per_request"] / row["kv_tokens_unique"]
+        print(f"{row['number']:>3} {row['q_heads']}/{row['kv_heads']:<3} {row['requests']:>8} {row['items']:>6} "
+              f"{row['forest_us']:>10.1f} {row['plan_us']:>8.1f} {row['amortised_us']:>13.2f} {saved:>10.2f}x "
+              f"{limit:>5.2f}x  {row['tree']}")
+    print(f"longest plan (median): {max(row['plan_us'] for row in rows):.1f} us; "
+          f"longest amortised: {max(row['amortised_us'] for row in rows):.2f} us")
+    if args.out:
+        machine = {"cpu": cpu_name(), "python": platform.python_version(), "package": sgl_prefix_attn.__version__}
+        args.out.write_text(json.dumps({"machine": machine, "arguments": {"repeats": args.repeats, "steps": args.steps},
+                                        "rows": rows}, indent=1) + "\n")
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

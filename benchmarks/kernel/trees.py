@@ -1,0 +1,59 @@
+"""The decode batches of PAT's Figure 9 (ASPLOS 2026) as radix-tree paths."""
+
+from __future__ import annotations
+
+# Nodes per level / tokens per level; the last level is one request each and its tokens are the request's own.
+PAT_TREES = (
+    "1,10/4096,416",
+    "1,256/256,32",
+    "1,1024/2048,32",
+    "1,2,64/1024,256,256",
+    "1,4,256/32,256,32",
+    "1,8,512/32,512,256",
+    "1,8,512/32,2048,256",
+    "1,8,512/512,512,256",
+    "1,4,8,256/32,256,256,32",
+    "1,4,16,512/1024,256,128,32",
+    "1,4,16,64,256,1024/256,32,256,64,32,256",
+    "1,16,32,64,128,1024/256,128,64,32,32,32",
+    "1,16,32,64,256,1024/256,128,64,32,32,32",
+    "1,8,16,32,64,128,1024/256,128,64,32,32,32,32",
+    "1,8,16,32,64,256,1024/256,128,64,32,32,32,32",
+    "2,8,16,256/256,256,32,32",
+    "4,16,256,512/512,32,128,32",
+    "8,16,32,256/512,512,256,32",
+    "256/1024",
+    "256/4096",
+)
+# Query heads, KV heads.
+PAT_HEADS = ((32, 32), (16, 8), (32, 8), (64, 8))
+
+Path = list[tuple[int, int, int]]
+
+
+def tree_paths(tree: str) -> tuple[list[Path], list[int]]:
+    """Paths and sequence lengths of the requests of `tree`, e.g. "1,4,256/32,256,32".
+
+    Node j of a level hangs below node j * (nodes of the level above) // (nodes of the level).
+
+    Raises:
+        ValueError: unequal numbers of levels, or an entry that is no positive integer.
+    """
+    try:
+        counts, lengths = ([int(entry) for entry in part.split(",")] for part in tree.split("/"))
+    except ValueError as error:
+        raise ValueError(f"tree {tree!r}: expected nodes per level / tokens per level, e.g. '1,10/4096,416'") from error
+    if len(counts) != len(lengths) or min(counts + lengths) < 1:
+        raise ValueError(f"tree {tree!r}: expected as many positive node counts as positive lengths")
+    paths: list[Path] = [[] for _ in range(counts[0])]
+    node, position = 0, 0
+    for level, length in enumerate(lengths[:-1]):
+        if level > 0:
+            paths = [list(paths[j * counts[level - 1] // counts[level]]) for j in range(counts[level])]
+        for path in paths:
+            path.append((node, position, position + length))
+            node += 1
+        position += length
+    if len(counts) > 1:
+        paths = [list(paths[j * counts[-2] // counts[-1]]) for j in range(counts[-1])]
+    return paths, [position + lengths[-1]] * counts[-1]

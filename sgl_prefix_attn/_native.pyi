@@ -1,0 +1,87 @@
+# Types of the native module; documented where Python hands them out (core/).
+import numpy as np
+import numpy.typing as npt
+
+_Int32 = npt.NDArray[np.int32]
+_Int64 = npt.NDArray[np.int64]
+
+built_with_cuda: bool
+
+class CudaDevice:
+    name: str
+    compute_capability: int
+    multiprocessors: int
+    shared_memory_per_block: int
+    l2_bytes: int
+
+def cuda_devices() -> list[CudaDevice]: ...
+
+class Forest:
+    num_requests: int
+    num_nodes: int
+    order: _Int32
+    node_parent: _Int32
+    node_begin: _Int32
+    node_end: _Int32
+    node_first: _Int32
+    node_last: _Int32
+    node_request: _Int32
+    tail_begin: _Int32
+    tail_node: _Int32
+
+class RadixMirror:
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def known(self, node_id: int) -> bool: ...
+    def put(self, node_id: int, parent_id: int, begin: int, end: int) -> None: ...
+    def split_suspects(self, parent_id: int, begin: int, end: int) -> list[int]: ...
+    def clear(self) -> None: ...
+    def forest(
+        self, last_nodes: _Int64, prefix_lens: _Int64, live: npt.NDArray[np.bool_] | None = None
+    ) -> Forest: ...
+
+class ModelShape:
+    def __init__(self, q_heads: int, kv_heads: int, head_dim: int, kv_bytes: int, partial_bytes: int) -> None: ...
+
+class DeviceModel:
+    def __init__(
+        self,
+        workers: int,
+        bandwidth: float,
+        flops: float,
+        item_overhead: float,
+        reread: float,
+        tile_rows: tuple[int, ...],
+    ) -> None: ...
+
+class Plan:
+    num_requests: int
+    num_queries: int
+    num_slots: int
+    kv_tokens_packed: int
+    kv_tokens_per_request: int
+    kv_tokens_unique: int
+    query_token: _Int32
+    query_request: _Int32
+    query_back: _Int32
+    merge_query: _Int32
+    merge_offset: _Int32
+    merge_slot: _Int32
+    items: _Int32
+
+class Planner:
+    def __init__(self, shape: ModelShape, device: DeviceModel, max_growth: int) -> None: ...
+    def plan(self, forest: Forest, seq_lens: _Int64, query_lens: _Int64 | None = None) -> Plan: ...
+    plans_made: int
+    plans_reused: int
+    plan_seconds: float
+    kv_tokens: tuple[int, int, int]
+
+def packing_costs(
+    forest: Forest,
+    seq_lens: _Int64,
+    query_lens: _Int64 | None,
+    shape: ModelShape,
+    device: DeviceModel,
+    exhaustive: bool,
+) -> tuple[float, float, float]: ...
