@@ -69,8 +69,188 @@ FORWARD_BATCH_INIT = Target(
 MODEL_RUNNER_FORWARD = Target("model_executor.model_runner.ModelRunner.forward", Use.HOOK, ("self", "forward_batch"))
 SUPPORT_TRITON = Target("utils.common.support_triton", Use.HOOK, ("backend",))
 INTERNAL_STATE = Target("managers.scheduler.Scheduler.get_internal_state", Use.HOOK, ("self", "recv_req"))
-HOOKS = (FORWARD_BATCH_INIT, MODEL_RUNNER_FORWARD, SUPPORT_TRITON, INTERNAL_STATE)
+ON_IDLE = Target("managers.scheduler.Scheduler.on_idle", Use.HOOK, ("self",))
+_LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
+GET_LAST_LOC_EARLY = Target("mem_cache.common.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, until="0.5.15.post1")
+GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, since="0.5.16")
+HOOKS = (
+    FORWARD_BATCH_INIT,
+    MODEL_RUNNER_FORWARD,
+    SUPPORT_TRITON,
+    INTERNAL_STATE,
+    ON_IDLE,
+    GET_LAST_LOC_EARLY,
+    GET_LAST_LOC,
+)
 
 # The class that a seam of ours is patched into, and the method that says it has been.
 ATTENTION_BACKEND = Target("layers.attention.base_attn_backend.AttentionBackend", Use.CLASS)
 NATIVE_SEAM = "prepare_schedule_batch"
+
+# Members of ATTENTION_BACKEND that PrefixPackBackend leaves to the inner backend. Each one was looked at: the inner
+# backend's answer is right for ours too. A member that is in neither of the two fails the contract test.
+DELEGATED_MEMBERS = frozenset(
+    {
+        "attn_backend_list",
+        "data_type",
+        "decode_attention_backend_str",
+        "dllm_attention",
+        "draft_extend_metadata_captured_in_graph",
+        "extend_dummy_seqs_capped_by_req_pool",
+        "folds_encoder_swa_replay",
+        "forward_metadata",
+        "forward_mixed",
+        "get_cuda_graph_seq_len_fill_value",
+        "get_fused_kv_write_buffers",
+        "get_indexer_metadata",
+        "get_verify_buffers_to_fill_after_draft",
+        "glue_draft_metadata",
+        "glue_target_verify_metadata",
+        "init_cuda_graph_state",
+        "init_forward_metadata_for_breakable_cuda_graph_capture",
+        "init_forward_metadata_in_graph",
+        "kv_cache_dtype",
+        "kv_index_translator",
+        "late_layer_num_tokens",
+        "on_after_cuda_graph_warmup",
+        "prefer_eager_mixed_prefill_under_dp_attention",
+        "prefill_attention_backend_str",
+        "prefill_cuda_graph_default_max_seq_len",
+        "prefill_cuda_graph_max_batch_size",
+        "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+        "prepare_full_cuda_graph_chunked_prefix",
+        "prepare_prefill_shared_read_snapshot",
+        "resolve_prefill_shared_read_ends",
+        "shared_read_ends",
+        "skips_prefill_metadata_on_idle_dp_rank",
+        "support_triton",
+        "supports_draft_extend_metadata_staging",
+        "supports_full_cuda_graph_chunked_prefix",
+        "supports_prefill_cuda_graph_max_context_size",
+        "supports_ragged_verify_graph",
+        "update_verify_buffers_to_fill_after_draft",
+        "use_captured_forward_metadata_for_breakable_cuda_graph",
+        "validate_elastic_cuda_graph_recapture",
+        "verify_mask",
+    }
+)
+
+# Registration.
+_REGISTRATION = (
+    Target("plugins.hook_registry.HookRegistry.register", Use.CALL, ("target", "hook", "hook_type")),
+    Target("plugins.hook_registry.HookRegistry.apply_hooks", Use.CALL),
+    *_attributes("plugins.hook_registry.HookType", "AFTER AROUND"),
+    Target("layers.attention.attention_registry.register_attention_backend", Use.CALL, ("name",)),
+    Target("layers.attention.attention_registry.ATTENTION_BACKENDS", Use.ATTRIBUTE),
+    Target("server_args.add_attention_backend_choices", Use.CALL, ("choices",)),
+    Target("server_args.ATTENTION_BACKEND_CHOICES", Use.ATTRIBUTE),
+)
+
+# Backends and layers.
+_BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
+_RUNNER = "model_executor.model_runner.ModelRunner"
+_BACKENDS = (
+    ATTENTION_BACKEND,
+    Target(f"{_BACKEND}.init_forward_metadata", Use.CALL, ("forward_batch",)),
+    Target(f"{_BACKEND}.init_forward_metadata_out_graph", Use.CALL, ("forward_batch", "in_capture")),
+    *(
+        Target(f"{_BACKEND}.{name}", Use.CALL, ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"))
+        for name in ("forward", "forward_decode", "forward_extend")
+    ),
+    *_attributes(_BACKEND, "needs_cpu_seq_lens"),
+    *_attributes(
+        _RUNNER,
+        "device dtype is_draft_worker model model_config req_to_token_pool server_args token_to_kv_pool "
+        "use_mla_backend",
+    ),
+    Target("layers.radix_attention.RadixAttention", Use.CLASS),
+    *_attributes(
+        "layers.radix_attention.RadixAttention",
+        "attn_type is_cross_attention layer_id logit_cap logit_capping_method pos_encoding_mode qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim xai_temperature_len",
+    ),
+)
+
+# KV pool.
+_MHA_POOL = "mem_cache.memory_pool.MHATokenToKVPool"
+_POOLS = (
+    Target(f"{_MHA_POOL}.get_key_buffer", Use.CALL, ("layer_id",)),
+    Target(f"{_MHA_POOL}.get_value_buffer", Use.CALL, ("layer_id",)),
+    Target(f"{_MHA_POOL}.set_kv_buffer", Use.CALL, ("layer", "loc_info", "cache_k", "cache_v")),
+    Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
+    Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
+)
+
+# Batches and requests.
+_BATCHES = (
+    *_attributes(
+        "managers.schedule_batch.ScheduleBatch",
+        "decoding_reqs encoder_lens extend_lens forward_mode prefix_lens req_pool_indices reqs seq_lens seq_lens_cpu "
+        "spec_algorithm tree_cache",
+    ),
+    *_attributes("managers.schedule_batch.Req", "finished_reason last_node"),
+    *_attributes(
+        "model_executor.forward_batch_info.ForwardBatch",
+        "encoder_lens forward_mode out_cache_loc req_pool_indices seq_lens spec_info tbo_parent_token_range",
+    ),
+    Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
+    Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
+    *_attributes("model_executor.forward_batch_info.ForwardMode", "EXTEND MIXED"),
+    Target("speculative.spec_info.SpeculativeAlgorithm.is_none", Use.CALL),
+    Target("managers.io_struct.GetInternalStateReqOutput.internal_state", Use.ATTRIBUTE),
+)
+
+# Prefix caches. Requests hold node objects up to 0.5.18, ids of the unified cache from 0.5.19 on.
+_TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
+_CORE = "mem_cache.unified_cache.unified_tree_core"
+_CORE_INTERFACE = "mem_cache.unified_cache.unified_tree_core_interface"
+_TREES = (
+    *_attributes("mem_cache.radix_cache.RadixCache", "disable root_node"),
+    *_attributes("mem_cache.radix_cache.TreeNode", "children id key parent"),
+    *_attributes(_TREE, "disable"),
+    *_attributes(_TREE, "tree_core", since="0.5.19"),
+    Target(f"{_CORE}.UnifiedTreeCore.node_by_id", Use.CALL, ("node_id",), since="0.5.19"),
+    Target(f"{_CORE}.UnifiedTreeCore.root_node_handle", Use.CALL, ("extra_key",), since="0.5.19"),
+    *_attributes(f"{_CORE}.UnifiedTreeCore", "root_node", since="0.5.19"),
+    *_attributes(f"{_CORE}.UnifiedTreeNode", "children id key parent", since="0.5.19"),
+    Target(
+        f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface.collect_path_info", Use.CALL, ("end_node_ids",), since="0.5.22"
+    ),
+    *_attributes(
+        f"{_CORE_INTERFACE}.TreePathNodeInfo", "node_id num_children parent_id path_end path_start", since="0.5.22"
+    ),
+    Target("mem_cache.chunk_cache.ChunkCache", Use.CLASS, until="0.5.21"),
+    *_attributes("session.streaming_session.StreamingSession", "inner", until="0.5.21"),
+)
+
+# Server arguments: attributes of one class up to 0.5.19, then fields of several that SGLang assembles.
+_FIELDS = "arg_groups.fields"
+_ARGUMENTS = (
+    Target("server_args.get_global_server_args", Use.CALL),
+    Target("runtime_context.get_server_args", Use.CALL, since="0.5.15"),
+    *_attributes(
+        "server_args.ServerArgs",
+        "device enable_metrics enable_metrics_for_all_schedulers model_path served_model_name",
+        until="0.5.19",
+    ),
+    *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
+    *_attributes(
+        f"{_FIELDS}.observability.Observability", "enable_metrics enable_metrics_for_all_schedulers", since="0.5.20"
+    ),
+    *_attributes(f"{_FIELDS}.serving.Serving", "served_model_name", since="0.5.20"),
+    Target(
+        "server_args.ServerArgs._get_default_attn_backend",
+        Use.CALL,
+        ("use_mla_backend", "model_config"),
+        until="0.5.18",
+    ),
+    Target(
+        "arg_groups.model_override_base.get_default_attn_backend",
+        Use.CALL,
+        ("server_args", "use_mla_backend", "model_config"),
+        since="0.5.19",
+    ),
+)
+
+TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_TREES, *_ARGUMENTS)

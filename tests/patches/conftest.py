@@ -7,7 +7,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.patching.diffs import load_patches, patches_for
-from tests.support.wheels import WheelUnavailableError, sglang_wheel, unpack
+from tests.support.wheels import WheelUnavailableError, published_source, unpack
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class UnpackedWheel:
 def unpacked_wheel(version: str, folder: Path) -> UnpackedWheel:
     """The published wheel of `version` in `folder`; the test is skipped when it cannot be fetched."""
     try:
-        wheel = sglang_wheel(version)
+        wheel = published_source(version)
     except WheelUnavailableError as reason:
         pytest.skip(str(reason))
     files = tuple(file for patch in patches_for(version, load_patches()) for file in patch.files)

@@ -164,14 +164,9 @@ class SourceTree:
                 )
         return None
 
-    def methods(self, definition: Definition) -> dict[str, Definition]:
-        """Methods and properties that a class itself defines."""
-        assert isinstance(definition.node, ast.ClassDef)
-        return {
-            statement.name: Definition(statement, definition.module)
-            for statement in definition.node.body
-            if isinstance(statement, FunctionNode)
-        }
+    def members(self, definition: Definition) -> dict[str, ast.stmt]:
+        """What the body of a class itself defines, by name: methods, properties and class variables."""
+        return {name: statements[0] for name, statements in _bindings(definition.node).items()}
 
 
 @cache

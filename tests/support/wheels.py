@@ -6,7 +6,10 @@ Python source, so one platform and one CPython do for every machine.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -29,9 +32,17 @@ def wheel_cache() -> Path:
     return Path(os.environ.get("PREFIXPACK_WHEEL_CACHE") or REPOSITORY / ".cache" / "wheels")
 
 
-@cache
 def sglang_wheel(version: str) -> Path:
     """Path of the published wheel of SGLang `version`. WheelUnavailableError if not cached and not to be fetched."""
+    wheel = _cached_or_fetched(version)
+    if isinstance(wheel, str):
+        raise WheelUnavailableError(wheel)
+    return wheel
+
+
+@cache
+def _cached_or_fetched(version: str) -> Path | str:
+    """The wheel, or why there is none: a failed fetch is not repeated either."""
     folder = wheel_cache()
     folder.mkdir(parents=True, exist_ok=True)
     cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
@@ -44,17 +55,35 @@ def sglang_wheel(version: str) -> Path:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise WheelUnavailableError(f"pip needed over {_FETCH_TIMEOUT_SECONDS} s for sglang {version}") from None
+        return f"pip needed over {_FETCH_TIMEOUT_SECONDS} s for sglang {version}"
     cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
     if result.returncode or not cached:
         reason = (result.stderr.strip() or "pip said nothing").splitlines()[-1]
-        raise WheelUnavailableError(f"pip could not fetch sglang {version}: {reason}")
+        return f"pip could not fetch sglang {version}: {reason}"
     return cached[0]
 
 
-def unpack(wheel: Path, folder: Path, files: Collection[str]) -> Path:
-    """Unpacks `files` (paths in the wheel) and the wheel's metadata, and returns `folder`."""
-    with zipfile.ZipFile(wheel) as archive:
+def published_source(version: str) -> Path:
+    """The wheel of SGLang `version`; if it is not to be had, the folder of the installed SGLang, if it is that one."""
+    try:
+        return sglang_wheel(version)
+    except WheelUnavailableError:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = importlib.metadata.distribution("sglang")
+            if installed.version == version:
+                return Path(str(installed.locate_file("")))
+        raise
+
+
+def unpack(source: Path, folder: Path, files: Collection[str]) -> Path:
+    """Copies `files` (paths in the wheel) and the metadata out of a published source, and returns `folder`."""
+    if source.is_dir():
+        metadata = [str(path.relative_to(source)) for path in source.glob("sglang-*.dist-info/*") if path.is_file()]
+        for name in [*files, *metadata]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, folder / name)
+        return folder
+    with zipfile.ZipFile(source) as archive:
         metadata = [name for name in archive.namelist() if name.split("/")[0].endswith(".dist-info")]
         archive.extractall(folder, [*files, *metadata])
     return folder
