@@ -1,0 +1,223 @@
+// Items with few rows, bound by memory: dot products straight from the gathered rows, dimensions along the vector
+// lanes, nothing converted to memory. Part of kernels.h; see isa.h.
+
+constexpr int kRowKeys = 64;  // KV positions per block
+constexpr int kRowScoreStride = kRowKeys + 16;
+
+struct RowState {
+  float* q;        // [rows][head_dim]
+  float* acc;      // [rows][head_dim]
+  float* scores;   // [rows][kRowScoreStride]
+  float* largest;  // [rows]
+  float* sum;      // [rows]
+
+  static size_t floats(int32_t rows, int32_t head_dim) {
+    const size_t count = static_cast<size_t>(rows) * (2 * head_dim + kRowScoreStride + 2);
+    return (count + 15) / 16 * 16;
+  }
+  RowState(float* base, int32_t rows, int32_t head_dim) {
+    q = base;
+    acc = q + rows * head_dim;
+    scores = acc + rows * head_dim;
+    largest = scores + rows * kRowScoreStride;
+    sum = largest + rows;
+  }
+};
+
+PREFIXPACK_INLINE void prefetch_row(const char* row, int32_t bytes) {
+  for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+// KV rows of some positions: count of them, from `slots` on.
+struct KvRows {
+  const char* base;
+  int64_t stride;  // bytes
+  const int32_t* slots;
+  int32_t count;
+
+  PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
+};
+
+// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
+template <DType kType, int R>
+inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
+  using S = Simd<kLanes>;
+  using F = typename S::F;
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  for (int32_t i = 0; i < keys.count; i += 4) {
+    const char* k[4];
+    PREFIXPACK_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const int32_t index = i + j < keys.count ? i + j : keys.count - 1;  // what is beyond is computed, not used
+      k[j] = keys[index];
+      if (index < next.count) prefetch_row(next[index], head_dim * kBytes);
+    }
+    F sums[R][4];
+    PREFIXPACK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      PREFIXPACK_UNROLL
+      for (int j = 0; j < 4; ++j) sums[r][j] = F{};
+    }
+    for (int32_t d = 0; d < head_dim; d += kLanes) {
+      F row[4];
+      PREFIXPACK_UNROLL
+      for (int j = 0; j < 4; ++j) row[j] = load_as_float<kType, kLanes>(k[j], d);
+      PREFIXPACK_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const F query = S::load(q + r * head_dim + d);
+        PREFIXPACK_UNROLL
+        for (int j = 0; j < 4; ++j) sums[r][j] += query * row[j];
+      }
+    }
+    // Writes kLanes floats, of which four count: the next keys overwrite the rest, and the stride leaves room.
+    PREFIXPACK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      S::store(scores + r * kRowScoreStride + i, S::sum_each(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
+    }
+  }
+}
+
+// acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
+template <DType kType, int R, int C>
+inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
+                           int32_t head_dim, float* acc) {
+  using S = Simd<kLanes>;
+  using F = typename S::F;
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  F sums[R][C];
+  PREFIXPACK_UNROLL
+  for (int r = 0; r < R; ++r) {
+    PREFIXPACK_UNROLL
+    for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
+  }
+  for (int32_t i = 0; i < values.count; ++i) {
+    if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
+    const char* row = values[i];
+    F value[C];
+    PREFIXPACK_UNROLL
+    for (int c = 0; c < C; ++c) value[c] = load_as_float<kType, kLanes>(row, d + c * kLanes);
+    PREFIXPACK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float weight = weights[r * kRowScoreStride + i];
+      PREFIXPACK_UNROLL
+      for (int c = 0; c < C; ++c) sums[r][c] += value[c] * weight;
+    }
+  }
+  PREFIXPACK_UNROLL
+  for (int r = 0; r < R; ++r) {
+    PREFIXPACK_UNROLL
+    for (int c = 0; c < C; ++c) S::store(acc + r * head_dim + d + c * kLanes, sums[r][c]);
+  }
+}
+
+template <DType kType, int R, int C>
+PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
+                                  int32_t head_dim, float* acc) {
+  for (; head_dim - d >= C * kLanes; d += C * kLanes) {
+    add_dimensions<kType, R, C>(weights, values, next, decay, d, head_dim, acc);
+    next.count = 0;  // once is enough
+  }
+  if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, decay, d, head_dim, acc);
+}
+
+// Turns scores[0 .. count) into softmax weights against the largest score so far; gives the decay of what was summed
+// before. Scores outside [first, last] are hidden.
+inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last, float* largest,
+                   float* sum) {
+  using S = Simd<kLanes>;
+  using F = typename S::F;
+  if (p.logit_cap > 0) {
+    for (int32_t i = 0; i < count; i += kLanes) S::store(scores + i, cap_scores<kLanes>(S::load(scores + i), p.logit_cap));
+  }
+  for (int32_t i = 0; i < first; ++i) scores[i] = -kInfinity;
+  for (int32_t i = last + 1; i < count; ++i) scores[i] = -kInfinity;
+  S::store(scores + count, S::splat(-kInfinity));
+  F block_largest = S::splat(*largest);
+  for (int32_t i = 0; i < count; i += kLanes) block_largest = S::max(block_largest, S::load(scores + i));
+  const float shared = S::largest(block_largest);
+  const float base = shared == -kInfinity ? 0 : shared;
+  const float decay = S::exp2(S::splat(*largest - base))[0];
+  F sums{};
+  for (int32_t i = 0; i < count; i += kLanes) {
+    const F weight = S::exp2(S::load(scores + i) - base);
+    S::store(scores + i, weight);
+    sums += weight;
+  }
+  *sum = *sum * decay + S::sum(sums);
+  *largest = shared;
+  return decay;
+}
+
+// R rows of the item, from `row` on, against one block of positions.
+template <DType kType, int R>
+inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t kv_head, int32_t row, int32_t begin, KvRows keys,
+                             KvRows values, KvRows next_keys) {
+  const AttentionParams& p = *task.params;
+  const int32_t group = p.q_heads / p.kv_heads;
+  float* scores = state.scores + row * kRowScoreStride;
+  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? values : KvRows{}, scores);
+  float decay[R];
+  for (int r = 0; r < R; ++r) {
+    const Row source = row_of(task, kv_head, group, row + r);
+    const int32_t first = first_visible(task, source.query) - begin, last = last_visible(task, source.query) - begin;
+    decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count,
+                     last < 0 ? -1 : last, state.largest + row + r, state.sum + row + r);
+  }
+  // As many sums as the registers hold beside the converted values.
+  constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
+  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_keys : KvRows{}, decay, 0, p.head_dim,
+                                 state.acc + row * p.head_dim);
+}
+
+template <DType kType>
+inline void run_rows(const ItemTask& task, Scratch& scratch) {
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  const AttentionParams& p = *task.params;
+  const int32_t group = p.q_heads / p.kv_heads;
+  const int32_t rows = task.item->query_count * group;
+  const int32_t head_dim = p.head_dim;
+  const size_t floats = RowState::floats(rows, head_dim);
+  float* states = scratch.floats(floats * task.kv_heads);
+  for (int32_t head = 0; head < task.kv_heads; ++head) {
+    const RowState state(states + head * floats, rows, head_dim);
+    for (int32_t row = 0; row < rows; ++row) {
+      const Row source = row_of(task, task.kv_head + head, group, row);
+      load_query_row<kLanes>(task, source, query_factor(p), state.q + row * head_dim);
+      for (int32_t d = 0; d < head_dim; ++d) state.acc[row * head_dim + d] = 0;
+      state.largest[row] = -kInfinity;
+      state.sum[row] = 0;
+    }
+  }
+  for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kRowKeys) {
+    const int32_t left = task.kv_end - begin;
+    const int32_t count = left < kRowKeys ? left : kRowKeys;
+    const int32_t next = left - count < kRowKeys ? left - count : kRowKeys;
+    const int32_t* slots = task.slots + begin;
+    for (int32_t head = 0; head < task.kv_heads; ++head) {
+      const RowState state(states + head * floats, rows, head_dim);
+      const int32_t h = task.kv_head + head;
+      const char* k = static_cast<const char*>(p.k) + h * p.k_head_stride * kBytes;
+      const char* v = static_cast<const char*>(p.v) + h * p.v_head_stride * kBytes;
+      const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
+      const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
+      const KvRows next_keys{k, p.k_slot_stride * kBytes, slots + count, next};
+      int32_t row = 0;
+      for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, h, row, begin, keys, values, next_keys);
+      if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, h, row, begin, keys, values, next_keys);
+      if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, h, row, begin, keys, values, next_keys);
+      if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, h, row, begin, keys, values, next_keys);
+    }
+  }
+  for (int32_t head = 0; head < task.kv_heads; ++head) {
+    const RowState state(states + head * floats, rows, head_dim);
+    for (int32_t row = 0; row < rows; ++row) {
+      const Row source = row_of(task, task.kv_head + head, group, row);
+      const RowTarget target = target_of(task, source);
+      const float factor = finish_row(p, target, source.q_head, state.largest[row], state.sum[row]);
+      const float* acc = state.acc + row * head_dim;
+      for (int32_t d = 0; d < head_dim; d += kLanes) {
+        store_as<kLanes>(target.dtype, target.base, target.element + d, Simd<kLanes>::load(acc + d) * factor);
+      }
+    }
+  }
+}

@@ -1,0 +1,97 @@
+// Rows of an item's tile, a row being one query head of one query: where they are read, what they see, where they go.
+// Part of kernels.h; see isa.h.
+
+constexpr float kLog2E = 0x1.715476p+0f;
+constexpr float kLn2 = 0x1.62e430p-1f;
+constexpr float kInfinity = __builtin_inff();
+
+// Query row times this gives scores in units of log2, so that exp2 serves for the softmax. With a soft cap the score is
+// still to go through tanh, and gets its unit there.
+PREFIXPACK_INLINE float query_factor(const AttentionParams& p) {
+  return p.logit_cap > 0 ? p.scale / p.logit_cap * (2 * kLog2E) : p.scale * kLog2E;
+}
+
+template <int W>
+PREFIXPACK_INLINE typename Simd<W>::F cap_scores(typename Simd<W>::F s, float logit_cap) {
+  return Simd<W>::tanh_of_log2(s) * (logit_cap * kLog2E);
+}
+
+struct Row {
+  int32_t query;   // entry of Plan::query_token
+  int32_t q_head;
+};
+
+PREFIXPACK_INLINE Row row_of(const ItemTask& task, int32_t kv_head, int32_t group, int32_t row) {
+  const int32_t query = row / group;
+  return {task.item->query_begin + query, kv_head * group + (row - query * group)};
+}
+
+// First and last KV position that a query sees.
+PREFIXPACK_INLINE int32_t first_visible(const ItemTask& task, int32_t query) {
+  const int32_t window_left = task.params->window_left;
+  const int32_t position = task.positions[query];
+  return window_left >= 0 && position > window_left ? position - window_left : 0;
+}
+PREFIXPACK_INLINE int32_t last_visible(const ItemTask& task, int32_t query) { return task.positions[query]; }
+
+// dst[d] = q row * factor, d < head_dim.
+template <DType kType, int W>
+PREFIXPACK_INLINE void load_query(const AttentionParams& p, int64_t element, float factor, float* dst) {
+  for (int32_t d = 0; d < p.head_dim; d += W) {
+    Simd<W>::store(dst + d, load_as_float<kType, W>(p.q, element + d) * factor);
+  }
+}
+
+template <int W>
+inline void load_query_row(const ItemTask& task, Row row, float factor, float* dst) {
+  const AttentionParams& p = *task.params;
+  const int64_t element = task.plan->query_token[row.query] * p.q_token_stride + row.q_head * p.q_head_stride;
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return load_query<DType::kFloat32, W>(p, element, factor, dst);
+    case DType::kBFloat16:
+      return load_query<DType::kBFloat16, W>(p, element, factor, dst);
+    case DType::kFloat16:
+      return load_query<DType::kFloat16, W>(p, element, factor, dst);
+  }
+}
+
+// Where the result of a row goes: the output itself, or the row's partial slot.
+struct RowTarget {
+  void* base;
+  int64_t element;
+  DType dtype;
+  float* lse;  // nullptr: not wanted
+  bool is_final;
+};
+
+inline RowTarget target_of(const ItemTask& task, Row row) {
+  const AttentionParams& p = *task.params;
+  const WorkItem& item = *task.item;
+  if (item.slot_begin == kWriteThrough) {
+    const int64_t token = task.plan->query_token[row.query];
+    float* lse = p.lse == nullptr ? nullptr : p.lse + token * p.lse_token_stride + row.q_head;
+    return {p.o, token * p.o_token_stride + row.q_head * p.o_head_stride, p.dtype, lse, true};
+  }
+  const int64_t slot = item.slot_begin + (row.query - item.query_begin);
+  const int64_t partial = slot * p.q_heads + row.q_head;
+  return {p.partial_o, partial * p.head_dim, DType::kFloat32, p.partial_lse + partial, false};
+}
+
+// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with.
+// Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A row that saw nothing is 0 with
+// lse -inf.
+inline float finish_row(const AttentionParams& p, const RowTarget& target, int32_t q_head, float largest, float sum) {
+  float rescale = 1;
+  if (target.is_final && p.sinks != nullptr) {
+    const float sink = p.sinks[q_head] * kLog2E;
+    const float shared = sink > largest ? sink : largest;
+    if (shared > -kInfinity) {
+      rescale = __builtin_exp2f(largest - shared);
+      sum = sum * rescale + __builtin_exp2f(sink - shared);
+      largest = shared;
+    }
+  }
+  if (target.lse != nullptr) *target.lse = sum == 0 ? -kInfinity : (largest + __builtin_log2f(sum)) * kLn2;
+  return sum == 0 ? 0 : rescale / sum;
+}

@@ -1,0 +1,206 @@
+// Fixed-width vectors in the compilers' own vector extension: no instruction set is named here, and a vector is lowered
+// to whatever the translation unit is compiled for. Part of kernels.h; see isa.h.
+
+template <int W>
+struct VectorTypes;
+
+// Spelled out per width, because GCC 12 does not look through a width that is a template argument. The Mem types are
+// vectors where they lie in memory: aligned as their element, and free to alias what was stored there.
+#define PREFIXPACK_VECTOR_TYPES(W)                                                   \
+  template <>                                                                        \
+  struct VectorTypes<W> {                                                            \
+    typedef float F __attribute__((vector_size(W * 4)));                             \
+    typedef int32_t I __attribute__((vector_size(W * 4)));                           \
+    typedef uint32_t U __attribute__((vector_size(W * 4)));                          \
+    typedef float MemF __attribute__((vector_size(W * 4), aligned(4), may_alias));   \
+    typedef int32_t MemI __attribute__((vector_size(W * 4), aligned(4), may_alias)); \
+  };
+PREFIXPACK_VECTOR_TYPES(4)
+PREFIXPACK_VECTOR_TYPES(8)
+PREFIXPACK_VECTOR_TYPES(16)
+#undef PREFIXPACK_VECTOR_TYPES
+
+#if defined(__clang__)
+#define PREFIXPACK_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PREFIXPACK_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
+
+template <int W>
+struct Simd {
+  using F = typename VectorTypes<W>::F;
+  using I = typename VectorTypes<W>::I;
+  using U = typename VectorTypes<W>::U;
+  using MemF = typename VectorTypes<W>::MemF;
+  using MemI = typename VectorTypes<W>::MemI;
+  using Lanes = std::make_integer_sequence<int, W>;
+
+  static PREFIXPACK_INLINE F load(const float* p) { return *reinterpret_cast<const MemF*>(p); }
+  static PREFIXPACK_INLINE I load(const int32_t* p) { return *reinterpret_cast<const MemI*>(p); }
+  static PREFIXPACK_INLINE void store(float* p, F v) { *reinterpret_cast<MemF*>(p) = v; }
+  static PREFIXPACK_INLINE F splat(float x) { return x - F{}; }  // not 0 + x, which would lose the sign of -0
+  // NaN in `b` stays NaN: a NaN in the KV cache must reach the output, not vanish.
+  static PREFIXPACK_INLINE F max(F a, F b) { return a > b ? a : b; }
+
+  // --- Lane permutations. Of every block of 2*H lanes, `even_halves` gives the lower half of a, then that of b;
+  // `odd_halves` the upper halves.
+
+  template <int H>
+  static PREFIXPACK_INLINE F even_halves(F a, F b) {
+    return even_halves<H>(a, b, Lanes{});
+  }
+  template <int H>
+  static PREFIXPACK_INLINE F odd_halves(F a, F b) {
+    return odd_halves<H>(a, b, Lanes{});
+  }
+  // Transposes a W x W block.
+  static PREFIXPACK_INLINE void transpose(F* rows) {
+    if constexpr (W >= 16) exchange<8>(rows);
+    if constexpr (W >= 8) exchange<4>(rows);
+    exchange<2>(rows);
+    exchange<1>(rows);
+  }
+  // Lanes 0 to 3 of the result: the sums over the lanes of a, b, c and d.
+  static PREFIXPACK_INLINE F sum_each(F a, F b, F c, F d) {
+    const F ab = even_halves<1>(a, b) + odd_halves<1>(a, b);
+    const F cd = even_halves<1>(c, d) + odd_halves<1>(c, d);
+    F sums = even_halves<2>(ab, cd) + odd_halves<2>(ab, cd);
+    if constexpr (W >= 8) sums += odd_halves<4>(sums, sums);
+    if constexpr (W >= 16) sums += odd_halves<8>(sums, sums);
+    return sums;
+  }
+
+  static PREFIXPACK_INLINE float largest(F v) {
+    if constexpr (W >= 16) v = max(v, odd_halves<8>(v, v));
+    if constexpr (W >= 8) v = max(v, odd_halves<4>(v, v));
+    v = max(v, odd_halves<2>(v, v));
+    v = max(v, odd_halves<1>(v, v));
+    return v[0];
+  }
+  static PREFIXPACK_INLINE float sum(F v) {
+    if constexpr (W >= 16) v += odd_halves<8>(v, v);
+    if constexpr (W >= 8) v += odd_halves<4>(v, v);
+    v += odd_halves<2>(v, v);
+    v += odd_halves<1>(v, v);
+    return v[0];
+  }
+
+  // --- 16-bit formats
+
+  static PREFIXPACK_INLINE F from_bf16(const uint16_t* p) { return (F)(widen(p) << 16); }
+  static PREFIXPACK_INLINE void to_bf16(uint16_t* p, F v) {
+    const U bits = (U)v;
+    const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    const U quiet = (bits >> 16) | 0x40u;
+    narrow(p, (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  }
+  static PREFIXPACK_INLINE F from_fp16(const uint16_t* p) {
+    const U half = widen(p);
+    // Read as a float, the shifted half is 2^112 too small, subnormals included; infinity and NaN need their exponent.
+    const U magnitude = (U)((F)((half & 0x7fffu) << 13) * 0x1p112f);
+    const U special = (half & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : magnitude;
+    return (F)(special | (half & 0x8000u) << 16);
+  }
+  static PREFIXPACK_INLINE void to_fp16(uint16_t* p, F v) {
+    const U bits = (U)v;
+    const U magnitude = bits & 0x7fffffffu;
+    const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Below 2^-14: adding 1/2 rounds and leaves the subnormal's bits at the end of the mantissa.
+    const U subnormal = (U)((F)magnitude + 0.5f) - 0x3f000000u;
+    U half = magnitude < 0x38800000u ? subnormal : normal;
+    half = magnitude >= 0x477ff000u ? U{} + 0x7c00u : half;  // rounds to 65536 or more
+    half = magnitude > 0x7f800000u ? U{} + 0x7e00u : half;
+    narrow(p, half | ((bits >> 16) & 0x8000u));
+  }
+
+  // --- Elementary functions, about 1e-7 relative. NaN in, NaN out.
+
+  // 2^x for x <= 0, flushed to zero below 2^-126.
+  static PREFIXPACK_INLINE F exp2(F x) {
+    const F clamped = x < -126.0f ? splat(-126.0f) : x;
+    F power;
+    const F fraction = split_exponent(clamped, &power);
+    const F value = power + power * exp2m1(fraction);
+    return x < -126.0f ? F{} : value;
+  }
+  // tanh(x / (2 log2 e)), accurate near zero too, because e^2x - 1 is not formed by subtraction from e^2x.
+  static PREFIXPACK_INLINE F tanh_of_log2(F x) {
+    F clamped = x > 30.0f ? splat(30.0f) : x;  // beyond, tanh rounds to one
+    clamped = clamped < -30.0f ? splat(-30.0f) : clamped;
+    F power;
+    const F fraction = split_exponent(clamped, &power);
+    const F expm1 = power * exp2m1(fraction) + (power - 1.0f);
+    return expm1 / (expm1 + 2.0f);
+  }
+
+ private:
+  template <int H, int... Lane>
+  static PREFIXPACK_INLINE F even_halves(F a, F b, std::integer_sequence<int, Lane...>) {
+    return PREFIXPACK_SHUFFLE(I, a, b, (Lane & H ? W + Lane - H : Lane)...);
+  }
+  template <int H, int... Lane>
+  static PREFIXPACK_INLINE F odd_halves(F a, F b, std::integer_sequence<int, Lane...>) {
+    return PREFIXPACK_SHUFFLE(I, a, b, (Lane & H ? W + Lane : Lane + H)...);
+  }
+  template <int H>
+  static PREFIXPACK_INLINE void exchange(F* rows) {
+    PREFIXPACK_UNROLL
+    for (int i = 0; i < W; ++i) {
+      if (i & H) continue;
+      const F a = rows[i], b = rows[i + H];
+      rows[i] = even_halves<H>(a, b);
+      rows[i + H] = odd_halves<H>(a, b);
+    }
+  }
+  // Loops, because compilers turn these into one widening load or narrowing store, but not __builtin_convertvector.
+  static PREFIXPACK_INLINE U widen(const uint16_t* p) {
+    uint32_t wide[W];
+    for (int i = 0; i < W; ++i) wide[i] = p[i];
+    U v;
+    __builtin_memcpy(&v, wide, sizeof v);
+    return v;
+  }
+  static PREFIXPACK_INLINE void narrow(uint16_t* p, U v) {
+    uint32_t wide[W];
+    __builtin_memcpy(wide, &v, sizeof v);
+    for (int i = 0; i < W; ++i) p[i] = static_cast<uint16_t>(wide[i]);
+  }
+  // x = integer + rest with |rest| <= 1/2; gives the rest and 2^integer. x within [-126, 127].
+  static PREFIXPACK_INLINE F split_exponent(F x, F* power) {
+    constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is then in the lowest bits
+    const F shifted = x + kRound;
+    *power = (F)(((U)shifted << 23) + 0x3f800000u);
+    return x - (shifted - kRound);
+  }
+  // 2^f - 1 for |f| <= 1/2, as f times a polynomial: Chebyshev fit of (2^f - 1) / f, relative error 1.1e-8.
+  static PREFIXPACK_INLINE F exp2m1(F f) {
+    F p = f * 0x1.441390p-13f + 0x1.5f0890p-10f;
+    p = p * f + 0x1.3b2a54p-7f;
+    p = p * f + 0x1.c6af6cp-5f;
+    p = p * f + 0x1.ebfbe0p-3f;
+    p = p * f + 0x1.62e430p-1f;
+    return p * f;
+  }
+};
+
+template <DType kType, int W>
+PREFIXPACK_INLINE typename Simd<W>::F load_as_float(const void* base, int64_t element) {
+  if constexpr (kType == DType::kFloat32) {
+    return Simd<W>::load(static_cast<const float*>(base) + element);
+  } else if constexpr (kType == DType::kBFloat16) {
+    return Simd<W>::from_bf16(static_cast<const uint16_t*>(base) + element);
+  } else {
+    return Simd<W>::from_fp16(static_cast<const uint16_t*>(base) + element);
+  }
+}
+
+template <int W>
+PREFIXPACK_INLINE void store_as(DType type, void* base, int64_t element, typename Simd<W>::F v) {
+  if (type == DType::kFloat32) {
+    Simd<W>::store(static_cast<float*>(base) + element, v);
+  } else if (type == DType::kBFloat16) {
+    Simd<W>::to_bf16(static_cast<uint16_t*>(base) + element, v);
+  } else {
+    Simd<W>::to_fp16(static_cast<uint16_t*>(base) + element, v);
+  }
+}

@@ -1,0 +1,69 @@
+// What passes between the executor and the kernels of one instruction set.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "plan/params.h"
+#include "plan/plan.h"
+
+namespace prefixpack {
+
+// A thread's buffer. It grows to what the largest item needed and is kept between calls.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(data_); }
+
+  // `count` floats, aligned to a cache line; contents are whatever was left there.
+  float* floats(size_t count) {
+    if (count > capacity_) {
+      std::free(data_);
+      data_ = nullptr;
+      capacity_ = 0;
+      const size_t bytes = (count * sizeof(float) + kAlignment - 1) / kAlignment * kAlignment;
+      void* fresh = std::aligned_alloc(kAlignment, bytes);
+      if (fresh == nullptr) throw std::bad_alloc();
+      data_ = static_cast<float*>(fresh);
+      capacity_ = count;
+    }
+    return data_;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  float* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+// One work item for some neighbouring KV heads.
+struct ItemTask {
+  const Plan* plan;
+  const AttentionParams* params;
+  const WorkItem* item;
+  const int32_t* positions;  // [plan->num_queries] of every query
+  const int32_t* slots;      // req_to_token row: KV slot by position
+  int32_t kv_head;   // the first
+  int32_t kv_heads;  // how many
+  int32_t kv_begin;  // the part of the item's range that a query sees; empty if none does
+  int32_t kv_end;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*run_item)(const ItemTask& task, Scratch& scratch);
+  // Entry `merge` of Plan::merge_query, all query heads.
+  void (*merge_query)(const Plan& plan, const AttentionParams& params, int32_t merge);
+};
+
+// Constant-initialised, so that no code of these translation units runs on a machine that lacks the instructions.
+#if defined(__x86_64__)
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx2Kernels;
+#endif
+extern const Kernels kBaselineKernels;
+
+}  // namespace prefixpack

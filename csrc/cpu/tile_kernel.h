@@ -1,0 +1,296 @@
+// Items with many rows. Rows lie along the vector lanes, so that the softmax needs no operation across lanes; keys and
+// values are converted once per block of positions and then only broadcast. Part of kernels.h; see isa.h.
+
+constexpr int kTileKeys = 64;            // KV positions per block
+constexpr int kKvStride = 256 + 16;      // floats between converted rows; no power of two, for the sake of L1's sets
+constexpr int kRowAlign = 16;            // rows are padded to this
+
+struct TileState {
+  float* k;     // [kTileKeys][kKvStride]
+  float* v;     // [kTileKeys][kKvStride]
+  float* q;     // by block of rows: [head_dim][rows of the block]
+  float* acc;   // as q
+  float* largest;  // [rows] largest score so far, in units of log2
+  float* sum;      // [rows] sum of exponentials
+  int32_t* first;  // [rows] first visible position
+  int32_t* last;   // [rows] last visible position
+
+  TileState(Scratch& scratch, int32_t rows, int32_t head_dim) {
+    const size_t padded = (rows + kRowAlign - 1) / kRowAlign * kRowAlign;
+    k = scratch.floats(2 * kTileKeys * kKvStride + padded * (2 * head_dim + 4));
+    v = k + kTileKeys * kKvStride;
+    q = v + kTileKeys * kKvStride;
+    acc = q + padded * head_dim;
+    largest = acc + padded * head_dim;
+    sum = largest + padded;
+    first = reinterpret_cast<int32_t*>(sum + padded);
+    last = first + padded;
+  }
+};
+
+// Some KV positions: [begin, end), converted.
+struct KeyBlock {
+  int32_t begin;
+  int32_t end;
+};
+
+// W * V rows.
+template <int W, int V>
+struct TileBlock {
+  using S = Simd<W>;
+  using F = typename S::F;
+  static constexpr int kRows = W * V;
+
+  static inline void start(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row, int32_t rows) {
+    const AttentionParams& p = *task.params;
+    const float factor = query_factor(p);
+    const int32_t head_dim = p.head_dim;
+    float* q = state.q + static_cast<int64_t>(row) * head_dim;
+    alignas(64) float gathered[W * 256];
+    for (int v = 0; v < V; ++v) {
+      for (int lane = 0; lane < W; ++lane) {
+        const int32_t index = row + v * W + lane;
+        // Lanes beyond the last row repeat it.
+        const Row source = row_of(task, kv_head, group, index < row + rows ? index : row + rows - 1);
+        state.first[index] = first_visible(task, source.query);
+        state.last[index] = last_visible(task, source.query);
+        load_query_row<W>(task, source, factor, gathered + lane * head_dim);
+      }
+      for (int32_t d = 0; d < head_dim; d += W) {
+        F block[W];
+        PREFIXPACK_UNROLL
+        for (int lane = 0; lane < W; ++lane) block[lane] = S::load(gathered + lane * head_dim + d);
+        S::transpose(block);
+        PREFIXPACK_UNROLL
+        for (int i = 0; i < W; ++i) S::store(q + ((d + i) * V + v) * W, block[i]);
+      }
+      S::store(state.largest + row + v * W, S::splat(-kInfinity));
+      S::store(state.sum + row + v * W, F{});
+    }
+    float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
+    for (int32_t i = 0; i < head_dim * V; ++i) S::store(acc + i * W, F{});
+  }
+
+  static inline void add_keys(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys) {
+    int32_t first_of_any = state.first[row], first_of_all = first_of_any;
+    int32_t last_of_any = state.last[row], last_of_all = last_of_any;
+    for (int i = 1; i < kRows; ++i) {
+      const int32_t first = state.first[row + i], last = state.last[row + i];
+      first_of_any = first < first_of_any ? first : first_of_any;
+      first_of_all = first > first_of_all ? first : first_of_all;
+      last_of_any = last > last_of_any ? last : last_of_any;
+      last_of_all = last < last_of_all ? last : last_of_all;
+    }
+    if (keys.end <= first_of_any || keys.begin > last_of_any) return;
+    const bool masked = keys.begin < first_of_all || keys.end - 1 > last_of_all;
+
+    alignas(64) float scores[(kTileKeys + kScoreKeys) * kRows];
+    F largest[V];
+    for (int v = 0; v < V; ++v) largest[v] = S::load(state.largest + row + v * W);
+    const int32_t count = keys.end - keys.begin;
+    constexpr int32_t kTail = kScoreKeys > 8 ? 8 : 4;
+    int32_t key = 0;
+    for (; count - key > kTail; key += kScoreKeys) {
+      add_scores<kScoreKeys>(task, state, row, keys, key, masked, scores, largest);
+    }
+    if (count - key > 4) {
+      add_scores<kTail>(task, state, row, keys, key, masked, scores, largest);
+    } else if (count > key) {
+      add_scores<4>(task, state, row, keys, key, masked, scores, largest);
+    }
+
+    F decay[V];
+    for (int v = 0; v < V; ++v) {
+      const F previous = S::load(state.largest + row + v * W);
+      const F base = largest[v] == -kInfinity ? F{} : largest[v];  // a row that has seen nothing yet
+      decay[v] = S::exp2(previous - base);
+      F sum = S::load(state.sum + row + v * W) * decay[v];
+      for (int32_t i = 0; i < count; ++i) {
+        float* s = scores + (i * V + v) * W;
+        const F weight = S::exp2(S::load(s) - base);
+        S::store(s, weight);
+        sum += weight;
+      }
+      S::store(state.largest + row + v * W, largest[v]);
+      S::store(state.sum + row + v * W, sum);
+    }
+
+    const int32_t head_dim = task.params->head_dim;
+    float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
+    for (int32_t d = 0; d < head_dim; d += kValueDims) {
+      add_values(scores, count, state.v + d, decay, acc + static_cast<int64_t>(d) * kRows);
+    }
+  }
+
+  static inline void finish(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row, int32_t rows) {
+    const AttentionParams& p = *task.params;
+    const int32_t head_dim = p.head_dim;
+    const float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
+    for (int v = 0; v < V; ++v) {
+      const int32_t begin = row + v * W;
+      const int32_t count = row + rows - begin < W ? row + rows - begin : W;
+      if (count <= 0) return;
+      RowTarget targets[W];
+      alignas(64) float factors[W] = {};
+      for (int32_t i = 0; i < count; ++i) {
+        const Row source = row_of(task, kv_head, group, begin + i);
+        targets[i] = target_of(task, source);
+        factors[i] = finish_row(p, targets[i], source.q_head, state.largest[begin + i], state.sum[begin + i]);
+      }
+      const F factor = S::load(factors);
+      for (int32_t d = 0; d < head_dim; d += W) {
+        F block[W];
+        PREFIXPACK_UNROLL
+        for (int i = 0; i < W; ++i) block[i] = S::load(acc + ((d + i) * V + v) * W) * factor;
+        S::transpose(block);
+        alignas(64) float out[W * W];
+        PREFIXPACK_UNROLL
+        for (int i = 0; i < W; ++i) S::store(out + i * W, block[i]);
+        for (int32_t i = 0; i < count; ++i) {
+          store_as<W>(targets[i].dtype, targets[i].base, targets[i].element + d, S::load(out + i * W));
+        }
+      }
+    }
+  }
+
+ private:
+  // Scores of K keys from `key` on; `largest` takes part in those that lie inside the block.
+  template <int K>
+  static PREFIXPACK_INLINE void add_scores(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys,
+                                           int32_t key, bool masked, float* scores, F* largest) {
+    const int32_t head_dim = task.params->head_dim;
+    const float* q = state.q + static_cast<int64_t>(row) * head_dim;
+    const float* k = state.k + key * kKvStride;
+    F sums[K][V];
+    PREFIXPACK_UNROLL
+    for (int i = 0; i < K; ++i) {
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) sums[i][v] = F{};
+    }
+    for (int32_t d = 0; d < head_dim; ++d) {
+      F rows[V];
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) rows[v] = S::load(q + (d * V + v) * W);
+      PREFIXPACK_UNROLL
+      for (int i = 0; i < K; ++i) {
+        const float element = k[i * kKvStride + d];
+        PREFIXPACK_UNROLL
+        for (int v = 0; v < V; ++v) sums[i][v] += rows[v] * element;
+      }
+    }
+    if (task.params->logit_cap > 0) {
+      PREFIXPACK_UNROLL
+      for (int i = 0; i < K; ++i) {
+        PREFIXPACK_UNROLL
+        for (int v = 0; v < V; ++v) sums[i][v] = cap_scores<W>(sums[i][v], task.params->logit_cap);
+      }
+    }
+    const int32_t inside = keys.end - keys.begin - key;
+    PREFIXPACK_UNROLL
+    for (int i = 0; i < K; ++i) {
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) {
+        F score = sums[i][v];
+        if (masked) {
+          const int32_t position = keys.begin + key + i;
+          const auto hidden =
+              (S::load(state.first + row + v * W) > position) | (S::load(state.last + row + v * W) < position);
+          score = hidden ? S::splat(-kInfinity) : score;
+        }
+        if (i < inside) largest[v] = S::max(largest[v], score);
+        S::store(scores + ((key + i) * V + v) * W, score);
+      }
+    }
+  }
+
+  // acc = acc * decay + weights x values, for kValueDims dimensions.
+  static PREFIXPACK_INLINE void add_values(const float* weights, int32_t count, const float* values, const F* decay,
+                                           float* acc) {
+    F sums[kValueDims][V];
+    PREFIXPACK_UNROLL
+    for (int d = 0; d < kValueDims; ++d) {
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) sums[d][v] = S::load(acc + (d * V + v) * W) * decay[v];
+    }
+    for (int32_t key = 0; key < count; ++key) {
+      F weight[V];
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) weight[v] = S::load(weights + (key * V + v) * W);
+      PREFIXPACK_UNROLL
+      for (int d = 0; d < kValueDims; ++d) {
+        const float element = values[key * kKvStride + d];
+        PREFIXPACK_UNROLL
+        for (int v = 0; v < V; ++v) sums[d][v] += weight[v] * element;
+      }
+    }
+    PREFIXPACK_UNROLL
+    for (int d = 0; d < kValueDims; ++d) {
+      PREFIXPACK_UNROLL
+      for (int v = 0; v < V; ++v) S::store(acc + (d * V + v) * W, sums[d][v]);
+    }
+  }
+};
+
+// dst[i] = row of slots[i] as fp32, i < count. Meanwhile asks for the rows of `next_slots` in `next`, which are read next.
+template <DType kType>
+inline void convert_rows(const void* base, int64_t slot_stride, int32_t head_dim, const int32_t* slots, int32_t count,
+                         float* dst, const char* next, int64_t next_stride_bytes, const int32_t* next_slots,
+                         int32_t next_count) {
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  for (int32_t i = 0; i < count; ++i) {
+    if (i < next_count) prefetch_row(next + next_slots[i] * next_stride_bytes, head_dim * kBytes);
+    const int64_t element = slots[i] * slot_stride;
+    for (int32_t d = 0; d < head_dim; d += kLanes) {
+      Simd<kLanes>::store(dst + d, load_as_float<kType, kLanes>(base, element + d));
+    }
+    dst += kKvStride;
+  }
+}
+
+// Calls visit(block type, first row, rows) for the blocks that a tile of `rows` rows is made of.
+template <typename Visit>
+PREFIXPACK_INLINE void for_each_block(int32_t rows, Visit visit) {
+  constexpr int kHalf = kLanes == 16 ? 8 : kLanes;  // a last block of few rows takes a vector of half the width
+  int32_t row = 0;
+  while (rows - row > kLanes + (kHalf < kLanes ? kHalf : 0)) {
+    const int32_t count = rows - row < 2 * kLanes ? rows - row : 2 * kLanes;
+    visit(TileBlock<kLanes, 2>{}, row, count);
+    row += 2 * kLanes;
+  }
+  if (rows - row > kHalf) {
+    visit(TileBlock<kLanes, 1>{}, row, rows - row < kLanes ? rows - row : kLanes);
+    row += kLanes;
+  }
+  if (rows > row) visit(TileBlock<kHalf, 1>{}, row, rows - row);
+}
+
+template <DType kType>
+inline void run_tile_head(const ItemTask& task, int32_t kv_head, Scratch& scratch) {
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  const AttentionParams& p = *task.params;
+  const int32_t group = p.q_heads / p.kv_heads;
+  const int32_t rows = task.item->query_count * group;
+  const TileState state(scratch, rows, p.head_dim);
+  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.start(task, state, kv_head, group, row, count); });
+
+  const char* k = static_cast<const char*>(p.k) + kv_head * p.k_head_stride * kBytes;
+  const char* v = static_cast<const char*>(p.v) + kv_head * p.v_head_stride * kBytes;
+  for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kTileKeys) {
+    const int32_t count = task.kv_end - begin < kTileKeys ? task.kv_end - begin : kTileKeys;
+    const int32_t left = task.kv_end - begin - count;
+    const int32_t* slots = task.slots + begin;
+    convert_rows<kType>(k, p.k_slot_stride, p.head_dim, slots, count, state.k, v, p.v_slot_stride * kBytes, slots,
+                        count);
+    convert_rows<kType>(v, p.v_slot_stride, p.head_dim, slots, count, state.v, k, p.k_slot_stride * kBytes,
+                        slots + count, left);
+    for_each_block(rows, [&](auto block, int32_t row, int32_t) {
+      block.add_keys(task, state, row, KeyBlock{begin, begin + count});
+    });
+  }
+  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, kv_head, group, row, count); });
+}
+
+template <DType kType>
+inline void run_tile(const ItemTask& task, Scratch& scratch) {
+  for (int32_t head = 0; head < task.kv_heads; ++head) run_tile_head<kType>(task, task.kv_head + head, scratch);
+}

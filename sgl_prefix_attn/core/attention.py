@@ -1,0 +1,230 @@
+"""Running a plan on the tensors of one attention layer."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_prefix_attn import _native
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 16
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class PartialWorkspace:
+    """Memory for the partial results of a step: grows to what the largest plan so far needed, never shrinks.
+
+    One workspace serves all layers of a model, one call after the other; not two calls at once.
+    """
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def reserve(self, num_slots: int, q_heads: int, head_dim: int) -> tuple[int, int]:
+        """Addresses of [num_slots, q_heads, head_dim] and [num_slots, q_heads] floats, contents undefined."""
+        outputs = num_slots * q_heads * head_dim
+        needed = outputs + num_slots * q_heads
+        if needed > self._buffer.numel():
+            self._buffer = torch.empty(needed, dtype=torch.float32)
+        address = self._buffer.data_ptr()
+        return address, address + 4 * outputs
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: _native.Plan,
+    *,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    logit_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    workspace: PartialWorkspace | None = None,
+    threads: int | None = None,
+    isa: str = "",
+) -> torch.Tensor:
+    """Attention of every query of `plan` over the KV cache, shared positions read once per work item.
+
+    The same plan and inputs give the same bits whatever the number of threads.
+
+    Args:
+        q: [tokens, q_heads, head_dim], float32, bfloat16 or float16.
+        k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16 or float16 (need not be q's). q_heads is a
+            multiple of kv_heads; head_dim a multiple of 16 up to 256. Any strides, if the innermost is 1; so also
+            for q, out and sinks.
+        plan: of the batch, made by `Planner`.
+        req_to_token: int32 [rows, context], KV slot of a request's position.
+        req_pool_indices: int64 [requests], row of req_to_token by batch index.
+        seq_lens: int64 [requests], KV length with this step's own tokens.
+        scale: factor of q.k before the softmax.
+        out: written and returned; default a new tensor. Rows that no query of the plan names are left alone.
+        lse: float32 [tokens, q_heads] to be filled, or None: natural logarithm of the softmax denominator, the sink
+            included (as FlashInfer and FlashAttention 3 count it).
+        logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 for none.
+        window_left: a query sees its own position and this many before it; negative for all.
+        sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
+        workspace: to be reused between calls, so that they allocate nothing; default a new one.
+        threads: default torch.get_num_threads().
+        isa: one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the best.
+
+    Returns:
+        out, [tokens, q_heads, head_dim] of q's dtype.
+
+    Raises:
+        TypeError, ValueError: for a tensor of the wrong dtype, shape, layout or device, and for indices in the plan,
+            req_pool_indices, seq_lens or req_to_token that lead outside a tensor.
+    """
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu and out.is_cpu):
+        _refuse_devices(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    q_shape, k_shape = q.shape, k_cache.shape
+    q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
+    dtype, kv_dtype = _DTYPES.get(q.dtype), _DTYPES.get(k_cache.dtype)
+    if dtype is None or kv_dtype is None or v_cache.dtype is not k_cache.dtype or out.dtype is not q.dtype:
+        _refuse_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
+        _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    num_tokens, q_heads, head_dim = q_shape
+    num_slots, kv_heads, kv_head_dim = k_shape
+    if kv_head_dim != head_dim:
+        raise ValueError(f"q has head_dim {head_dim} but k_cache has {kv_head_dim}")
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; expected a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}")
+    if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads, which is no multiple of the {kv_heads} heads of k_cache")
+    if not q_strides[2] == k_strides[2] == v_strides[2] == o_strides[2] == 1:
+        _refuse_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+
+    _check_indices("req_to_token", req_to_token, torch.int32, 2)
+    _check_indices("req_pool_indices", req_pool_indices, torch.int64, 1)
+    _check_indices("seq_lens", seq_lens, torch.int64, 1)
+    num_requests = seq_lens.shape[0]
+    if req_pool_indices.shape[0] != num_requests:
+        raise ValueError(f"req_pool_indices has {req_pool_indices.shape[0]} entries but seq_lens has {num_requests}")
+    if plan.num_requests != num_requests:
+        raise ValueError(f"the plan is for {plan.num_requests} requests but seq_lens has {num_requests} entries")
+    lse_address, lse_stride, sinks_address = 0, 0, 0
+    if lse is not None:
+        _check_per_head("lse", lse, (num_tokens, q_heads))
+        lse_address, lse_stride = lse.data_ptr(), lse.stride(0)
+    if sinks is not None:
+        _check_per_head("sinks", sinks, (q_heads,))
+        sinks_address = sinks.data_ptr()
+    if not logit_cap >= 0.0:
+        raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
+
+    if threads is None:
+        threads = torch.get_num_threads()
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; expected at least 1")
+    num_partials = plan.num_slots
+    if workspace is None:
+        workspace = PartialWorkspace()
+    partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
+    _native.run_plan_cpu(
+        plan,
+        q.data_ptr(),
+        q_strides[0],
+        q_strides[1],
+        k_cache.data_ptr(),
+        k_strides[0],
+        k_strides[1],
+        v_cache.data_ptr(),
+        v_strides[0],
+        v_strides[1],
+        out.data_ptr(),
+        o_strides[0],
+        o_strides[1],
+        lse_address,
+        lse_stride,
+        req_to_token.data_ptr(),
+        req_to_token.stride(0),
+        req_pool_indices.data_ptr(),
+        seq_lens.data_ptr(),
+        sinks_address,
+        partial_o,
+        partial_lse,
+        dtype,
+        kv_dtype,
+        q_heads,
+        kv_heads,
+        head_dim,
+        max(window_left, -1),
+        scale,
+        logit_cap,
+        num_tokens,
+        num_requests,
+        req_to_token.shape[0],
+        req_to_token.shape[1],
+        num_slots,
+        threads,
+        isa,
+    )
+    return out
+
+
+def _check_indices(name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int) -> None:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {dims} dimension{'s' * (dims > 1)}")
+    if not tensor.is_cpu:
+        _refuse_devices(**{name: tensor})
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+
+
+def _check_per_head(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not torch.float32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected torch.float32")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+    if not tensor.is_cpu:
+        _refuse_devices(**{name: tensor})
+    if tensor.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+
+
+def _refuse_devices(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_cpu:
+            raise ValueError(f"{name} is on {tensor.device}; packed_attention runs on CPU tensors in this version")
+
+
+def _refuse_dtypes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    known = ", ".join(str(dtype) for dtype in _DTYPES)
+    for name, tensor in (("q", q), ("k_cache", k_cache)):
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {known}")
+    for name, tensor, other_name, other in (("v_cache", v_cache, "k_cache", k_cache), ("out", out, "q", q)):
+        if tensor.dtype is not other.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} but {other_name} has {other.dtype}")
+
+
+def _refuse_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    if q.dim() != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected [tokens, q_heads, head_dim]")
+    if k_cache.dim() != 3:
+        raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}; expected [slots, kv_heads, head_dim]")
+    for name, tensor, other_name, other in (("v_cache", v_cache, "k_cache", k_cache), ("out", out, "q", q)):
+        if tensor.shape != other.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but {other_name} has {tuple(other.shape)}")
+
+
+def _refuse_strides(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")

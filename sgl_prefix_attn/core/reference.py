@@ -1,0 +1,71 @@
+"""Dense attention over the same inputs as `packed_attention`, written to be obviously right. For tests and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor | Sequence[int],
+    scale: float,
+    logit_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's last `query_lens[r]` tokens over its own KV positions, one request at a time.
+
+    Args:
+        q: [sum of query_lens, q_heads, head_dim], the requests' tokens one request after the other.
+        query_lens: new tokens per request.
+        dtype: of the arithmetic and the results.
+        others: see `packed_attention`.
+
+    Returns:
+        out [tokens, q_heads, head_dim] and lse [tokens, q_heads] (natural logarithm, sinks included).
+
+    Raises:
+        ValueError: if query_lens and q disagree, or a request has more new tokens than positions.
+    """
+    tokens, q_heads, head_dim = q.shape
+    if sum(int(n) for n in query_lens) != tokens:
+        raise ValueError(f"query_lens add up to {sum(int(n) for n in query_lens)} tokens but q has {tokens}")
+    group = q_heads // k_cache.shape[1]
+    out = torch.zeros(tokens, q_heads, head_dim, dtype=dtype)
+    lse = torch.full((tokens, q_heads), -torch.inf, dtype=dtype)
+    begin = 0
+    for request, new in enumerate(int(n) for n in query_lens):
+        length = int(seq_lens[request])
+        if new > length:
+            raise ValueError(f"request {request} has {new} new tokens but a length of {length}")
+        end = begin + new
+        slots = req_to_token[int(req_pool_indices[request]), :length].long()
+        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        scores = torch.einsum("thd,khd->htk", q[begin:end].to(dtype), keys) * scale
+        if logit_cap > 0:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        query_position = torch.arange(length - new, length)[:, None]
+        key_position = torch.arange(length)[None, :]
+        visible = key_position <= query_position
+        if window_left >= 0:
+            visible &= key_position >= query_position - window_left
+        scores = scores.masked_fill(~visible, -torch.inf)
+        logits = scores
+        if sinks is not None:
+            logits = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, new, 1)], dim=-1)
+        denominator = torch.logsumexp(logits, dim=-1)
+        weights = torch.exp(scores - denominator[..., None])
+        out[begin:end] = torch.einsum("htk,khd->thd", weights, values)
+        lse[begin:end] = denominator.T
+        begin = end
+    return out, lse
