@@ -90,7 +90,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "sgl_prefix_attn._native",
-            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("bindings", ".cpp"),
+            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("offline", ".cpp") + sources("bindings", ".cpp"),
             include_dirs=["csrc"],
             extra_compile_args=CXX_FLAGS,
             extra_link_args=["-pthread"],

@@ -85,3 +85,19 @@ def packing_costs(
     device: DeviceModel,
     exhaustive: bool,
 ) -> tuple[float, float, float]: ...
+
+class PrefixTree:
+    def __init__(self, tokens: _Int32, offsets: _Int64) -> None: ...
+    num_prompts: int
+    num_nodes: int
+    order: _Int32
+    shared: _Int32
+    parent: _Int32
+    begin: _Int32
+    end: _Int32
+    first: _Int32
+    last: _Int32
+    tail_node: _Int32
+    def enlarged_first_level(self) -> _Int32: ...
+
+def common_prefix_lengths(tokens: _Int32, offsets: _Int64, sequence: _Int64) -> _Int32: ...

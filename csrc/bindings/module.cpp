@@ -5,4 +5,5 @@ PYBIND11_MODULE(_native, m) {
   prefixpack::bind_plan(m);
   prefixpack::bind_cpu(m);
   prefixpack::bind_cuda(m);
+  prefixpack::bind_offline(m);
 }
