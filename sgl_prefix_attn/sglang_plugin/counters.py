@@ -1,0 +1,93 @@
+"""Totals of one scheduler process: what was planned, packed, saved, and what fell back and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_prefix_attn.core.planner import KvTokens, Planner
+from sgl_prefix_attn.sglang_plugin import reasons
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Monotonic totals since the process started; plain numbers, so that counting costs next to nothing.
+
+    Attributes:
+        host_seconds: time in our code on the scheduler thread before the model runs: paths, forest, plan, hand-over.
+        kv_tokens_read: KV positions that packed steps read, per layer and KV head; `_per_request` is what
+            request-wise attention would have read for them, `_unique` each position once.
+        steps_packed: packed steps by mode (decode, extend, mixed).
+        fallbacks: by reason; a step that went to the inner backend counts once, and so does, in a packed step, each
+            layer that did.
+    """
+
+    host_seconds: float = 0.0
+    kv_tokens_read: int = 0
+    kv_tokens_per_request: int = 0
+    kv_tokens_unique: int = 0
+    steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0))
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    planners: list[Planner] = field(default_factory=list)
+
+    def packed(self, mode: str, kv_tokens: KvTokens) -> None:
+        self.steps_packed[mode] += 1
+        self.kv_tokens_read += kv_tokens.packed
+        self.kv_tokens_per_request += kv_tokens.per_request
+        self.kv_tokens_unique += kv_tokens.unique
+
+    def fallback(self, reason: str) -> None:
+        """Counts a fallback; the first one of each reason is logged with what it means."""
+        if reason not in self.fallbacks:
+            logger.info("prefixpack: first fallback to the inner backend for %r: %s", reason, explained(reason))
+        self.fallbacks[reason] += 1
+
+    def plan_refused(self) -> None:
+        """Logs the planner's first ValueError, to be called while it is handled."""
+        if reasons.PLAN_REFUSED not in self.fallbacks:
+            logger.exception("prefixpack: the planner refused a batch; this and such steps use the inner backend")
+
+    def hook_failed(self) -> None:
+        """Counts an exception of ours, to be called while it is handled; the first one is logged with traceback."""
+        if reasons.HOOK_FAILED not in self.fallbacks:
+            logger.exception("prefixpack: reading request paths failed; this and such steps use the inner backend")
+        self.fallbacks[reasons.HOOK_FAILED] += 1
+
+    @property
+    def kv_tokens_saved(self) -> int:
+        return self.kv_tokens_per_request - self.kv_tokens_read
+
+    @property
+    def plans_made(self) -> int:
+        return sum(planner.plans_made for planner in self.planners)
+
+    @property
+    def plans_reused(self) -> int:
+        return sum(planner.plans_reused for planner in self.planners)
+
+    @property
+    def plan_seconds(self) -> float:
+        return sum(planner.plan_seconds for planner in self.planners)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The totals as JSON-able values."""
+        return {
+            "plans_made": self.plans_made,
+            "plans_reused": self.plans_reused,
+            "plan_seconds": self.plan_seconds,
+            "host_seconds": self.host_seconds,
+            "kv_tokens_read": self.kv_tokens_read,
+            "kv_tokens_per_request": self.kv_tokens_per_request,
+            "kv_tokens_unique": self.kv_tokens_unique,
+            "steps_packed": dict(self.steps_packed),
+            "fallbacks": dict(self.fallbacks),
+        }
+
+
+def explained(reason: str) -> str:
+    """What a fallback reason means."""
+    return reasons.EXPLANATIONS[reason]

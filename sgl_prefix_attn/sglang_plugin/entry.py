@@ -1,0 +1,73 @@
+"""Entry point of the SGLang plug-in (group `sglang.srt.plugins`): SGLang calls `register` in each of its processes.
+
+It has to be quick and must never take the server down. In the main process it only makes the name `prefixpack` known;
+the hooks, whose targets drag half of SGLang in, are registered in scheduler processes alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+from typing import Any
+
+from sgl_prefix_attn.settings import Settings, SettingsError, load_settings
+from sgl_prefix_attn.sglang_plugin import versions
+
+logger = logging.getLogger(__name__)
+
+NAME = "prefixpack"
+
+
+def register() -> None:
+    """Registers the attention backend, or says in the log why not."""
+    try:
+        settings = load_settings()
+        version = versions.installed_version()
+        versions.check_supported(version, allow_untested=settings.allow_untested_sglang)
+    except (SettingsError, versions.UnsupportedSglangError) as error:
+        logger.error("attention backend %r is not available: %s", NAME, error)
+        return
+    register_name(settings)
+    if in_scheduler_process():
+        register_hooks(settings)
+
+
+def register_name(settings: Settings) -> None:
+    """Makes the name known to the command line options and to the registry of backends."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    # --attention-backend, --prefill-attention-backend and --decode-attention-backend share this list.
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([NAME])
+    if NAME in ATTENTION_BACKENDS:
+        return
+
+    @register_attention_backend(NAME)
+    def create_prefixpack_backend(runner: Any) -> Any:
+        from sgl_prefix_attn.sglang_plugin.backend import create_backend
+
+        return create_backend(runner, settings)
+
+
+def register_hooks(settings: Settings) -> None:
+    """Hands our hooks to SGLang's registry; they do nothing until a prefixpack backend is built in this process."""
+    import torch
+
+    from sgl_prefix_attn.sglang_plugin import hooks
+
+    wanted = hooks.OTHER_HOOKS
+    if settings.handover == "hooks" or not versions.has_native_seam():
+        wanted += hooks.HANDOVER_HOOKS
+    if not torch.cuda.is_available():
+        wanted += hooks.cpu_hooks()
+    hooks.register(wanted)
+
+
+def in_scheduler_process() -> bool:
+    """Whether this is a process that SGLang spawned to run a scheduler.
+
+    A launcher that runs the scheduler otherwise is no loss: the backend's factory applies what is missing.
+    """
+    return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules

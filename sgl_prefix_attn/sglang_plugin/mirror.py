@@ -1,0 +1,110 @@
+"""Keeps the native mirror of the radix tree current, reading no more of the tree than has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, RadixMirror
+from sgl_prefix_attn.sglang_plugin.radix import Path, TreeReader
+
+
+class TreeMirror:
+    """Forests of batches of one tree.
+
+    Rests on two facts about SGLang's trees: node ids are never reused, and splitting a node puts a new node above it,
+    so a known id keeps standing for the same KV of the same requests (its lower part). A node is therefore read
+    when a request first ends in it, and read again only if a new inner node turns up where a split may have put it.
+
+    Attributes:
+        restarts: times that the tree had to be read from scratch because it contradicted what was known.
+    """
+
+    def __init__(self, reader: TreeReader) -> None:
+        self._reader = reader
+        self._mirror = RadixMirror()
+        self._root = reader.root()
+        self._roots: set[int] = set()
+        self.restarts = 0
+
+    def __len__(self) -> int:
+        return len(self._mirror)
+
+    def forest(
+        self,
+        handles: list[Any],
+        prefix_lens: Int64Array,
+        live: npt.NDArray[np.bool_] | None,
+        settled: Set[int] = frozenset(),
+    ) -> tuple[PrefixForest, list[int]]:
+        """The forest of a batch, and each request's node id.
+
+        Args:
+            handles: each request's `last_node`.
+            prefix_lens: [num_requests] positions that existed before this step.
+            live: [num_requests] False where the request's KV may be released already; None: all live.
+            settled: ids that need no look-up because the last forest had them.
+
+        Raises:
+            ValueError: the tree contradicts itself even when read from scratch.
+        """
+        root = self._reader.root()
+        if root is not self._root and root != self._root:
+            self.clear()
+            self._root = root
+            settled = frozenset()
+        try:
+            return self._forest(handles, prefix_lens, live, settled)
+        except ValueError:
+            # Something was read at an unlucky moment, or forgotten meanwhile: start over with the tree as it is now.
+            self.restarts += 1
+            self.clear()
+            return self._forest(handles, prefix_lens, live, frozenset())
+
+    def clear(self) -> None:
+        """Forgets the tree."""
+        self._mirror.clear()
+        self._roots.clear()
+
+    def _forest(
+        self, handles: list[Any], prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None, settled: Set[int]
+    ) -> tuple[PrefixForest, list[int]]:
+        ids = self._reader.ids(handles)
+        fresh = set(ids)
+        fresh -= settled
+        fresh.discard(-1)
+        unknown = [node for node in fresh if not self._mirror.known(node) and node not in self._roots]
+        gone = self._learn(unknown, ids, handles) if unknown else set()
+        nowhere = gone | self._roots
+        last_nodes = ids if nowhere.isdisjoint(ids) else [-1 if node in nowhere else node for node in ids]
+        return self._mirror.forest(np.array(last_nodes, dtype=np.int64), prefix_lens, live), ids
+
+    def _learn(self, unknown: list[int], ids: list[int], handles: list[Any]) -> set[int]:
+        """Reads the paths of new nodes; returns those that the tree does not have."""
+        handle_of = dict(zip(ids, handles, strict=True))
+        gone: set[int] = set()
+        inner: list[tuple[int, int, int]] = []
+        for node, path in zip(unknown, self._reader.paths([handle_of[node] for node in unknown]), strict=True):
+            if path is None:
+                gone.add(node)
+            elif not path:
+                self._roots.add(node)
+            else:
+                self._put(path, inner)
+        while inner:
+            parent, begin, end = inner.pop()
+            for path in self._reader.moved(self._mirror.split_suspects(parent, begin, end), parent):
+                self._put(path, inner)
+        return gone
+
+    def _put(self, path: Path, inner: list[tuple[int, int, int]]) -> None:
+        """Puts a path into the mirror; adds its new inner nodes, below which split nodes may be, to `inner`."""
+        parent = -1
+        for node in path:
+            if not node.leaf and not self._mirror.known(node.id):
+                inner.append((parent, node.begin, node.end))
+            self._mirror.put(node.id, parent, node.begin, node.end)
+            parent = node.id

@@ -1,0 +1,78 @@
+"""The parts of the plug-in that a scheduler process has once, whatever number of backends SGLang builds in it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import handover as handover_module
+from sgl_prefix_attn.sglang_plugin.counters import Counters
+from sgl_prefix_attn.sglang_plugin.handover import Handover, Kind
+from sgl_prefix_attn.sglang_plugin.metrics import MetricsExporter
+from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Runtime:
+    """Shared by the backends of one process.
+
+    Attributes:
+        shape, device: of the last packed step's planner; None before the first.
+        last_packed: paths and KV lengths of the last packed step.
+    """
+
+    settings: Settings
+    sglang_version: str
+    counters: Counters
+    handover: Handover
+    exporter: MetricsExporter | None = None
+    inner_backend: str = ""
+    shape: ModelShape | None = None
+    device: DeviceModel | None = None
+    last_packed: tuple[StepPaths, Int64Array] | None = None
+    _steps: int = field(default=0, repr=False)
+
+    def step_done(self) -> None:
+        """Called once a step, packed or not: updates the metrics every `metrics_flush_steps` steps."""
+        if self.exporter is None:
+            return
+        self._steps += 1
+        if self._steps >= self.settings.metrics_flush_steps:
+            self.flush_metrics()
+
+    def flush_metrics(self) -> None:
+        self._steps = 0
+        if self.exporter is not None:
+            self.exporter.update(self.counters)
+
+
+_active: Runtime | None = None
+
+
+def active() -> Runtime | None:
+    """The runtime of this process, None while no backend was built."""
+    return _active
+
+
+def start(settings: Settings, sglang_version: str, kind: Kind, runner: Any) -> Runtime:
+    """The runtime of this process, made on the first call."""
+    global _active
+    if _active is None:
+        counters = Counters()
+        exporter = MetricsExporter.for_runner(runner) if settings.metrics else None
+        _active = Runtime(settings, sglang_version, counters, Handover(kind, BatchTracker(), counters), exporter)
+        handover_module.activate(_active.handover)
+    return _active
+
+
+def stop() -> None:
+    """Forgets the runtime, so that the hooks of this process do nothing (tests)."""
+    global _active
+    _active = None
+    handover_module.activate(None)

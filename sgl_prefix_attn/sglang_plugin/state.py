@@ -1,0 +1,88 @@
+"""What this scheduler process tells about itself: the JSON state in GET /server_info, and metrics kept fresh.
+
+Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
+
+    {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "inner_backend": name,
+     "sglang": version, "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first
+     packed step), "batch": null or the last packed batch as
+     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}}
+
+The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, Segment
+from sgl_prefix_attn.sglang_plugin import runtime
+from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+
+KEY = "prefixpack"
+VERSION = 1
+
+
+def paths_of(forest: PrefixForest) -> list[list[Segment]]:
+    """Each request's shared segments, root first, as (node of the forest, start, end)."""
+    parents, begins, ends = forest.node_parent.tolist(), forest.node_begin.tolist(), forest.node_end.tolist()
+    paths = []
+    for node in forest.tail_node.tolist():
+        path: list[Segment] = []
+        while node >= 0:
+            path.append((node, begins[node], ends[node]))
+            node = parents[node]
+        path.reverse()
+        paths.append(path)
+    return paths
+
+
+def batch_state(step: StepPaths, seq_lens: Int64Array) -> dict[str, Any]:
+    """The last packed batch as JSON-able values."""
+    query_lens = np.ones_like(seq_lens) if step.query_lens is None else step.query_lens
+    return {
+        "mode": step.mode,
+        "seq_lens": seq_lens.tolist(),
+        "query_lens": query_lens.tolist(),
+        "paths": [[list(segment) for segment in path] for path in paths_of(step.forest)],
+    }
+
+
+def process_state(current: runtime.Runtime) -> dict[str, Any]:
+    """State of a process that built at least one backend."""
+    last = current.last_packed
+    return {
+        "version": VERSION,
+        "counters": current.counters.as_dict(),
+        "handover": current.handover.kind,
+        "inner_backend": current.inner_backend,
+        "sglang": current.sglang_version,
+        "shape": None if current.shape is None else asdict(current.shape),
+        "device": None if current.device is None else asdict(current.device),
+        "batch": None if last is None else batch_state(*last),
+    }
+
+
+def after_get_internal_state(result: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `Scheduler.get_internal_state`: adds our state to the answer."""
+    current = runtime.active()
+    if current is None:
+        return
+    try:
+        result.internal_state[KEY] = process_state(current)
+        current.flush_metrics()
+    except Exception:  # the one guard of this hook: the server's own answer must arrive
+        current.counters.hook_failed()
+
+
+def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `Scheduler.on_idle`: brings the metrics up to date when there is time."""
+    current = runtime.active()
+    if current is None:
+        return
+    try:
+        current.flush_metrics()
+    except Exception:  # the one guard of this hook
+        current.counters.hook_failed()

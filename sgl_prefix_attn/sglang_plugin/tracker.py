@@ -1,0 +1,195 @@
+"""From the scheduler's batch to the forest of its requests: the host work of every step.
+
+While the requests of a decode batch and their radix nodes stay the same, a step costs a few comparisons of lists and
+returns the same object, so that the planner reuses its plan. Otherwise only requests that changed are looked up.
+Reads nothing but request and tree state, so all tensor-parallel ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.sglang_plugin import reasons
+from sgl_prefix_attn.sglang_plugin.mirror import TreeMirror
+from sgl_prefix_attn.sglang_plugin.radix import Unreadable, reader_for
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["decode", "extend", "mixed"]
+
+
+@dataclass(frozen=True)
+class StepPaths:
+    """What the requests of one step share.
+
+    Attributes:
+        query_lens: [num_requests] int64 new tokens by batch index; None: one each (decode).
+        num_decode: decode requests; in a mixed step they are the last ones.
+    """
+
+    forest: PrefixForest
+    mode: Mode
+    num_requests: int
+    num_decode: int
+    query_lens: Int64Array | None = None
+
+
+# A request's node changes when its prefill's result is processed, under overlap one step after its first decode step
+# was launched. Requests that joined are looked at this many steps, all others in turn: should the node of one of them
+# change, what was known of it stays true and merely lacks some sharing.
+_JOIN_STEPS = 4
+_TURN_STEPS = 16
+
+
+@dataclass
+class _DecodeState:
+    """The last decode batch, as far as its forest depends on it."""
+
+    requests: list[Any]
+    handles: list[Any]
+    finished: list[Any]
+    node_ids: frozenset[int]
+    step: StepPaths
+    joined: list[int]  # batch indices
+    request_ids: frozenset[int]
+    age: int = 0
+    turn: int = 0
+
+    def moved(self) -> bool:
+        """Whether a request that is due for a look has another node."""
+        size = len(self.requests) // _TURN_STEPS + 1
+        begin = self.turn
+        self.turn = begin + size if begin + size < len(self.requests) else 0
+        if list(map(_LAST_NODE, self.requests[begin : begin + size])) != self.handles[begin : begin + size]:
+            return True
+        self.age += 1
+        if self.age > _JOIN_STEPS:
+            return False
+        return any(self.requests[index].last_node != self.handles[index] for index in self.joined)
+
+
+_LAST_NODE = operator.attrgetter("last_node")
+_FINISHED = operator.attrgetter("finished_reason")
+
+
+class BatchTracker:
+    """Makes the `StepPaths` of schedule batches, or says by a reason why there are none."""
+
+    def __init__(self) -> None:
+        self._tree: Any = None
+        self._mirror: TreeMirror | None = None
+        self._no_mirror = reasons.UNKNOWN_TREE
+        self._decode: _DecodeState | None = None
+        self._prefilled: set[int] = set()  # ids of requests prefilled since the last decode step
+
+    @property
+    def restarts(self) -> int:
+        """Times that the present tree had to be read from scratch."""
+        return 0 if self._mirror is None else self._mirror.restarts
+
+    def step(self, batch: Any) -> StepPaths | str:
+        """Paths of the batch that is about to run, or a key of `reasons.EXPLANATIONS`.
+
+        Args:
+            batch: SGLang's ScheduleBatch, at the moment its ForwardBatch is made.
+        """
+        mode = batch.forward_mode
+        decode = mode.is_decode()
+        if decode and self._is_steady(batch):
+            return self._decode.step  # type: ignore[union-attr]
+        if mode.is_idle():
+            return reasons.IDLE
+        if batch.spec_algorithm is not None and not batch.spec_algorithm.is_none():
+            return reasons.SPECULATIVE
+        if not decode and mode.name not in ("EXTEND", "MIXED"):
+            return reasons.MODE
+        if len(batch.seq_lens) != len(batch.reqs):
+            return reasons.BEAM_ROWS
+        if batch.encoder_lens is not None:
+            return reasons.ENCODER_DECODER
+        if batch.tree_cache is not self._tree:
+            self._use_tree(batch.tree_cache)
+        if self._mirror is None:
+            return self._no_mirror
+        return self._decode_step(batch, self._mirror) if decode else self._extend_step(batch, self._mirror)
+
+    def _use_tree(self, tree: Any) -> None:
+        reader = reader_for(tree)
+        self._tree = tree
+        self._decode = None
+        if isinstance(reader, Unreadable):
+            self._mirror, self._no_mirror = None, reader.reason
+            logger.warning("prefixpack cannot see which requests share a prefix: %s", reader.detail)
+        else:
+            self._mirror = TreeMirror(reader)
+            logger.info("prefixpack reads %s through %s", type(tree).__name__, reader.name)
+
+    def _is_steady(self, batch: Any) -> bool:
+        """Whether a decode batch still has the forest of the last one."""
+        last = self._decode
+        if last is None or batch.tree_cache is not self._tree:
+            return False
+        requests = batch.reqs
+        # Whoever is finished may have lost its KV: that is looked at for everyone, every step.
+        return (
+            requests == last.requests
+            and list(map(_FINISHED, requests)) == last.finished
+            and len(batch.seq_lens) == len(requests)
+            and self._prefilled.isdisjoint(last.request_ids)
+            and not last.moved()
+        )
+
+    def _decode_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+        if batch.seq_lens_cpu is None:
+            return reasons.NO_HOST_LENGTHS
+        requests = list(batch.reqs)
+        handles = list(map(_LAST_NODE, requests))
+        finished = list(map(_FINISHED, requests))
+        last = self._decode
+        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
+        settled = last.node_ids if last is not None else frozenset()
+        forest, node_ids = mirror.forest(handles, prefix_lens, _live(finished), settled)
+        request_ids = list(map(id, requests))
+        before = last.request_ids - self._prefilled if last is not None else frozenset()
+        self._prefilled.clear()
+        step = StepPaths(forest, "decode", len(requests), len(requests))
+        self._decode = _DecodeState(
+            requests=requests,
+            handles=handles,
+            finished=finished,
+            node_ids=frozenset(node_ids),
+            step=step,
+            joined=[index for index, request in enumerate(request_ids) if request not in before],
+            request_ids=frozenset(request_ids),
+        )
+        return step
+
+    def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+        if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
+            return reasons.NO_HOST_LENGTHS
+        requests = batch.reqs
+        self._prefilled.update(map(id, requests))
+        # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
+        num_decode = len(batch.decoding_reqs or ())
+        if num_decode == 0 and not any(batch.prefix_lens):
+            return reasons.NO_CACHED_PREFIX
+        forest, _ = mirror.forest(
+            list(map(_LAST_NODE, requests)),
+            np.array(batch.prefix_lens, dtype=np.int64),
+            _live(list(map(_FINISHED, requests))),
+        )
+        query_lens = np.array(batch.extend_lens, dtype=np.int64)
+        return StepPaths(forest, "mixed" if num_decode else "extend", len(requests), num_decode, query_lens)
+
+
+def _live(finished: list[Any]) -> Any:
+    """None if no request is finished, else a bool array that is False for those that are."""
+    if finished.count(None) == len(finished):
+        return None
+    return np.array([reason is None for reason in finished], dtype=np.bool_)

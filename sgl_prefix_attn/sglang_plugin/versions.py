@@ -1,0 +1,95 @@
+"""Which SGLang is supported, and what the installed one can do: the only place that knows about versions.
+
+Everything that can be decided by looking at the code itself is probed by feature; the version number decides only
+whether the plug-in registers at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import Any, Final
+
+OLDEST: Final = "0.5.14"
+NEWEST: Final = "0.5.23"
+SEAM_METHOD: Final = "prepare_schedule_batch"
+
+
+class UnsupportedSglangError(RuntimeError):
+    """The installed SGLang is outside the supported range; the message says what to do."""
+
+
+def installed_version() -> str:
+    """Version of the installed sglang distribution, or "unknown" for a source tree without metadata."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return str(getattr(importlib.import_module("sglang"), "__version__", "unknown"))
+
+
+def check_supported(version: str, *, allow_untested: bool = False) -> None:
+    """Raises UnsupportedSglangError unless `version` is within OLDEST..NEWEST (post releases included)."""
+    from packaging.version import InvalidVersion, Version  # a dependency of sglang, not of ours
+
+    try:
+        release = Version(version)
+    except InvalidVersion:
+        inside = False
+    else:
+        # A pre-release of the oldest version may lack what the release has, so it counts as older.
+        inside = Version(OLDEST) <= release and release.release[:3] <= Version(NEWEST).release
+    if inside or allow_untested:
+        return
+    raise UnsupportedSglangError(
+        f"sgl_prefix_attn supports sglang {OLDEST} to {NEWEST}, but {version} is installed; the attention backend "
+        f"'prefixpack' is not registered. Install a supported version (for example: pip install sglang=={NEWEST}), or "
+        "set PREFIXPACK_ALLOW_UNTESTED_SGLANG=1 to try this one at your own risk."
+    )
+
+
+def has_native_seam() -> bool:
+    """Whether the installed SGLang hands the schedule batch to attention backends itself (our patch is applied)."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    return hasattr(AttentionBackend, SEAM_METHOD)
+
+
+def server_args() -> Any:
+    """The ServerArgs of this scheduler process, or None before SGLang has published them."""
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        try:
+            getter = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+        try:
+            return getter()
+        except ValueError:  # nothing is published yet
+            return None
+    return None
+
+
+def default_attention_backend(runner: Any) -> str | None:
+    """The backend SGLang would choose for this model and machine if the user named none; None when it cannot say."""
+    arguments = runner.server_args
+    method = getattr(arguments, "_get_default_attn_backend", None)  # up to 0.5.18
+    if method is not None:
+        return method(runner.use_mla_backend, runner.model_config)
+    try:
+        from sglang.srt.arg_groups.model_override_base import get_default_attn_backend  # 0.5.20 and later
+    except ImportError:
+        return None
+    return get_default_attn_backend(arguments, runner.use_mla_backend, runner.model_config)
+
+
+def has_sliding_window_pool(pool: Any) -> bool:
+    """Whether the KV pool keeps sliding-window layers in slots of their own."""
+    for module in ("sglang.srt.mem_cache.swa_memory_pool", "sglang.srt.mem_cache.memory_pool"):
+        try:
+            pool_class = importlib.import_module(module).SWAKVPool
+        except (ImportError, AttributeError):
+            continue
+        return isinstance(pool, pool_class)
+    return False

@@ -1,0 +1,245 @@
+"""SGLang's real requests, pools and radix trees, moved by the same calls as its scheduler makes, without a server.
+
+Written for sglang 0.5.20. What is simplified: no tensors are computed, and a batch is a plain object with the fields of
+ScheduleBatch that the tracker reads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass
+class NodeInfo:
+    """As `TreePathNodeInfo` of later versions."""
+
+    node_id: int
+    parent_id: int
+    path_start: int
+    path_end: int
+    full_value_len: int | None
+    num_children: int
+
+
+class PathInfoCore:
+    """What later versions' tree cores offer instead of nodes, on top of a real tree: ids in, paths out."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        return self._core.root_node_handle(extra_key)
+
+    def node_by_id(self, node_id: int) -> Any:
+        raise NotImplementedError("not ported to this core")
+
+    def collect_path_info(self, ids: list[int]) -> tuple[tuple[NodeInfo, ...], ...]:
+        paths = []
+        for node_id in ids:
+            node, chain = self._core.node_by_id(node_id), []
+            while node.parent is not None:
+                chain.append(node)
+                node = node.parent
+            path, position = [], 0
+            for link in reversed(chain):
+                end = position + len(link.key)
+                path.append(NodeInfo(link.id, link.parent.id, position, end, end - position, len(link.children)))
+                position = end
+            paths.append(tuple(path))
+        return tuple(paths)
+
+
+class PathInfoTree:
+    """A tree that shows itself only through `collect_path_info`."""
+
+    def __init__(self, tree: UnifiedRadixCache) -> None:
+        self.tree_core = PathInfoCore(tree.tree_core)
+        self.disable = False
+
+
+@dataclass
+class Batch:
+    """The fields of ScheduleBatch that the tracker reads."""
+
+    reqs: list[Req]
+    tree_cache: Any
+    forward_mode: ForwardMode
+    seq_lens_cpu: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: list[int] | None = None
+    extend_lens: list[int] | None = None
+    decoding_reqs: list[Req] | None = None
+    spec_algorithm: Any = None
+    encoder_lens: Any = None
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self.seq_lens_cpu
+
+
+TREES = ("objects", "node_by_id", "collect_path_info")
+
+
+class SmallScheduler:
+    """Admits, prefills, decodes, finishes and retracts requests over one real radix tree.
+
+    Args:
+        kind: one of TREES.
+        slots: KV slots.
+    """
+
+    def __init__(
+        self, kind: str, *, slots: int = 4096, rows: int = 256, context: int = 4096, page_size: int = 1
+    ) -> None:
+        self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
+        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.tree = RadixCache(params) if kind == "objects" else UnifiedRadixCache(params)
+        self.shown_tree = PathInfoTree(self.tree) if kind == "collect_path_info" else self.tree
+        self.running: list[Req] = []
+        self.lengths: dict[int, int] = {}  # KV length by id(request)
+        self._count = 0
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def request(self, tokens: list[int], extra_key: str | None = None) -> Req:
+        self._count += 1
+        sampling = SamplingParams(max_new_tokens=1 << 20)
+        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
+
+    def match(self, request: Req, upto: int | None = None) -> None:
+        """Matches the request with the tree, takes a row and KV for its tokens, and locks its path."""
+        request.init_next_round_input(self.tree)
+        total = len(request.full_untruncated_fill_ids)
+        end = total if upto is None else min(upto, total)
+        start = len(request.prefix_indices)
+        end = max(end, start + 1)
+        request.set_extend_range(start, end)
+        self._lock(request)
+        self.pool.alloc([request])
+        row = self.pool.req_to_token[request.kv.req_pool_idx]
+        row[:start] = request.prefix_indices.to(torch.int32)
+        row[start:end] = self._alloc(end - start)
+        request.kv.kv_allocated_len = request.kv.kv_committed_len = end
+        self.lengths[id(request)] = end
+
+    def extend_batch(self, requests: list[Req], decoding: list[Req] = ()) -> Batch:  # type: ignore[assignment]
+        """The batch that prefills `requests` and, if mixed, decodes `decoding`."""
+        everyone = [*requests, *decoding]
+        prefix = [r.extend_range.start for r in requests] + [self.lengths[id(r)] - 1 for r in decoding]
+        extend = [r.extend_range.end - r.extend_range.start for r in requests] + [1] * len(decoding)
+        batch = self._batch(everyone, ForwardMode.MIXED if decoding else ForwardMode.EXTEND)
+        batch.prefix_lens, batch.extend_lens = prefix, extend
+        batch.decoding_reqs = list(decoding) or None
+        return batch
+
+    def prefill_done(self, request: Req, *, chunked: bool = False) -> None:
+        """The prefill's result is processed: its tokens enter the tree."""
+        self.tree.cache_unfinished_req(request, chunked=chunked)
+
+    def next_chunk(self, request: Req, size: int) -> None:
+        """Takes KV for the next chunk of a chunked prefill."""
+        start = self.lengths[id(request)]
+        end = min(start + size, len(request.full_untruncated_fill_ids))
+        request.set_extend_range(start, end)
+        self.pool.req_to_token[request.kv.req_pool_idx, start:end] = self._alloc(end - start)
+        request.kv.kv_allocated_len = request.kv.kv_committed_len = end
+        self.lengths[id(request)] = end
+
+    def decode(self) -> None:
+        """One more token for every running request."""
+        for request in self.running:
+            position = self.lengths[id(request)]
+            self.pool.req_to_token[request.kv.req_pool_idx, position] = self._alloc(1)[0]
+            self.lengths[id(request)] = position + 1
+            request.output_ids.append(7_000_000 + self._count * 1000 + position)
+            request.kv.kv_allocated_len = request.kv.kv_committed_len = position + 1
+
+    def decode_batch(self) -> Batch:
+        return self._batch(self.running, ForwardMode.DECODE)
+
+    def finish(self, request: Req, *, insert: bool = True) -> None:
+        """The request ends: its KV goes to the tree or back to the pool. It stays in `running` until `filter`."""
+        request.finished_reason = FINISH_LENGTH(length=1)
+        self._release(request, insert=insert)
+
+    def filter(self) -> None:
+        self.running = [request for request in self.running if not request.finished()]
+
+    def retract(self, request: Req) -> None:
+        self.running.remove(request)
+        self._release(request, insert=False)
+        request.reset_for_retract()
+
+    def evict(self, tokens: int) -> None:
+        self.tree.evict(EvictParams(num_tokens=tokens))
+
+    def flush(self) -> None:
+        assert not self.running
+        self.tree.reset()
+        self.pool.clear()
+        self.allocator.clear()
+
+    # Truth ------------------------------------------------------------------------------------------------------------
+
+    def path(self, request: Req) -> list[tuple[int, int, int]]:
+        """(node id, start, end) from the root to the request's node, straight from the tree."""
+        node = request.last_node
+        if isinstance(node, int):
+            node = self.tree.tree_core.node_by_id(node)
+        chain = []
+        while node is not None and node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        path, position = [], 0
+        for link in reversed(chain):
+            path.append((link.id, position, position + len(link.key)))
+            position += len(link.key)
+        return path
+
+    # Details ----------------------------------------------------------------------------------------------------------
+
+    def _batch(self, requests: list[Req], mode: ForwardMode) -> Batch:
+        return Batch(
+            reqs=list(requests),
+            tree_cache=self.shown_tree,
+            forward_mode=mode,
+            seq_lens_cpu=torch.tensor([self.lengths[id(r)] for r in requests], dtype=torch.int64),
+            req_pool_indices=torch.tensor([r.kv.req_pool_idx or 0 for r in requests], dtype=torch.int64),
+        )
+
+    def _alloc(self, size: int) -> torch.Tensor:
+        if self.allocator.available_size() < size:
+            self.evict(size)
+        slots = self.allocator.alloc(size)
+        assert slots is not None, "the test needs more KV slots"
+        return slots.to(torch.int32)
+
+    def _lock(self, request: Req) -> None:
+        receipt = self.tree.inc_lock_ref(request.last_node)
+        request.lock_receipt = receipt.to_dec_params()
+
+    def _release(self, request: Req, *, insert: bool) -> None:
+        self.tree.cache_finished_req(request, is_insert=insert, kv_len_to_handle=self.lengths[id(request)])
+        self.pool.free(request)
+        request.kv.mark_kv_released()
