@@ -88,7 +88,6 @@ def packing_costs(
 
 class PrefixTree:
     def __init__(self, tokens: _Int32, offsets: _Int64) -> None: ...
-    num_prompts: int
     num_nodes: int
     order: _Int32
     shared: _Int32
@@ -98,6 +97,7 @@ class PrefixTree:
     first: _Int32
     last: _Int32
     tail_node: _Int32
+    def restricted(self, in_tree: npt.NDArray[np.bool_]) -> PrefixTree: ...
     def enlarged_first_level(self) -> _Int32: ...
 
 def common_prefix_lengths(tokens: _Int32, offsets: _Int64, sequence: _Int64) -> _Int32: ...

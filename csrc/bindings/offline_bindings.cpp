@@ -62,7 +62,6 @@ void bind_offline(py::module_& m) {
              return build_prefix_tree(prompts);
            }),
            py::arg("tokens").noconvert(), py::arg("offsets").noconvert())
-      .def_property_readonly("num_prompts", &PrefixTree::num_prompts)
       .def_property_readonly("num_nodes", &PrefixTree::num_nodes)
       .def_property_readonly("order", column(&PrefixTree::order))
       .def_property_readonly("shared", column(&PrefixTree::shared))
@@ -72,6 +71,16 @@ void bind_offline(py::module_& m) {
       .def_property_readonly("first", column(&PrefixTree::first))
       .def_property_readonly("last", column(&PrefixTree::last))
       .def_property_readonly("tail_node", column(&PrefixTree::tail_node))
+      .def(
+          "restricted",
+          [](const PrefixTree& tree, const py::array_t<bool, py::array::c_style>& in_tree) {
+            if (in_tree.ndim() != 1 || in_tree.shape(0) != static_cast<py::ssize_t>(tree.tail_node.size())) {
+              throw std::invalid_argument("in_tree must have one entry for each of the " +
+                                          std::to_string(tree.tail_node.size()) + " prompts");
+            }
+            return restricted(tree, reinterpret_cast<const uint8_t*>(in_tree.data()));
+          },
+          py::arg("in_tree"))
       .def("enlarged_first_level", [](const PrefixTree& tree) {
         std::vector<int32_t> nodes = enlarged_first_level(tree);
         return py::array_t<int32_t>(static_cast<py::ssize_t>(nodes.size()), nodes.data());

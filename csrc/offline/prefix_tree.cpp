@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 namespace prefixpack {
@@ -83,7 +84,7 @@ void link_nodes(PrefixTree& tree) {
     tree.first.push_back(node.first);
     tree.last.push_back(node.last);
   }
-  assign_until(tree.num_prompts());
+  assign_until(static_cast<int32_t>(tree.order.size()));
 }
 
 }  // namespace
@@ -104,6 +105,21 @@ PrefixTree build_prefix_tree(const Prompts& prompts) {
   }
   link_nodes(tree);
   return tree;
+}
+
+PrefixTree restricted(const PrefixTree& tree, const uint8_t* in_tree) {
+  PrefixTree part;
+  part.tail_node.assign(tree.tail_node.size(), -1);
+  int32_t in_common = 0;  // with the last prompt that was taken
+  for (size_t place = 0; place < tree.order.size(); ++place) {
+    in_common = std::min(in_common, tree.shared[place]);
+    if (!in_tree[tree.order[place]]) continue;
+    part.order.push_back(tree.order[place]);
+    part.shared.push_back(in_common);
+    in_common = std::numeric_limits<int32_t>::max();
+  }
+  link_nodes(part);
+  return part;
 }
 
 std::vector<int32_t> enlarged_first_level(const PrefixTree& tree) {
@@ -144,8 +160,8 @@ std::vector<int32_t> enlarged_first_level(const PrefixTree& tree) {
   // The node of a prompt is the topmost one above it. Nodes above were numbered lower, forks included.
   std::vector<int32_t> first_level(count);
   for (int32_t node = 0; node < count; ++node) first_level[node] = above[node] < 0 ? node : first_level[above[node]];
-  std::vector<int32_t> by_prompt(tree.num_prompts());
-  for (int32_t prompt = 0; prompt < tree.num_prompts(); ++prompt) {
+  std::vector<int32_t> by_prompt(tree.tail_node.size());
+  for (size_t prompt = 0; prompt < by_prompt.size(); ++prompt) {
     const int32_t tail = tree.tail_node[prompt];
     const int32_t node = tail < 0 ? -1 : first_level[tail];
     by_prompt[prompt] = node < 0 || leaves[node] < 2 ? -1 : node;

@@ -25,18 +25,31 @@ class PrefixTree:
         self.prompts = prompts
         self._native = _native.PrefixTree(prompts.tokens, prompts.offsets)
 
+    def restricted(self, numbers: Int64Array) -> PrefixTree:
+        """The tree of the prompts with these numbers alone; cheap, as nothing is sorted or compared again.
+
+        Raises:
+            IndexError: a number that is no prompt.
+        """
+        in_tree = np.zeros(len(self.prompts), dtype=np.bool_)
+        in_tree[numbers] = True
+        part = PrefixTree.__new__(PrefixTree)
+        part.prompts = self.prompts
+        part._native = self._native.restricted(in_tree)
+        return part
+
     @property
     def num_nodes(self) -> int:
         return self._native.num_nodes
 
     @property
     def order(self) -> Int32Array:
-        """[prompts] prompt numbers, sorted by tokens."""
+        """[prompts in the tree] prompt numbers, sorted by tokens."""
         return self._native.order
 
     @property
     def shared(self) -> Int32Array:
-        """[prompts] by place in `order`: tokens in common with the prompt before; 0 for the first."""
+        """[prompts in the tree] by place in `order`: tokens in common with the prompt before; 0 for the first."""
         return self._native.shared
 
     @property
@@ -66,18 +79,23 @@ class PrefixTree:
 
     @property
     def tail_node(self) -> Int32Array:
-        """[prompts] by prompt number: its deepest node, or -1."""
+        """[prompts] by prompt number: its deepest node, or -1 (also when it is not in the tree)."""
         return self._native.tail_node
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all prompts in the tree."""
+        return int(self.prompts.lengths[self.order].sum())
 
     @property
     def unique_tokens(self) -> int:
         """Tokens that have to be computed when every shared one is computed once."""
-        return int(self.prompts.tokens.size) - int(self.shared.sum(dtype=np.int64))
+        return self.total_tokens - int(self.shared.sum(dtype=np.int64))
 
     @property
     def saving(self) -> float:
         """Share of the prompts' tokens that is saved when every shared token is computed once (equation 2)."""
-        return int(self.shared.sum(dtype=np.int64)) / max(1, self.prompts.tokens.size)
+        return int(self.shared.sum(dtype=np.int64)) / max(1, self.total_tokens)
 
     def enlarged_first_level(self) -> Int32Array:
         """[prompts] by prompt number: the node whose end is the prompt's single shared prefix, or -1 for none.

@@ -157,6 +157,19 @@ def test_sharing_of_neighbours_in_any_sequence(prompts, random):
     assert found.tolist() == expected
 
 
+@settings(max_examples=200, deadline=None)
+@given(BATCHES, st.data())
+def test_a_part_of_the_tree_is_the_tree_of_that_part(prompts, data):
+    kept = [number for number in range(len(prompts)) if data.draw(st.booleans(), label=f"prompt {number}")]
+    part = tree_of(prompts).restricted(np.array(kept, dtype=np.int64))
+    alone = tree_of([prompts[number] for number in kept])
+    assert part.order.tolist() == [kept[place] for place in alone.order]
+    for name in ("shared", "node_parent", "node_begin", "node_end", "node_first", "node_last"):
+        assert getattr(part, name).tolist() == getattr(alone, name).tolist(), name
+    assert part.tail_node[kept].tolist() == alone.tail_node.tolist()
+    assert part.saving == alone.saving
+
+
 def test_an_empty_batch_has_an_empty_tree():
     tree = tree_of([])
     assert tree.num_nodes == 0

@@ -1,0 +1,162 @@
+"""Which waiting requests of an offline job go next: whoever can use a prefix waits until it has been computed.
+
+Knows nothing of SGLang: a request is whatever the caller hands in, together with its `Place`. A job's requests are
+numbered in the order in which they should run (`GroupOrder`), and each says how many tokens it has in common with the
+one before; what any two share follows from that as long as the order is depth first, and is never overestimated
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+# A shorter common prefix is not worth waiting for: computing it again takes less than a step. SGLang's in-batch prefix
+# caching has the same threshold.
+WORTH_WAITING_FOR = 32
+# A job's queue may run empty for a moment; what is known about that many such jobs is kept.
+_IDLE_JOBS_KEPT = 4
+_ALL = 1 << 60
+
+RequestT = TypeVar("RequestT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request stands in its job.
+
+    Attributes:
+        job: name of the job; jobs are independent of each other.
+        number: 0, 1, ... in the order in which the requests should run. Samples of one prompt share a number.
+        shared: tokens in common with the request numbered one less.
+        decode: expected output tokens.
+    """
+
+    job: str
+    number: int
+    shared: int
+    decode: int
+
+    def encode(self) -> list[str | int]:
+        """As a list that survives JSON."""
+        return [self.job, self.number, self.shared, self.decode]
+
+    @classmethod
+    def decode_list(cls, values: Sequence[object]) -> Place:
+        """Raises ValueError for anything that `encode` does not return."""
+        if len(values) == 4:
+            job, *numbers = values
+            whole = [value for value in numbers if type(value) is int and value >= 0]
+            if isinstance(job, str) and len(whole) == 3:
+                return cls(job, *whole)
+        raise ValueError(f"{values!r} is no place in an offline job; expected [job, number, shared, decode]")
+
+
+@dataclass(frozen=True)
+class Waiting(Generic[RequestT]):
+    """A waiting request. `prompt` and `output`: tokens of its prompt, and generated so far (it was retracted)."""
+
+    request: RequestT
+    place: Place
+    prompt: int
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Turn(Generic[RequestT]):
+    """What is known about a waiting request.
+
+    Attributes:
+        coming: tokens it has in common with a request whose prefill is under way or that goes ahead of it. If clearly
+            fewer are in the cache when its turn comes, it should wait.
+        reserved: KV tokens that requests numbered lower will need, which wait for a prefix that is under way.
+        decode: expected output tokens from now on.
+        waits: whether it waits for a prefix itself.
+    """
+
+    request: RequestT
+    coming: int
+    reserved: int
+    decode: int
+    waits: bool
+
+
+@dataclass
+class _Job(Generic[RequestT]):
+    shared: dict[int, int] = field(default_factory=dict)  # by number
+    computing: dict[RequestT, int] = field(default_factory=dict)  # prefill under way -> number
+    computed: set[int] = field(default_factory=set)
+
+
+class QueueOrder(Generic[RequestT]):
+    """Keeps, for each offline job, what has been computed and what is being computed."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job[RequestT]] = {}
+
+    def admitted(self, request: RequestT, place: Place) -> None:
+        """The prefill of `request` starts."""
+        self._job(place).computing[request] = place.number
+
+    def computing(self) -> list[RequestT]:
+        """Requests whose prefill is under way."""
+        return [request for job in self._jobs.values() for request in job.computing]
+
+    def ended(self, request: RequestT, *, cached: bool) -> None:
+        """The prefill of `request` ended; `cached`: its prompt is in the cache now."""
+        for job in self._jobs.values():
+            number = job.computing.pop(request, None)
+            if number is not None and cached:
+                job.computed.add(number)
+
+    def arrange(self, waiting: Sequence[Waiting[RequestT]]) -> list[Turn[RequestT]]:
+        """The waiting requests in the order in which to take them: by number, those that wait for a prefix last."""
+        by_job: dict[str, dict[int, list[Waiting[RequestT]]]] = {}
+        for entry in waiting:
+            self._job(entry.place).computing.pop(entry.request, None)  # there if it was retracted
+            by_job.setdefault(entry.place.job, {}).setdefault(entry.place.number, []).append(entry)
+        turns = [turn for name, entries in by_job.items() for turn in self._walk(self._jobs[name], entries)]
+        self._forget(by_job.keys())
+        return [turn for turn in turns if not turn.waits] + [turn for turn in turns if turn.waits]
+
+    def _job(self, place: Place) -> _Job[RequestT]:
+        job = self._jobs.setdefault(place.job, _Job())
+        job.shared[place.number] = place.shared
+        return job
+
+    def _walk(self, job: _Job[RequestT], waiting: dict[int, list[Waiting[RequestT]]]) -> list[Turn[RequestT]]:
+        first, last = min(waiting), max(waiting)
+        computing = set(job.computing.values())
+        # From the last request that is computed in front of everything else: what lies before does not matter.
+        floor = min([first, *computing])
+        start = max((number for number in job.computed if number < floor), default=floor)
+        turns = []
+        # Tokens in common with the nearest request before that has been computed, and with the nearest one that is
+        # being computed or goes ahead.
+        cached = coming = reserved = 0
+        for number in range(start, last + 1):
+            shared = job.shared.get(number, 0)
+            cached, coming = min(cached, shared), min(coming, shared)
+            if number in job.computed:
+                cached = _ALL
+            if number in computing:
+                coming = _ALL
+            for entry in waiting.get(number, ()):
+                waits = coming > cached + WORTH_WAITING_FOR
+                decode = max(0, entry.place.decode - entry.output)
+                # At least one token of a prompt is always computed.
+                turns.append(Turn(entry.request, min(coming, entry.prompt - 1), reserved, decode, waits))
+                if waits:
+                    reserved += max(1, entry.prompt - coming) + entry.output + decode
+                else:
+                    coming = _ALL
+        job.computed.difference_update([number for number in job.computed if number < start])
+        for number in [number for number in job.shared if number < start]:
+            del job.shared[number]
+        return turns
+
+    def _forget(self, current: Container[str]) -> None:
+        idle = [name for name, job in self._jobs.items() if name not in current and not job.computing]
+        for name in idle[:-_IDLE_JOBS_KEPT]:
+            del self._jobs[name]

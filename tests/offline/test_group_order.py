@@ -1,0 +1,160 @@
+"""Groups run together, those with much decoding per prefill token first, and no group is split over engines."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.offline.group_order import GroupOrder, shards
+from sgl_prefix_attn.offline.output_lengths import OutputLengths
+from sgl_prefix_attn.offline.prefix_tree import PrefixTree, consecutive_sharing
+from sgl_prefix_attn.offline.prompts import Prompts
+
+BATCHES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20)
+
+
+def order_of(prompts: list[list[int]], decode: list[float] | None = None) -> list[int]:
+    tree = PrefixTree(Prompts.from_lists(prompts))
+    return list(GroupOrder(tree, np.array(decode or [1.0] * len(prompts))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(BATCHES, st.data())
+def test_every_prompt_once_and_every_shared_prefix_in_one_piece(prompts, data):
+    decode = [data.draw(st.floats(0, 100)) for _ in prompts]
+    order = order_of(prompts, decode)
+    assert sorted(order) == list(range(len(prompts)))
+    for prefix in {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}:
+        places = [place for place, number in enumerate(order) if tuple(prompts[number][: len(prefix)]) == prefix]
+        assert places == list(range(places[0], places[0] + len(places)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(BATCHES, st.data())
+def test_each_shared_token_is_next_to_another_user_whatever_the_estimates_do(prompts, data):
+    tree = PrefixTree(Prompts.from_lists(prompts))
+    order = GroupOrder(tree, np.ones(len(prompts)))
+    sequence = []
+    for number in order:
+        sequence.append(number)
+        if data.draw(st.booleans()):
+            order.update(np.array([data.draw(st.floats(0, 100)) for _ in prompts]))
+    assert int(consecutive_sharing(tree.prompts, np.array(sequence, dtype=np.int64)).sum()) == int(tree.shared.sum())
+
+
+def groups(*sizes: tuple[int, int, int]) -> list[list[int]]:
+    """Prompts of groups given as (prefix tokens, members, own tokens)."""
+    own = itertools.count(1000)
+    return [
+        [100 + group] * prefix + [next(own)] * tail
+        for group, (prefix, members, tail) in enumerate(sizes)
+        for _ in range(members)
+    ]
+
+
+def test_equal_outputs_mean_that_short_prefills_come_first():
+    # Equation 4 with a constant output: a group's ratio is 1 / (prefix + sum of the distinct parts).
+    prompts = groups((50, 2, 5), (10, 2, 5), (30, 2, 5))
+    assert order_of(prompts) == [2, 3, 4, 5, 0, 1]
+
+
+def test_more_decoding_comes_first():
+    prompts = groups((20, 2, 5), (20, 2, 5), (20, 2, 5))
+    assert order_of(prompts, [5, 5, 50, 50, 20, 20]) == [2, 3, 4, 5, 0, 1]
+
+
+def test_the_prefix_counts_once_for_its_group():
+    # 40 + 4 x 5 = 60 prefill tokens for 4 outputs beat 20 + 5 = 25 for one.
+    prompts = groups((40, 4, 5), (25, 1, 0))
+    assert order_of(prompts) == [0, 1, 2, 3, 4]
+
+
+def test_members_of_a_group_are_ordered_by_ratio_too():
+    prompts = [[7] * 10 + [1] * 9, [7] * 10 + [2] * 3, [7] * 10 + [3] * 6]
+    assert order_of(prompts) == [1, 2, 0]
+
+
+def test_new_estimates_reorder_what_is_left_but_keep_the_open_group_together():
+    prompts = groups((10, 3, 2), (20, 2, 2), (30, 2, 2))
+    order = GroupOrder(PrefixTree(Prompts.from_lists(prompts)), np.ones(7))
+    started = [next(order)]
+    order.update(np.array([1.0, 1, 1, 1, 1, 900, 900]))
+    assert started + list(order) == [0, 1, 2, 5, 6, 3, 4]
+
+
+def test_equal_ratios_keep_one_order_whatever_was_handed_out():
+    prompts = groups(*[(10, 2, 2)] * 5)
+    order = GroupOrder(PrefixTree(Prompts.from_lists(prompts)), np.ones(10))
+    taken = []
+    for number in order:
+        taken.append(number)
+        order.update(np.ones(10))
+    assert taken == order_of(prompts) == list(range(10))
+
+
+def test_estimates_of_another_batch_are_refused():
+    with pytest.raises(ValueError, match="decode_tokens has 3 entries for 2 prompts"):
+        order_of([[1], [2]], [1.0, 1.0, 1.0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(BATCHES, st.integers(1, 5))
+def test_shards_hold_every_prompt_once_and_split_no_group(prompts, engines):
+    tree = PrefixTree(Prompts.from_lists(prompts))
+    parts = shards(tree, np.ones(len(prompts)), engines)
+    assert len(parts) == engines
+    assert sorted(number for part in parts for number in part.tolist()) == list(range(len(prompts)))
+    group_of = tree.enlarged_first_level()
+    for group in set(group_of.tolist()) - {-1}:
+        members = set(np.flatnonzero(group_of == group).tolist())
+        assert sum(bool(members & set(part.tolist())) for part in parts) == 1
+
+
+def test_shards_are_balanced_by_work():
+    tree = PrefixTree(Prompts.from_lists(groups(*[(100, 4, 10)] * 8)))
+    work = [int(tree.restricted(part).unique_tokens) for part in shards(tree, np.ones(32), 4)]
+    assert max(work) == min(work)
+
+
+def test_one_engine_at_least():
+    with pytest.raises(ValueError, match="engines=0; expected at least 1"):
+        shards(PrefixTree(Prompts.from_lists([[1]])), np.ones(1), 0)
+
+
+def test_output_lengths_start_at_the_limit_and_learn_by_kind():
+    lengths = OutputLengths(np.array([100, 100, 1000, 1000]))
+    assert lengths.estimates().tolist() == [100, 100, 1000, 1000]
+    for _ in range(50):
+        lengths.learn(0, 10)
+    assert lengths.version > 0
+    first, other = lengths.estimates()[1], lengths.estimates()[2]
+    assert 10 <= first < 15
+    assert 100 <= other < 150  # nothing of that kind has finished, but the others used a tenth of their limit
+    for _ in range(50):
+        lengths.learn(3, 800)
+    assert 700 < lengths.estimates()[2] <= 800
+    assert 10 <= lengths.estimates()[0] < 40
+
+
+def test_output_lengths_never_leave_what_is_possible():
+    lengths = OutputLengths(np.array([100, 100]), np.array([0, 100]))
+    for _ in range(20):
+        lengths.learn(0, 1)
+    assert lengths.estimates()[1] == 100  # it ignores the end of text
+    assert lengths.estimates()[0] < 20
+
+
+def test_output_lengths_publish_only_news():
+    lengths = OutputLengths(np.full(4, 64))
+    for _ in range(100):
+        lengths.learn(0, 64)
+    assert lengths.version == 0
+
+
+def test_impossible_output_lengths_are_named():
+    with pytest.raises(ValueError, match="request 1: limit 5, minimum 6"):
+        OutputLengths(np.array([5, 5]), np.array([0, 6]))

@@ -1,0 +1,151 @@
+"""A request that can use a prefix waits until that has been computed; nobody else waits for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sgl_prefix_attn.offline.queue_order import Place, QueueOrder, Waiting
+
+
+def job(*groups: tuple[int, int], tail: int = 10, decode: int = 5, name: str = "job") -> list[Waiting[str]]:
+    """Requests of groups given as (prefix tokens, members), in running order; names are "group.member"."""
+    requests = []
+    for group, (prefix, members) in enumerate(groups):
+        for member in range(members):
+            place = Place(name, len(requests), prefix if member else 0, decode)
+            requests.append(Waiting(f"{group}.{member}", place, prefix + tail))
+    return requests
+
+
+def names(turns) -> list[str]:
+    return [turn.request for turn in turns]
+
+
+def test_one_of_a_group_computes_the_prefix_the_others_wait_behind_other_groups():
+    turns = QueueOrder[str]().arrange(job((500, 3), (400, 2)))
+    assert names(turns) == ["0.0", "1.0", "0.1", "0.2", "1.1"]
+    assert [turn.waits for turn in turns] == [False, False, True, True, True]
+    assert [turn.coming for turn in turns] == [0, 0, 500, 500, 400]
+
+
+def test_once_the_prefix_is_computed_its_group_goes_first():
+    queue, requests = QueueOrder[str](), job((500, 3), (400, 2))
+    queue.arrange(requests)
+    queue.admitted("0.0", requests[0].place)
+    assert names(queue.arrange(requests[1:])) == ["1.0", "0.1", "0.2", "1.1"]
+    queue.ended("0.0", cached=True)
+    turns = queue.arrange(requests[1:])
+    assert names(turns) == ["0.1", "0.2", "1.0", "1.1"]
+    assert [turn.waits for turn in turns] == [False, False, False, True]
+
+
+def test_a_prefill_that_left_nothing_in_the_cache_lets_the_next_one_compute():
+    queue, requests = QueueOrder[str](), job((500, 3))
+    queue.admitted("0.0", requests[0].place)
+    queue.ended("0.0", cached=False)
+    assert [turn.waits for turn in queue.arrange(requests[1:])] == [False, True]
+
+
+def test_levels_below_wait_for_their_own_prefix():
+    # Two documents below one instruction: once that is computed, one request of each document goes.
+    shared = [0, 300, 100, 300]
+    requests = [Waiting(str(n), Place("job", n, tokens, 5), 350) for n, tokens in enumerate(shared)]
+    queue = QueueOrder[str]()
+    assert [(turn.request, turn.waits) for turn in queue.arrange(requests)] == [
+        ("0", False),
+        ("1", True),
+        ("2", True),
+        ("3", True),
+    ]
+    queue.admitted("0", requests[0].place)
+    queue.ended("0", cached=True)
+    assert [(turn.request, turn.waits) for turn in queue.arrange(requests[1:])] == [
+        ("1", False),
+        ("2", False),
+        ("3", True),
+    ]
+
+
+def test_a_short_common_prefix_is_not_worth_waiting_for():
+    assert not any(turn.waits for turn in QueueOrder[str]().arrange(job((32, 4))))
+
+
+def test_memory_of_the_waiting_members_is_reserved_prefix_once():
+    turns = QueueOrder[str]().arrange(job((500, 3), (400, 1), tail=10, decode=5))
+    leader = next(turn for turn in turns if turn.request == "1.0")
+    assert leader.reserved == 2 * (10 + 5)
+
+
+def test_samples_of_one_prompt_wait_for_the_first():
+    place = Place("job", 0, 0, 5)
+    queue = QueueOrder[str]()
+    turns = queue.arrange([Waiting(name, place, 100) for name in "abc"])
+    assert [(turn.request, turn.coming, turn.waits) for turn in turns] == [
+        ("a", 0, False),
+        ("b", 99, True),
+        ("c", 99, True),
+    ]
+    queue.admitted("a", place)
+    queue.ended("a", cached=True)
+    assert not any(turn.waits for turn in queue.arrange([Waiting(name, place, 100) for name in "bc"]))
+
+
+def test_a_retracted_request_is_waiting_again_not_computing():
+    queue, requests = QueueOrder[str](), job((500, 2))
+    queue.admitted("0.0", requests[0].place)
+    turns = queue.arrange(requests)
+    assert [(turn.request, turn.waits) for turn in turns] == [("0.0", False), ("0.1", True)]
+    assert queue.computing() == []
+
+
+def test_output_so_far_lowers_what_is_still_expected():
+    waiting = [Waiting("a", Place("job", 0, 0, 20), 50, output=15)]
+    assert QueueOrder[str]().arrange(waiting)[0].decode == 5
+
+
+def test_jobs_do_not_know_each_other():
+    queue = QueueOrder[str]()
+    first, second = job((500, 2), name="one"), job((500, 2), name="two")
+    turns = queue.arrange([*first, *second])
+    assert [turn.waits for turn in turns] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everybody_gets_a_turn_in_the_end_and_each_prefix_is_computed_once(seed):
+    rng = random.Random(seed)
+    requests = job(*[(rng.randint(40, 500), rng.randint(1, 6)) for _ in range(10)])
+    queue, waiting, running, cached = QueueOrder[str](), list(requests), {}, set()
+    computed = 0
+    by_name = {entry.request: entry for entry in requests}
+    while waiting or running:
+        for turn in queue.arrange(waiting) if waiting else []:
+            group = turn.request.split(".")[0]
+            matched = by_name[turn.request].prompt - 10 if group in cached else 0
+            if turn.waits and running and matched + 32 < turn.coming:
+                break
+            if rng.random() < 0.3:
+                break  # no memory
+            computed += by_name[turn.request].prompt - matched
+            queue.admitted(turn.request, by_name[turn.request].place)
+            running[turn.request] = group
+            waiting = [entry for entry in waiting if entry.request != turn.request]
+        for name in [name for name in running if rng.random() < 0.5]:
+            queue.ended(name, cached=True)
+            cached.add(running.pop(name))
+    once = sum(entry.prompt for entry in requests) - sum(entry.place.shared for entry in requests)
+    assert computed == once
+
+
+@pytest.mark.parametrize(
+    "values", [[], ["job", 1, 2], ["job", 1, 2, -1], [1, 1, 2, 3], ["job", 1, 2.0, 3], "abcd", ["job", True, 1, 1]]
+)
+def test_what_is_no_place_is_refused(values):
+    with pytest.raises(ValueError, match="is no place in an offline job"):
+        Place.decode_list(values)
+
+
+def test_a_place_survives_json():
+    place = Place("job", 3, 20, 7)
+    assert Place.decode_list(place.encode()) == place
