@@ -1,0 +1,34 @@
+"""Names for prefixes: one number for each full block of a prompt, which stands for everything up to its end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+_TOKEN_BYTES = 8
+
+
+def prefix_keys(tokens: Sequence[int], block: int, namespace: str | None = None) -> list[int]:
+    """Keys of the full blocks of `tokens`: equal keys mean equal tokens from position 0 to the end of the block.
+
+    The same on every rank and in every run: nothing in it depends on Python's hash seed.
+
+    Args:
+        tokens: token ids; what does not fill the last block has no key.
+        block: tokens per block.
+        namespace: prompts of different namespaces (LoRA adapter, cache salt) never share a key.
+
+    Raises:
+        ValueError: `block` is below 1.
+    """
+    if block < 1:
+        raise ValueError(f"block is {block}: a block needs at least one token")
+    data = memoryview(array("q", tokens).tobytes())
+    size = block * _TOKEN_BYTES
+    state = blake2b((namespace or "").encode(), digest_size=8)
+    keys = []
+    for end in range(size, len(data) + 1, size):
+        state.update(data[end - size : end])
+        keys.append(int.from_bytes(state.digest(), "little"))
+    return keys

@@ -1,0 +1,153 @@
+"""What is worth keeping: known uses by how soon they come, unknown ones by what prefixes like it did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sgl_prefix_attn.pinning import Lookahead, PrefixWorth, ReuseMemory, prefix_keys
+
+
+def test_keys_stand_for_everything_up_to_their_block() -> None:
+    keys = prefix_keys(range(10), 4)
+    assert len(keys) == 2
+    assert prefix_keys(range(9), 4) == keys
+    other = prefix_keys([9, *range(1, 10)], 4)
+    assert set(other).isdisjoint(keys)
+    assert set(prefix_keys(range(10), 4, "lora")).isdisjoint(keys)
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    code = "from sgl_prefix_attn.pinning import prefix_keys; print(prefix_keys(range(64), 16, 'x'))"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+
+
+def test_blocks_need_a_token() -> None:
+    with pytest.raises(ValueError, match="block is 0"):
+        prefix_keys([1], 0)
+
+
+class TestLookahead:
+    def test_next_use_counts_requests_from_now(self) -> None:
+        queue = Lookahead(limit=10)
+        for name, keys in (("a", [1, 2]), ("b", [1, 3]), ("c", [1, 2])):
+            queue.add(name, keys)
+        assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [1, 1, 2, None]
+        assert queue.uses(1) == 3
+        assert queue.remove("a")
+        assert [queue.next_use(key) for key in (1, 2, 3)] == [1, 2, 1]
+
+    def test_a_request_that_leaves_out_of_turn_takes_its_uses_along(self) -> None:
+        queue = Lookahead(limit=10)
+        queue.add("a", [1])
+        queue.add("b", [2])
+        queue.remove("b")
+        assert queue.next_use(2) is None
+        assert not queue.remove("b")
+
+    def test_only_requests_within_the_limit_are_looked_at(self) -> None:
+        queue = Lookahead(limit=2)
+        for name in range(4):
+            queue.add(name, [name])
+        assert [queue.next_use(key) for key in range(4)] == [1, 2, None, None]
+        queue.remove(2)  # beyond the limit: never looked at
+        queue.remove(0)
+        assert [queue.next_use(key) for key in range(4)] == [None, 1, None, 2]
+
+    def test_a_request_joins_once(self) -> None:
+        queue = Lookahead()
+        queue.add("a", [1])
+        with pytest.raises(ValueError, match="in the queue already"):
+            queue.add("a", [1])
+
+
+class TestReuseMemory:
+    def test_prefixes_that_come_back_are_worth_more_than_those_that_never_do(self) -> None:
+        memory = ReuseMemory()
+        for step in range(2000):
+            memory.record([step % 10, 1000 + step])  # ten that return every ten requests, one that never does
+        returning, once = memory.worth(5), memory.worth(1000 + 1995)
+        assert returning > 10 * once
+
+    def test_worth_falls_when_the_usual_time_of_reuse_has_passed(self) -> None:
+        memory = ReuseMemory()
+        for step in range(4000):  # half of all prefixes are used again after 40 requests
+            memory.record([step, step - 40] if step % 2 else [step])
+        keys = [key for key in range(3960, 4000) if key % 2 == 0]
+        at_twenty, at_forty = memory.worth(keys[-10]), memory.worth(min(keys))
+        memory.record([])
+        for _ in range(30):
+            memory.record([])
+        assert at_forty > at_twenty > memory.worth(min(keys))
+
+    def test_known_not_to_be_used_soon_is_worth_less(self) -> None:
+        memory = ReuseMemory()
+        for step in range(2000):
+            memory.record([step % 10])
+        assert memory.worth(3) > memory.worth(3, unused_for=100)
+
+    def test_it_remembers_no_more_than_it_may(self) -> None:
+        memory = ReuseMemory(max_keys=50, horizon=64)
+        for step in range(500):
+            memory.record(range(step, step + 5))
+        assert len(memory) == 50
+        assert memory.uses(10) == 0
+        assert memory.uses(499) == 5
+
+    def test_it_knows_how_much_of_a_prompt_was_computed_before(self) -> None:
+        memory = ReuseMemory()
+        memory.record([1, 2, 3])
+        assert memory.known_prefix([1, 2, 7, 3]) == 2
+
+    def test_a_key_twice_in_one_request_is_one_use(self) -> None:
+        memory = ReuseMemory()
+        memory.record([1, 1, 1])
+        assert memory.uses(1) == 1
+
+    def test_nothing_is_worth_anything_before_something_was_learned(self) -> None:
+        memory = ReuseMemory()
+        memory.record([1])
+        assert memory.worth(1) == 0.0
+
+
+class TestPrefixWorth:
+    def test_the_nearer_use_is_worth_more_and_any_known_use_more_than_a_guess(self) -> None:
+        memory, queue = ReuseMemory(), Lookahead(8)
+        worth = PrefixWorth(memory, queue)
+        for step in range(2000):
+            worth.scheduled(step, [step % 10])
+        for name, key in enumerate([100, 101, 100, 102]):
+            queue.add(name, [key])
+        assert worth.of(100) > worth.of(101) > worth.of(102) > worth.of(3) > 0
+
+    def test_a_group_is_worth_its_remaining_members_and_nothing_after_the_last(self) -> None:
+        worth = PrefixWorth(ReuseMemory())
+        worth.announce([7, 8], uses=2)
+        assert worth.of(7) == 2.0
+        assert worth.scheduled("a", [7, 8]) == []
+        assert worth.of(8) == 1.0
+        assert worth.scheduled("b", [7, 8]) == [7, 8]
+        assert worth.of(7) == 0.0
+
+    def test_what_is_used_again_after_its_group_counts_again(self) -> None:
+        queue = Lookahead(4)
+        worth = PrefixWorth(ReuseMemory(), queue)
+        worth.announce([7], uses=1)
+        worth.scheduled("a", [7])
+        queue.add("b", [7])
+        assert worth.of(7) == 1.0
+
+    def test_a_remainder_without_key_is_worth_nothing(self) -> None:
+        assert PrefixWorth().of(None) == 0.0
+
+    def test_a_group_has_members(self) -> None:
+        with pytest.raises(ValueError, match="uses is 0"):
+            PrefixWorth().announce([1], uses=0)
