@@ -1,0 +1,231 @@
+"""Runs the real SGLang server as a subprocess for the length of a `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+POLL_SECONDS = 0.25
+STOP_SECONDS = 8.0
+ERROR_LINES = 40
+
+
+# Loaded here because little is safe to do between fork and exec.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or answered with an error. The message ends with the relevant part of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """What to launch.
+
+    model: folder or name, as SGLang takes it. backend: `--attention-backend`; None leaves the choice to SGLang.
+    extra: more arguments for `sglang.launch_server`. environment: variables added to this process's.
+    start_seconds: how long the server may take until it is healthy.
+    """
+
+    model: str
+    backend: str | None
+    device: str = "cpu"
+    extra: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    start_seconds: float = 300.0
+    log_folder: Path | None = None
+
+    def command(self, port: int) -> list[str]:
+        arguments = ["--model-path", self.model, "--device", self.device, "--skip-tokenizer-init"]
+        arguments += ["--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--attention-backend", self.backend] if self.backend else []
+        if self.device == "cpu":
+            arguments += ["--dtype", "float32", "--disable-cuda-graph", "--grammar-backend", "none"]
+            # An idle scheduler polls as fast as it can, which a second server on the same cores would feel.
+            arguments += ["--sleep-on-idle"]
+        return [sys.executable, "-m", "sglang.launch_server", *arguments, *self.extra]
+
+    def full_environment(self) -> dict[str, str]:
+        variables = dict(os.environ)
+        if self.device == "cpu":
+            variables["SGLANG_USE_CPU_ENGINE"] = "1"
+            # The tiny model's matrices are too small to share; threads only wait for each other.
+            variables.setdefault("OMP_NUM_THREADS", "1")
+        return variables | dict(self.environment)
+
+
+class Server:
+    """A running server. Use `serve` to get one."""
+
+    def __init__(self, options: ServerOptions, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.options = options
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = process
+        self.log = log
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def failure(self, what: str) -> ServerError:
+        """An error that says `what` happened and shows the relevant part of the log."""
+        return ServerError(f"{what}\n{log_tail(self.log)}")
+
+    def get(self, path: str, timeout: float = 30.0) -> str:
+        """Body of `GET path`. Raises ServerError when the server is gone or answers with an error status."""
+        return self._fetch(urllib.request.Request(self.url + path), timeout)
+
+    def post(self, path: str, body: object, timeout: float = 300.0) -> str:
+        """Body of the answer to `POST path` with `body` as JSON. Raises ServerError as `get` does."""
+        headers = {"Content-Type": "application/json"}
+        return self._fetch(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout)
+
+    def info(self) -> dict[str, Any]:
+        """`GET /server_info`: arguments in force and the state of each scheduler."""
+        return dict(json.loads(self.get("/server_info")))
+
+    def packing_state(self) -> dict[str, Any] | None:
+        """What the prefixpack backend reports about itself, or None where another backend serves."""
+        return next((state["prefixpack"] for state in self.info()["internal_states"] if "prefixpack" in state), None)
+
+    def flush_cache(self, wait_seconds: float = 30.0) -> None:
+        """Empty the prefix cache, waiting for running requests. Raises ServerError when they do not end in time."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                self.post("/flush_cache", {})
+                return
+            except ServerError:  # SGLang refuses while it works on a request
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+
+    def _fetch(self, request: urllib.request.Request, timeout: float) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")
+            raise ServerError(f"{request.full_url} answered {error.code}: {detail}") from error
+        except OSError as error:
+            raise self.failure(f"{request.full_url}: {error}") from error
+
+
+@contextlib.contextmanager
+def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None) -> Iterator[Server]:
+    """Launch a server on a free loopback port, yield it once healthy, and stop its whole process tree at the end.
+
+    `on_wait` is called with the seconds waited so far while the server starts. Raises ServerError when the process ends
+    or is not healthy within `options.start_seconds`. The log file is kept when something failed, else removed.
+    Call this from a thread that outlives the server: the server is killed when that thread ends.
+    """
+    log = _new_log(options)
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            options.command(port),
+            env=options.full_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    server = Server(options, port, process, log)
+    try:
+        _wait_until_healthy(server, on_wait or (lambda seconds: None))
+        yield server
+    except BaseException:
+        stop(process)
+        raise
+    stop(process)
+    if options.log_folder is None:
+        log.unlink(missing_ok=True)
+
+
+def _die_with_parent() -> None:
+    """In the child: have the kernel kill it when this process ends, however that happens (Linux only)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and everything it started: first as Ctrl-C does, then by force."""
+    family = _family(process)
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
+    for member in {*alive, *_family(process)}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def log_tail(log: Path, lines: int = ERROR_LINES) -> str:
+    """The parts of a server's log that say why it ended: its last traceback and its last lines."""
+    text = log.read_text(errors="replace").splitlines()
+    end = max(0, len(text) - lines)
+    starts = [number for number, line in enumerate(text[:end]) if "Traceback (most recent call last)" in line]
+    traceback = text[starts[-1] : min(starts[-1] + lines, end)] if starts else []
+    return "\n".join([f"--- {log} ---", *traceback, *(["..."] if traceback else []), *text[end:]])
+
+
+def _new_log(options: ServerOptions) -> Path:
+    if options.log_folder is not None:
+        options.log_folder.mkdir(parents=True, exist_ok=True)
+    prefix = f"sglang-{options.backend or 'default'}-"
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=".log", dir=options.log_folder)
+    os.close(handle)
+    return Path(name)
+
+
+def _wait_until_healthy(server: Server, on_wait: Callable[[float], None]) -> None:
+    started = time.monotonic()
+    while True:
+        waited = time.monotonic() - started
+        on_wait(waited)
+        status = server.process.poll()
+        if status is not None:
+            raise server.failure(f"the server ended with status {status} before it was healthy")
+        with contextlib.suppress(ServerError):
+            server.get("/health", timeout=5.0)
+            return
+        if waited > server.options.start_seconds:
+            raise server.failure(f"the server was not healthy after {waited:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process, its descendants, and orphans of its session (SGLang's schedulers outlive a killed parent)."""
+    members = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        members = {member.pid: member for member in [parent, *parent.children(recursive=True)]}
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.getsid(candidate.pid) == process.pid:
+                members[candidate.pid] = candidate
+    return list(members.values())

@@ -1,0 +1,96 @@
+"""Random-weight models of a few megabytes on which attention still decides the next token.
+
+SGLang's own dummy weights are so small that a model made of them ignores its context and alternates between two
+tokens; a wrong attention kernel would go unnoticed. With weights of standard deviation 0.1, one key left out of 400
+changes about every tenth greedy token. Larger weights make attention so sharp that fewer keys matter, and amplify
+rounding: fp32 errors of the difference between the two best logits are then nearer to that difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CONTEXT_LENGTH = 8192
+VOCABULARY = 1024
+RESERVED_TOKENS = 10  # ids below it are kept out of prompts: padding, begin and end of sequence
+_SEED = 0
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Gemma 2 brings a soft cap of the attention logits and layers with a sliding window.
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "sliding_window": 64,
+            "attn_logit_softcapping": 20.0,
+            "query_pre_attn_scalar": 32,
+            "final_logit_softcapping": None,
+        },
+    ),
+}
+VARIANTS = tuple(_VARIANTS)
+
+
+def tiny_model(variant: str = "llama", *, cache: Path | None = None) -> Path:
+    """Folder of the tiny model called `variant` (one of VARIANTS), written on first use.
+
+    `cache` is the folder models are kept in; by default one below the user's cache folder (XDG_CACHE_HOME). Raises
+    ValueError for an unknown variant.
+    """
+    if variant not in _VARIANTS:
+        raise ValueError(f"no tiny model variant {variant!r}; there are {', '.join(VARIANTS)}")
+    architecture, extra = _VARIANTS[variant]
+    recipe = json.dumps([architecture, _SHAPE, extra, _SEED], sort_keys=True)
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl-prefix-attn"
+    folder = root / f"tiny-{variant}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if not folder.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=root, prefix=".unfinished-"))
+        try:
+            _write(architecture, {**_SHAPE, **extra}, scratch)
+            _publish(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = model_class(model_class.config_class(**values, dtype="float32"))
+    model.save_pretrained(folder)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Move a finished model to its place; where another process was first, its model is the same."""
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
