@@ -1,0 +1,47 @@
+# Every target sets up what it needs first. `make help` lists them.
+
+SGLANG ?= 0.5.20
+VENV ?= .venv
+PYTHON ?= python3
+VERSIONS ?= 0.5.16 0.5.23
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP = $(PYTHON) tests/support/setup_env.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-versions lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS="
+
+setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's where there is one)
+	@$(SETUP) --venv $(VENV) --sglang $(SGLANG)
+
+demo: setup ## real server, trace slice and RL group, prefixpack against the stock backend
+	@$(BIN)/python -m sgl_prefix_attn demo $(DEMO_ARGS)
+
+test: setup ## all tests, with the real server
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-versions: ## the quick end-to-end tests on other SGLang releases, each in an environment of its own
+	@set -e; for version in $(VERSIONS); do \
+		echo "== SGLang $$version"; \
+		$(SETUP) --venv .venv-$$version --sglang $$version; \
+		.venv-$$version/bin/python -m pytest -m versions $(PYTEST_ARGS); \
+	done
+
+lint: setup ## ruff, mypy on the package, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+bench: setup ## benchmarks of planner, host step and executor
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean: ## remove environments, builds and caches made here
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f sgl_prefix_attn/_native*.so
