@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin import cpu_traps, handover, state, targets
+from sgl_prefix_attn.sglang_plugin import cpu_traps, group_scheduling, handover, state, targets
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, state.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(targets.ON_IDLE, state.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
+    Hook(targets.CALC_PRIORITY, group_scheduling.after_calc_priority, "AFTER", "offline jobs run as they come"),
+    Hook(targets.ADD_ONE_REQ, group_scheduling.around_add_one_req, "AROUND", "offline jobs run as they come"),
 )
 
 

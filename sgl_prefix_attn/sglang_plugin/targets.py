@@ -70,6 +70,8 @@ MODEL_RUNNER_FORWARD = Target("model_executor.model_runner.ModelRunner.forward",
 SUPPORT_TRITON = Target("utils.common.support_triton", Use.HOOK, ("backend",))
 INTERNAL_STATE = Target("managers.scheduler.Scheduler.get_internal_state", Use.HOOK, ("self", "recv_req"))
 ON_IDLE = Target("managers.scheduler.Scheduler.on_idle", Use.HOOK, ("self",))
+CALC_PRIORITY = Target("managers.schedule_policy.SchedulePolicy.calc_priority", Use.HOOK, ("self", "waiting_queue"))
+ADD_ONE_REQ = Target("managers.schedule_policy.PrefillAdder.add_one_req", Use.HOOK, ("self", "req"))
 _LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
 GET_LAST_LOC_EARLY = Target("mem_cache.common.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, until="0.5.15.post1")
 GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, since="0.5.16")
@@ -79,6 +81,8 @@ HOOKS = (
     SUPPORT_TRITON,
     INTERNAL_STATE,
     ON_IDLE,
+    CALC_PRIORITY,
+    ADD_ONE_REQ,
     GET_LAST_LOC_EARLY,
     GET_LAST_LOC,
 )
@@ -200,6 +204,21 @@ _BATCHES = (
     Target("managers.io_struct.GetInternalStateReqOutput.internal_state", Use.ATTRIBUTE),
 )
 
+# Admission of waiting requests.
+_POLICY = "managers.schedule_policy"
+_ADMISSION = (
+    *_attributes(f"{_POLICY}.SchedulePolicy", "enable_priority_scheduling policy"),
+    *_attributes(f"{_POLICY}.CacheAgnosticPolicy", "FCFS"),
+    *_attributes(f"{_POLICY}.AddReqResult", "OTHER"),
+    *_attributes(f"{_POLICY}.PrefillAdder", "can_run_list rem_total_tokens running_batch"),
+    Target("managers.schedule_batch.ScheduleBatch.is_empty", Use.CALL),
+    Target("managers.schedule_batch.Req.finished", Use.CALL),
+    *_attributes("managers.schedule_batch.Req", "origin_input_ids output_ids sampling_params"),
+    *_attributes("managers.schedule_batch.Req", "prefix_indices", until="0.5.21"),
+    *_attributes("managers.schedule_batch.Req", "prefix_len", since="0.5.22"),
+    *_attributes("sampling.sampling_params.SamplingParams", "custom_params"),
+)
+
 # Prefix caches. Requests hold node objects up to 0.5.18, ids of the unified cache from 0.5.19 on.
 _TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
@@ -253,4 +272,4 @@ _ARGUMENTS = (
     ),
 )
 
-TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_TREES, *_ARGUMENTS)
+TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_ADMISSION, *_TREES, *_ARGUMENTS)

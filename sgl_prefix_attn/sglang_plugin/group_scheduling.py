@@ -1,0 +1,165 @@
+"""Runs the groups of an offline job together inside SGLang's own queue.
+
+A request belongs to a job if its sampling parameters say so (`CUSTOM_PARAMETER`, as the batch runner sets it); for all
+others nothing changes, and they go before the job's. Two hooks: AFTER `SchedulePolicy.calc_priority` brings the job's
+waiting requests into order, and AROUND `PrefillAdder.add_one_req` holds one back while the prefix it shares is being
+computed by another, or while the KV that the waiting members of a group in front need would not be left (the
+footprint of a group is its prefix once, its tails and its decode growth: BatchLLM, section 4.3.3, instead of a number
+of requests).
+
+Holding back means AddReqResult.OTHER, which ends this round of admission only; never NO_TOKEN, which can stop
+admission for good; and never while nothing runs. Decisions depend on the queue alone, so all ranks take the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sgl_prefix_attn.offline.queue_order import WORTH_WAITING_FOR, Place, QueueOrder, Turn, Waiting
+
+logger = logging.getLogger(__name__)
+
+# Key in a request's custom_params; the value is Place.encode().
+CUSTOM_PARAMETER = "prefixpack_offline"
+_PLACE = "_prefixpack_place"
+
+
+class GroupScheduler:
+    """The offline jobs of one scheduler process.
+
+    Attributes:
+        held_back: how often a request was held back: "prefix" being computed, "memory" reserved for others.
+        failures: exceptions of ours; after the first one the queue is SGLang's alone.
+    """
+
+    def __init__(self) -> None:
+        self.held_back: Counter[str] = Counter()
+        self.failures = 0
+        self._order: QueueOrder[Any] = QueueOrder()
+        self._turns: dict[Any, Turn[Any]] = {}
+        self._output_at_start: dict[Any, int] = {}
+
+    def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
+        """Brings the offline requests of the queue into order, in place; the others stay in front, in their order."""
+        jobs = [(request, place) for request in waiting_queue if (place := place_of(request)) is not None]
+        if not jobs or not _first_come_first_served(policy):
+            self._turns.clear()
+            return
+        self._note_ended()
+        waiting = [
+            Waiting(request, place, len(request.origin_input_ids), len(request.output_ids)) for request, place in jobs
+        ]
+        turns = self._order.arrange(waiting)
+        self._turns = {turn.request: turn for turn in turns}
+        online = [request for request in waiting_queue if request not in self._turns]
+        waiting_queue[:] = [*online, *(turn.request for turn in turns)]
+
+    def should_wait(self, adder: Any, request: Any) -> bool:
+        """Whether an offline request that has just been matched with the cache is better not admitted now."""
+        turn = self._turns.get(request)
+        if turn is None or not (adder.can_run_list or _anything_runs(adder)):
+            return False
+        matched = _matched_tokens(request)
+        if matched + WORTH_WAITING_FOR < turn.coming:
+            self.held_back["prefix"] += 1
+            return True
+        own = len(request.origin_input_ids) + len(request.output_ids) - matched + turn.decode
+        if turn.reserved and own + turn.reserved > adder.rem_total_tokens:
+            self.held_back["memory"] += 1
+            return True
+        return False
+
+    def note_admitted(self, adder: Any, request: Any) -> None:
+        """To be called after admission was tried."""
+        if request in self._turns and adder.can_run_list and adder.can_run_list[-1] is request:
+            del self._turns[request]
+            self._output_at_start[request] = len(request.output_ids)
+            self._order.admitted(request, getattr(request, _PLACE))
+
+    def failed(self) -> None:
+        """Counts an exception, to be called while it is handled; the first is logged, and the hooks end with it."""
+        if not self.failures:
+            logger.exception("prefixpack: group scheduling failed; from now on the queue is SGLang's own")
+        self.failures += 1
+        self._turns.clear()
+
+    def _note_ended(self) -> None:
+        for request in self._order.computing():
+            generated = len(request.output_ids) > self._output_at_start[request]
+            if generated or request.finished():
+                # The first token and the insertion of the prompt into the tree are one step.
+                self._order.ended(request, cached=generated)
+        computing = set(self._order.computing())
+        self._output_at_start = {r: length for r, length in self._output_at_start.items() if r in computing}
+
+
+def place_of(request: Any) -> Place | None:
+    """The request's place in an offline job, None if it is in none. Raises ValueError for a place that is none."""
+    place = getattr(request, _PLACE, None)
+    if place is None:
+        parameters = request.sampling_params.custom_params
+        if not isinstance(parameters, dict) or CUSTOM_PARAMETER not in parameters:
+            return None
+        place = Place.decode_list(parameters[CUSTOM_PARAMETER])
+        setattr(request, _PLACE, place)
+    return place
+
+
+def _first_come_first_served(policy: Any) -> bool:
+    """Another policy, or priorities, are the user's own wish for an order."""
+    return getattr(policy.policy, "value", policy.policy) == "fcfs" and not policy.enable_priority_scheduling
+
+
+def _anything_runs(adder: Any) -> bool:
+    return adder.running_batch is not None and not adder.running_batch.is_empty()
+
+
+def _matched_tokens(request: Any) -> int:
+    indices = getattr(request, "prefix_indices", None)
+    return int(request.prefix_len) if indices is None else len(indices)
+
+
+_scheduler = GroupScheduler()
+
+
+def active() -> GroupScheduler:
+    """The one of this process."""
+    return _scheduler
+
+
+def reset() -> None:
+    """Starts anew (tests)."""
+    global _scheduler
+    _scheduler = GroupScheduler()
+
+
+def after_calc_priority(result: Any, policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on `SchedulePolicy.calc_priority`."""
+    if _scheduler.failures:
+        return
+    try:
+        _scheduler.arrange(policy, waiting_queue)
+    except Exception:  # the one guard of this hook: the scheduler must go on
+        _scheduler.failed()
+
+
+def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook on `PrefillAdder.add_one_req`."""
+    try:
+        waits = _scheduler.should_wait(adder, req)
+    except Exception:  # the one guard of the decision
+        _scheduler.failed()
+        waits = False
+    if waits:
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.OTHER
+    result = original(adder, req, *args, **kwargs)
+    try:
+        _scheduler.note_admitted(adder, req)
+    except Exception:  # the one guard of the bookkeeping
+        _scheduler.failed()
+    return result
