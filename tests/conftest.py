@@ -1,11 +1,16 @@
-"""Marks that more than one room uses."""
+"""What all rooms of tests need: a mark of its own, and SGLang's CPU path where there is no GPU."""
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
+
+# SGLang decides when it is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "versions: the quick end-to-end set that `make test-versions` runs on each SGLang"
-    )
+    config.addinivalue_line("markers", "versions: the quick end-to-end set that `make test-versions` runs on each SGLang")

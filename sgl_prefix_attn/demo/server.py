@@ -168,13 +168,15 @@ def _die_with_parent() -> None:
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a server and everything it started: first as Ctrl-C does, then by force."""
     family = _family(process)
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-    _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
-    for member in {*alive, *_family(process)}:
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    left = {*family, *_family(process)}
+    for member in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
+    psutil.wait_procs(left, timeout=STOP_SECONDS)
 
 
 def free_port() -> int:

@@ -1,0 +1,108 @@
+"""The launcher with stand-ins for SGLang: failures show the log, and nothing survives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, free_port, log_tail, serve
+
+HEALTHY = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 418)
+        self.end_headers()
+        self.wfile.write(b"answer")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class StandIn(ServerOptions):
+    """Runs `model` as Python code instead of SGLang."""
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", self.model, str(port)]
+
+
+def child_of(server: Server) -> psutil.Process:
+    return psutil.Process(int(server.log_text().split()[1]))
+
+
+def test_the_whole_process_tree_ends_with_the_block(tmp_path: Path) -> None:
+    with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server:
+        assert server.get("/health") == "answer"
+        parent, child = psutil.Process(server.process.pid), child_of(server)
+        assert child.is_running()
+    assert not parent.is_running()
+    assert not child.is_running()
+    assert server.log.exists()
+
+
+def test_it_ends_after_an_error_in_the_block(tmp_path: Path) -> None:
+    children = []
+
+    def fail() -> None:
+        with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server:
+            children.extend([psutil.Process(server.process.pid), child_of(server)])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [child.is_running() for child in children] == [False, False]
+
+
+def test_the_log_is_removed_unless_a_folder_is_given() -> None:
+    with serve(StandIn(HEALTHY, None)) as server:
+        assert server.log.exists()
+    assert not server.log.exists()
+
+
+def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path: Path) -> None:
+    code = "print('reading weights'); raise SystemExit('no such model')"
+    with (
+        pytest.raises(ServerError, match=r"status 1(.|\n)*reading weights(.|\n)*no such model"),
+        serve(StandIn(code, None, log_folder=tmp_path)),
+    ):
+        pass
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    waited: list[float] = []
+    code = "import time; print('thinking', flush=True); time.sleep(600)"
+    options = StandIn(code, None, start_seconds=1.0, log_folder=tmp_path)
+    with pytest.raises(ServerError, match=r"not healthy after(.|\n)*thinking"), serve(options, waited.append):
+        pass
+    assert waited == sorted(waited)
+    assert waited[-1] > 1.0
+
+
+def test_an_error_status_is_an_error_that_quotes_the_answer(tmp_path: Path) -> None:
+    with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server, pytest.raises(ServerError, match="418: answer"):
+        server.get("/tea")
+
+
+def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("first\nTraceback (most recent call last):\n  cause\n" + "later\n" * 100 + "end\n")
+    shown = log_tail(log, lines=3).splitlines()
+    assert shown[1:] == ["Traceback (most recent call last):", "  cause", "later", "...", "later", "later", "end"]
+
+
+def test_free_ports_can_be_listened_on() -> None:
+    assert 1024 <= free_port() <= 65535
+
+
+def test_the_command_line_is_that_of_sglang() -> None:
+    options = ServerOptions("folder", "prefixpack", extra=("--context-length", "128"))
+    command = options.command(30000)
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert command[command.index("--attention-backend") + 1] == "prefixpack"
+    assert command[-2:] == ["--context-length", "128"]
+    assert options.full_environment()["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "--dtype" not in ServerOptions("folder", None, device="cuda").command(30000)

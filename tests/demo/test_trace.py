@@ -1,0 +1,77 @@
+"""Traces: what is read, what is refused and how it says so, and the shipped slice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError, read_trace
+
+GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_the_shipped_slice_has_200_requests_that_begin_alike() -> None:
+    rows = read_trace(TRACE_SLICE)
+    assert len(rows) == 200
+    assert {row.hash_ids[0] for row in rows} == {0}
+    assert (TRACE_SLICE.parent / "README.md").read_text().count("Apache") > 0
+
+
+def test_the_limit_counts_requests(tmp_path: Path) -> None:
+    path = write(tmp_path, *[json.dumps(GOOD)] * 3, "nonsense that is never read")
+    assert len(read_trace(path, limit=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"timestamp": -1}, "timestamp"),
+        ({"timestamp": "5"}, "timestamp"),
+        ({"input_length": 0}, "input_length"),
+        ({"output_length": 1.5}, "output_length"),
+        ({"hash_ids": [7]}, "2 blocks of 512 tokens, but hash_ids has 1"),
+        ({"hash_ids": [7, -8]}, "hash_ids.1"),
+        ({"hash_ids": None}, "hash_ids"),
+    ],
+)
+def test_a_bad_value_is_named_with_file_and_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    path = write(tmp_path, json.dumps(GOOD), json.dumps(GOOD | change))
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert f"{path}, line 2: " in str(error.value)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["", "[1, 2]", "{", '"text"'])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, json.dumps(GOOD), json.dumps(GOOD), line)
+    with pytest.raises(TraceError, match="line 3"):
+        read_trace(path)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    without = {key: value for key, value in GOOD.items() if key != "hash_ids"}
+    with pytest.raises(TraceError, match="line 1: hash_ids"):
+        read_trace(write(tmp_path, json.dumps(without)))
+
+
+def test_time_must_not_run_backwards(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps(GOOD), json.dumps(GOOD | {"timestamp": 4}))
+    with pytest.raises(TraceError, match=r"line 2: timestamp 4 is before"):
+        read_trace(path)
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"absent\.jsonl"):
+        read_trace(tmp_path / "absent.jsonl")
+    with pytest.raises(TraceError, match="no requests"):
+        read_trace(write(tmp_path))

@@ -1,0 +1,109 @@
+"""Workloads: deterministic tokens, and sharing that is exactly the trace's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceRow, read_trace
+from sgl_prefix_attn.demo.workload import (
+    Vocabulary,
+    diverging_group,
+    sample_group,
+    three_level_prompts,
+    trace_requests,
+)
+
+VOCABULARY = Vocabulary(10, 1024)
+
+
+def common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
+    """Length of the common beginning."""
+    return next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def row(*hashes: int, length: int | None = None, at: int = 0) -> TraceRow:
+    return TraceRow(timestamp=at, input_length=length or 512 * len(hashes), output_length=10, hash_ids=list(hashes))
+
+
+def test_tokens_depend_on_the_key_alone_and_stay_in_the_vocabulary() -> None:
+    tokens = VOCABULARY.tokens(5000, 3, 4)
+    assert tokens == VOCABULARY.tokens(5000, 3, 4)
+    assert tokens[:100] == VOCABULARY.tokens(100, 3, 4)
+    assert tokens != VOCABULARY.tokens(5000, 4, 3)
+    assert min(tokens) == 10
+    assert max(tokens) == 1023
+
+
+def test_prompts_share_exactly_the_blocks_whose_hashes_agree() -> None:
+    rows = read_trace(TRACE_SLICE, limit=60)
+    requests = trace_requests(rows, VOCABULARY, 4096)
+    block = min(4096 // len(row.hash_ids) for row in rows)
+    for (row_a, a), (row_b, b) in itertools.combinations(zip(rows, requests, strict=True), 2):
+        blocks = common(tuple(row_a.hash_ids), tuple(row_b.hash_ids))
+        shared = common(a.prompt, b.prompt)
+        ends = min(len(a.prompt), len(b.prompt))
+        # Behind the last equal block, unequal ones may begin with the same few tokens by chance.
+        assert min(blocks * (block - 2), ends) <= shared <= min(blocks * block + 2, ends)
+
+
+def test_lengths_keep_their_proportions_and_fit_the_context() -> None:
+    requests = trace_requests([row(1, 2, 3, 4), row(1, 2, length=700), row(9, length=1)], VOCABULARY, 138)
+    assert [len(request.prompt) for request in requests] == [128, 44, 1]
+    assert all(len(request.prompt) + request.max_new_tokens <= 138 for request in requests)
+
+
+def test_blocks_are_never_larger_than_in_the_trace() -> None:
+    assert len(trace_requests([row(1, 2)], VOCABULARY, 100_000)[0].prompt) == 1024
+
+
+def test_arrivals_begin_at_zero_and_are_divided_by_the_speed() -> None:
+    requests = trace_requests([row(1, at=4000), row(2, at=10_000)], VOCABULARY, 1000, speed=4)
+    assert [request.arrival_seconds for request in requests] == [0.0, 1.5]
+
+
+def test_output_is_scaled_but_never_nothing() -> None:
+    (request,) = trace_requests([row(1)], VOCABULARY, 1000, output_scale=0.001)
+    assert request.max_new_tokens == 1
+
+
+@pytest.mark.parametrize(("option", "value"), [("speed", 0.0), ("speed", float("nan")), ("output_scale", -1.0)])
+def test_factors_must_be_positive(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        trace_requests([row(1)], VOCABULARY, 1000, **{option: value})
+
+
+def test_a_context_too_short_for_the_longest_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="context_length=20"):
+        trace_requests([row(1), row(*range(11))], VOCABULARY, 20)
+
+
+def test_a_sample_group_is_one_request_for_n_samples() -> None:
+    (request,) = sample_group(VOCABULARY, 100, 8, samples=16)
+    body = request.body()
+    assert body["sampling_params"]["n"] == 16
+    assert body["sampling_params"]["temperature"] == 0
+    assert len(body["input_ids"]) == 100
+    assert "rid" not in body
+
+
+def test_a_diverging_group_has_one_prompt_and_a_bias_of_its_own_for_each_sample() -> None:
+    requests = diverging_group(VOCABULARY, 100, 8, samples=5)
+    assert len({request.prompt for request in requests}) == 1
+    assert len({request.logit_bias for request in requests}) == 5
+    assert requests == diverging_group(VOCABULARY, 100, 8, samples=5)
+    bias = requests[0].body()["sampling_params"]["logit_bias"]
+    assert sorted(map(int, bias)) == list(range(10, 1024))
+
+
+def test_three_level_prompts_share_two_levels() -> None:
+    requests = three_level_prompts(VOCABULARY, 8, level_tokens=(50, 30, 20), fan_out=(3, 4))
+    assert len(requests) == 12
+    assert {len(request.prompt) for request in requests} == {100}
+    shared = {
+        (a.name.split("-")[1] == b.name.split("-")[1]): common(a.prompt, b.prompt)
+        for a, b in itertools.combinations(requests, 2)
+    }
+    assert 50 <= shared[False] <= 52
+    assert 80 <= shared[True] <= 82

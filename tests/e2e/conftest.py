@@ -1,0 +1,135 @@
+"""Real servers for the end-to-end tests, shared by as many tests as possible: starting one takes most of the time.
+
+Every comparison is with the stock `torch_native` backend on one server with SGLang's default schedule, whatever the
+schedule of the server under test: greedy tokens must not depend on it. How far the two best logits of these prompts are
+apart is seen to by `test_margins.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.demo.client import Answer, Sample, replay
+from sgl_prefix_attn.demo.comparison import KVReads
+from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+
+BACKEND = "prefixpack"
+STOCK = "torch_native"
+CONTEXT_LENGTH = 4096
+POOL_TOKENS = 16384
+# A prefill of which no request has a cached prefix reads no KV twice, and an idle step reads none: nothing to pack.
+NOTHING_TO_PACK = {"no_cached_prefix", "idle"}
+
+Tokens = list[list[list[int]]]  # of each request, of each sample
+
+
+def tokens_of(answers: Sequence[Answer]) -> Tokens:
+    return [[sample.tokens for sample in answer.samples] for answer in answers]
+
+
+def replay_while_decoding(url: str, decoding: Sequence[Request], late: Sequence[Request]) -> list[Answer]:
+    """Send `late` once every request of `decoding` has some tokens, so that prefill meets decode."""
+    started = {request.name: threading.Event() for request in decoding}
+
+    def note(request: Request, sample: Sample) -> None:
+        if len(sample.tokens) >= 4:
+            started[request.name].set()
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(replay, url, decoding, on_token=note)
+        assert all(event.wait(60) for event in started.values())
+        second = replay(url, late)
+        return [*first.result(), *second]
+
+
+@dataclasses.dataclass
+class Packing:
+    """What the server reports to have done between two moments."""
+
+    steps: Counter[str]
+    fallbacks: Counter[str]
+    kv: KVReads | None = None
+
+    def assert_packed(self, *modes: str) -> None:
+        """Steps of all these modes ran packed and read less KV, and no step fell back that had anything to pack."""
+        assert {mode for mode in modes if self.steps[mode] == 0} == set()
+        assert self.kv is not None
+        assert self.kv.unique <= self.kv.read < self.kv.per_request
+        assert set(self.fallbacks) <= NOTHING_TO_PACK
+
+
+@contextlib.contextmanager
+def packing(server: Server) -> Iterator[Packing]:
+    """Fills the yielded Packing, at the end of the block, with what the server did in it."""
+    before = server.packing_state()
+    assert before is not None, "the server does not report prefixpack's state"
+    result = Packing(Counter(), Counter())
+    yield result
+    after = server.packing_state()
+    assert after is not None
+    for target, name in ((result.steps, "steps_packed"), (result.fallbacks, "fallbacks")):
+        target.update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
+    result.kv = KVReads.between(before, after)
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(RESERVED_TOKENS, VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny_model()
+
+
+Launch = Callable[..., contextlib.AbstractContextManager[Server]]
+
+
+@pytest.fixture(scope="session")
+def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """launch(backend, *server arguments, environment=..., pool_tokens=...): a server as a context manager."""
+
+    def start(
+        backend: str, *extra: str, environment: dict[str, str] | None = None, pool_tokens: int = POOL_TOKENS
+    ) -> contextlib.AbstractContextManager[Server]:
+        sizes = ("--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", str(pool_tokens))
+        options = ServerOptions(
+            model=str(model),
+            backend=backend,
+            extra=(*sizes, "--max-running-requests", "64", "--enable-metrics", *extra),
+            environment=environment or {},
+            log_folder=tmp_path_factory.mktemp("server"),
+        )
+        return serve(options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def stock(launch: Launch) -> Iterator[Server]:
+    with launch(STOCK) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def expected(stock: Server) -> Callable[[Sequence[Request]], Tokens]:
+    """Tokens the stock backend generates for requests; asked for once per session."""
+    known: dict[tuple[Request, ...], Tokens] = {}
+
+    def ask(requests: Sequence[Request]) -> Tokens:
+        at_once = tuple(dataclasses.replace(request, arrival_seconds=0.0) for request in requests)
+        if at_once not in known:
+            known[at_once] = tokens_of(replay(stock.url, at_once))
+        return known[at_once]
+
+    return ask

@@ -1,0 +1,167 @@
+"""The real server with SGLang's default schedule (overlap on): the stock backend's tokens, from packed steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from sgl_prefix_attn.demo.client import Answer, Sample, replay
+from sgl_prefix_attn.demo.server import Server
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from tests.e2e import workloads
+from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, replay_while_decoding, tokens_of
+
+pytestmark = pytest.mark.e2e
+
+Expected = Callable[[Sequence[Request]], Tokens]
+
+
+@pytest.fixture(scope="module")
+def server(launch: Launch) -> Iterator[Server]:
+    with launch(BACKEND) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(server: Server) -> None:
+    server.flush_cache()
+
+
+@pytest.mark.versions
+def test_prompts_that_share_three_levels(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.three_levels(vocabulary)
+    replay(server.url, workloads.level_seeds(requests))
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    assert tokens_of(answers) == expected(requests)
+    assert all(answer.samples[0].cached_tokens >= 288 for answer in answers)
+    done.assert_packed("decode", "extend")
+
+
+@pytest.mark.versions
+def test_32_parallel_requests_of_ragged_lengths(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.ragged(vocabulary, 32)
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    assert tokens_of(answers) == expected(requests)
+    done.assert_packed("decode")
+
+
+@pytest.mark.versions
+def test_16_samples_of_one_prompt(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.samples(vocabulary)
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    assert tokens_of(answers) == expected(requests)
+    assert len(answers[0].samples) == 16
+    done.assert_packed("decode", "extend")
+    assert done.kv is not None
+    assert done.kv.saved > 0.5
+
+
+def test_16_samples_that_diverge(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.diverging(vocabulary)
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    assert tokens_of(answers) == expected(requests)
+    assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
+    done.assert_packed("decode")
+
+
+def test_a_late_request_splits_a_node_that_others_run_on(
+    server: Server, expected: Expected, vocabulary: Vocabulary
+) -> None:
+    shared = vocabulary.tokens(400, 11)
+    running = [Request(f"running-{i}", shared + vocabulary.tokens(3, 11, 1, i), 120) for i in range(6)]
+    late = [Request("late", shared[:250] + vocabulary.tokens(4, 11, 2), 60)]
+    replay(server.url, [Request("first", shared, 1)])
+    with packing(server) as done:
+        answers = replay_while_decoding(server.url, running, late)
+    assert tokens_of(answers) == expected(running + late)
+    assert answers[-1].samples[0].cached_tokens == 250
+    done.assert_packed("decode", "extend")
+
+
+def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.diverging(vocabulary, prompt_tokens=350, max_new_tokens=160)
+    victims = {f"sample-{number}" for number in (0, 3, 4, 15)}
+    told: set[str] = set()
+
+    def abort_when_running(request: Request, sample: Sample) -> None:
+        if request.name in victims - told and len(sample.tokens) >= 8:
+            told.add(request.name)
+            threading.Thread(target=server.post, args=("/abort_request", {"rid": request.name})).start()
+
+    with packing(server) as done:
+        answers = replay(server.url, requests, on_token=abort_when_running)
+    for answer, (stock,) in zip(answers, expected(requests), strict=True):
+        (sample,) = answer.samples
+        assert sample.finish == ("abort" if answer.request.name in victims else "length")
+        assert sample.tokens == stock[: len(sample.tokens)]
+        assert (8 <= len(sample.tokens) < 160) if answer.request.name in victims else len(sample.tokens) == 160
+    done.assert_packed("decode")
+
+
+def test_a_flushed_cache_is_filled_with_other_prompts(
+    server: Server, expected: Expected, vocabulary: Vocabulary
+) -> None:
+    """Slots and node ids come back for other content; nothing remembered from before the flush may be used."""
+    first, second = workloads.three_levels(vocabulary), workloads.diverging(vocabulary)
+    with packing(server) as done:
+        for requests in (first, second, first):
+            answers = replay(server.url, requests)
+            assert tokens_of(answers) == expected(requests)
+            server.flush_cache()
+            (after_flush,) = replay(server.url, [Request("probe", first[0].prompt, 1)])
+            assert after_flush.samples[0].cached_tokens == 0
+            server.flush_cache()
+    done.assert_packed("decode")
+
+
+def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabulary) -> None:
+    replay(server.url, workloads.samples(vocabulary))
+    state = server.packing_state()
+    assert state is not None
+    assert state["version"] == 1
+    assert state["inner_backend"] == "torch_native"
+    assert state["shape"] == {"q_heads": 8, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
+    counters = state["counters"]
+    assert counters["plans_made"] + counters["plans_reused"] == sum(counters["steps_packed"].values())
+    assert counters["plans_reused"] > counters["plans_made"]
+    assert 0 < counters["plan_seconds"] < counters["host_seconds"]
+    batch = state["batch"]
+    assert batch["mode"] == "decode"
+    assert len(batch["seq_lens"]) == len(batch["paths"]) == 16
+    assert {path[0][0] for path in batch["paths"]} == {batch["paths"][0][0][0]}, "16 samples share their first node"
+    json.dumps(state)
+
+
+def test_metrics_join_those_of_sglang(server: Server, vocabulary: Vocabulary) -> None:
+    replay(server.url, workloads.samples(vocabulary))
+    state = server.packing_state()
+    assert state is not None
+    exported = _metrics(server.get("/metrics"))
+    assert "sglang:num_running_reqs" in exported
+    for name, counter in (("plans_made", "plans_made"), ("kv_tokens_read", "kv_tokens_read")):
+        assert exported[f"sglang:prefixpack_{name}_total"] == state["counters"][counter] > 0
+    assert exported["sglang:prefixpack_kv_tokens_saved_total"] > 0
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Prometheus text as name -> sum over its label sets."""
+    totals: dict[str, float] = {}
+    for name, value in re.findall(r"^([a-z_:]+)(?:\{.*\})? (\S+)$", text, flags=re.MULTILINE):
+        totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def test_answers_name_their_requests(server: Server, vocabulary: Vocabulary) -> None:
+    """The client's own bookkeeping, on which all comparisons rest: answers come in the order of the requests."""
+    requests = [Request(f"r{i}", vocabulary.tokens(20, 12, i), 1 + i) for i in range(6)]
+    answers: list[Answer] = replay(server.url, requests)
+    assert [answer.request for answer in answers] == requests
+    assert [len(answer.samples[0].tokens) for answer in answers] == [1, 2, 3, 4, 5, 6]

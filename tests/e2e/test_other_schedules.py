@@ -1,0 +1,70 @@
+"""Chunked prefill, mixed chunks, retraction, no overlap, larger pages: the schedule changes, the tokens do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from tests.e2e import workloads
+from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, replay_while_decoding, tokens_of
+
+pytestmark = pytest.mark.e2e
+
+Expected = Callable[[Sequence[Request]], Tokens]
+MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+
+
+def test_chunked_prefill_without_overlap(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
+    requests = workloads.ragged(vocabulary, 32)
+    with launch(BACKEND, "--chunked-prefill-size", "64", "--disable-overlap-schedule") as server:
+        with packing(server) as done:
+            answers = replay(server.url, requests)
+        assert tokens_of(answers) == expected(requests)
+        done.assert_packed("decode", "extend")
+
+        decoding, arriving = workloads.prefill_beside_decode(vocabulary)
+        with packing(server) as done:
+            answers = replay_while_decoding(server.url, decoding, arriving)
+        assert tokens_of(answers) == expected(decoding + arriving)
+        done.assert_packed("decode", "extend")
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param(True, marks=pytest.mark.versions, id="overlap"), pytest.param(False, id="no-overlap")],
+)
+def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary, overlap: bool) -> None:
+    decoding, arriving = workloads.prefill_beside_decode(vocabulary)
+    schedule = () if overlap else ("--disable-overlap-schedule",)
+    with launch(BACKEND, *MIXED_CHUNK, *schedule) as server:
+        with packing(server) as done:
+            answers = replay_while_decoding(server.url, decoding, arriving)
+        assert tokens_of(answers) == expected(decoding + arriving)
+        done.assert_packed("decode", "mixed")
+
+
+def test_requests_retracted_mid_run(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
+    """The pool holds a third of what 16 requests need in the end: SGLang takes running ones back and restarts them."""
+    requests = workloads.diverging(vocabulary, prompt_tokens=64, max_new_tokens=200)
+    with launch(BACKEND, "--schedule-conservativeness", "0.01", pool_tokens=1100) as server:
+        with packing(server) as done:
+            answers = replay(server.url, requests)
+        assert "Retract requests" in server.log_text()
+    assert sum(answer.samples[0].retractions for answer in answers) > 0
+    assert tokens_of(answers) == expected(requests)
+    done.assert_packed("decode", "extend")
+
+
+@pytest.mark.slow
+def test_pages_of_16_tokens(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
+    """SGLang allocates pages with Triton kernels, which a CPU can only interpret."""
+    requests = workloads.three_levels(vocabulary)
+    with launch(BACKEND, "--page-size", "16", environment={"TRITON_INTERPRET": "1"}) as server:
+        replay(server.url, workloads.level_seeds(requests))
+        with packing(server) as done:
+            answers = replay(server.url, requests)
+    assert tokens_of(answers) == expected(requests)
+    done.assert_packed("decode", "extend")

@@ -1,0 +1,50 @@
+"""The requests of the end-to-end tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sgl_prefix_attn.demo.workload import Request, Vocabulary, diverging_group, sample_group, three_level_prompts
+
+
+def three_levels(vocabulary: Vocabulary) -> list[Request]:
+    """System prompt, three documents, four questions each; the shared parts are in the cache before they are needed."""
+    return three_level_prompts(vocabulary, max_new_tokens=32)
+
+
+def level_seeds(requests: list[Request]) -> list[Request]:
+    """One request per distinct document, to bring the shared levels of `three_levels` into the cache first."""
+    return [dataclasses.replace(request, max_new_tokens=1) for request in requests if request.name.endswith("-0")]
+
+
+def ragged(vocabulary: Vocabulary, count: int = 32) -> list[Request]:
+    """Prompts of 1 to about 900 tokens and outputs of 1 to 48; most prompts continue one of four common beginnings."""
+    draw = np.random.default_rng(7)
+    beginnings = [vocabulary.tokens(int(length), 7, 0, index) for index, length in enumerate((600, 300, 150, 40))]
+    requests = []
+    for number in range(count):
+        beginning = beginnings[number % 5] if number % 5 < 4 else ()
+        kept = beginning[: int(draw.integers(1, len(beginning) + 1))] if beginning and number % 3 == 0 else beginning
+        own = vocabulary.tokens(int(draw.integers(1, 300)), 7, 1, number)
+        requests.append(Request(f"ragged-{number}", kept + own, int(draw.integers(1, 49))))
+    requests[4] = dataclasses.replace(requests[4], prompt=requests[4].prompt[:1])
+    requests[8] = dataclasses.replace(requests[9], name="ragged-8")  # two equal requests
+    return requests
+
+
+def samples(vocabulary: Vocabulary) -> list[Request]:
+    return sample_group(vocabulary, prompt_tokens=500, max_new_tokens=32, samples=16, seed=8)
+
+
+def diverging(vocabulary: Vocabulary, *, prompt_tokens: int = 300, max_new_tokens: int = 48) -> list[Request]:
+    return diverging_group(vocabulary, prompt_tokens, max_new_tokens, samples=16, seed=9)
+
+
+def prefill_beside_decode(vocabulary: Vocabulary) -> tuple[list[Request], list[Request]]:
+    """Four requests that decode for long, and four long prompts to arrive meanwhile; all share a beginning."""
+    shared = vocabulary.tokens(200, 10, 0)
+    decoding = [Request(f"decode-{i}", shared + vocabulary.tokens(5, 10, 1, i), 160) for i in range(4)]
+    arriving = [Request(f"prefill-{i}", shared + vocabulary.tokens(400 + 37 * i, 10, 2, i), 16) for i in range(4)]
+    return decoding, arriving
