@@ -85,6 +85,24 @@ class Settings(BaseModel):
         le=1_000_000,
         description="Tokens a tail may grow before its decode batch is planned anew; balance may ask for that earlier.",
     )
+    pin_budget_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Share of the KV pool, in percent, that users may pin with POST /prefixpack/pins. 0: nothing can "
+        "be pinned, and the address does not exist.",
+    )
+    retention: Literal["off", "reuse"] = Field(
+        "off",
+        description="What the prefix cache gives up first. off: what SGLang's eviction policy says. reuse: what is "
+        "worth least by the waiting queue and by remembered reuse.",
+    )
+    retention_lookahead: int = Field(
+        1024, ge=0, le=65536, description="Waiting requests that retention looks at. 0: it goes by the past alone."
+    )
+    retention_block: int = Field(
+        64, ge=1, le=65536, description="Tokens per unit of what retention remembers of prompts."
+    )
     metrics: bool = Field(True, description="Export Prometheus metrics next to SGLang's (needs --enable-metrics).")
     metrics_flush_steps: int = Field(
         32, ge=1, le=1_000_000, description="Packed steps between two updates of the Prometheus metrics."

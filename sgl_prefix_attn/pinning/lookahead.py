@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 
 class Lookahead:
@@ -55,7 +55,7 @@ class Lookahead:
         return True
 
     def requests(self) -> list[Hashable]:
-        """All requests in the queue, oldest first."""
+        """All requests in the queue, in order."""
         return list(self._waiting)
 
     def next_use(self, key: int) -> int | None:
@@ -69,6 +69,22 @@ class Lookahead:
     def uses(self, key: int) -> int:
         """How many of the requests within the limit use the prefix."""
         return len(self._uses.get(key, ()))
+
+    def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
+        """Makes this the queue: who left, who joined at the end, or another order altogether.
+
+        Only the requests within the limit are taken over, so `keys_of` is asked for no others.
+        """
+        wanted = dict.fromkeys(queue[: self._limit])
+        for request in list(self._waiting):
+            if request not in wanted:
+                self.remove(request)
+        kept = list(self._waiting)
+        if kept != list(wanted)[: len(kept)]:
+            self.clear()
+            kept = []
+        for request in list(wanted)[len(kept) :]:
+            self.add(request, keys_of(request))
 
     def clear(self) -> None:
         """Forgets the queue."""

@@ -31,6 +31,7 @@ def register() -> None:
     register_name(settings)
     if in_scheduler_process():
         register_hooks(settings)
+    register_pinning(settings)
 
 
 def register_name(settings: Settings) -> None:
@@ -63,6 +64,13 @@ def register_hooks(settings: Settings) -> None:
     if not torch.cuda.is_available():
         wanted += hooks.cpu_hooks()
     hooks.register(wanted)
+
+
+def register_pinning(settings: Settings) -> None:
+    """Hooks and HTTP addresses of pinning and retention, if the settings ask for them."""
+    from sgl_prefix_attn.sglang_plugin import pinning_registration
+
+    pinning_registration.register(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

@@ -62,6 +62,16 @@ class TestLookahead:
         queue.remove(0)
         assert [queue.next_use(key) for key in range(4)] == [None, 1, None, 2]
 
+    def test_it_follows_a_queue_whose_order_changes(self) -> None:
+        queue = Lookahead(limit=3)
+        keys = {"a": [1], "b": [2], "c": [3], "d": [4], "e": [1]}
+        queue.follow(["a", "b", "c", "d"], keys.__getitem__)
+        assert queue.requests() == ["a", "b", "c"]
+        queue.follow(["b", "c", "d", "e"], keys.__getitem__)
+        assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [None, 1, 2, 3]
+        queue.follow(["e", "d", "b"], keys.__getitem__)
+        assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [1, 3, None, 2]
+
     def test_a_request_joins_once(self) -> None:
         queue = Lookahead()
         queue.add("a", [1])

@@ -1,0 +1,318 @@
+"""Keeps prefixes in one prefix cache: pins that users made, and the order in which the rest is evicted.
+
+Pins are locks that stay. Retention is a lock for the length of one eviction: what is worth more than what has to go is
+locked, SGLang evicts from the rest, and the locks are released. So SGLang's admission sees everything that retention
+keeps as evictable, which it is, and cannot be starved by it. Pins can starve it, so they give way: before an
+allocation fails, and when nothing runs and the next request does not fit.
+
+Reads nothing but requests, tree and pool, and counts time in scheduler steps and requests: all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_prefix_attn.pinning import CachedNode, CachedTree, Lookahead, Pin, PinLedger, PrefixWorth, ReuseMemory
+from sgl_prefix_attn.pinning import prefix_keys as keys_of
+from sgl_prefix_attn.sglang_plugin.pinning_counters import PinningCounters
+from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, LockableTree, Namespace, NodeLock
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """The lock of a pin, and how much of the pin it covers; none while nothing of the pin is cached."""
+
+    namespace: Namespace
+    lock: NodeLock | None = None
+    tokens: int = 0
+
+
+class CacheKeeper:
+    """Pins and retention for one prefix cache.
+
+    Args:
+        tree: the cache's adapter.
+        cache: the cache itself: its `evictable_size`, and its allocator's `available_size`.
+        budget: tokens that may be pinned.
+        retention: whether to choose what is evicted; else SGLang's order holds.
+        lookahead: waiting requests that retention looks at.
+        block: tokens per unit of what retention remembers.
+    """
+
+    def __init__(
+        self, tree: LockableTree, cache: Any, *, budget: int, retention: bool, lookahead: int = 1024, block: int = 64
+    ) -> None:
+        self.counters = PinningCounters()
+        self.retention = retention
+        self.ledger = PinLedger(budget)
+        self.worth = PrefixWorth(ReuseMemory() if retention else None, Lookahead(lookahead))
+        self._tree = tree
+        self._cache = cache
+        self._allocator = cache.token_to_kv_pool_allocator
+        self._block = block
+        self._cached = CachedTree(block)
+        self._held: dict[int, _Held] = {}
+        self._root = tree.root()
+        self._avoided: dict[int, int] = {}  # node -> its last use when its eviction was last avoided
+
+    # Pins -------------------------------------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        tokens: Sequence[int],
+        namespace: Namespace = PLAIN,
+        *,
+        label: str = "",
+        ttl_steps: int | None = None,
+    ) -> Pin:
+        """Pins a prefix: what is cached of it at once, the rest as soon as some request has computed it.
+
+        Raises:
+            ValueError, PinBudgetError: as PinLedger.add.
+        """
+        self._check_root()
+        pin = self.ledger.add(tokens, namespace=namespace.text, label=label, ttl_steps=ttl_steps)
+        self._held[pin.id] = _Held(namespace)
+        self._lock_pin(pin)
+        self.counters.pins_made += 1
+        self._count_pins()
+        return pin
+
+    def release(self, pin_id: int) -> Pin:
+        """Ends a pin. Raises UnknownPinError if there is none with this number."""
+        self._check_root()
+        pin = self.ledger.release(pin_id)
+        self._unlock_pin(self._held.pop(pin.id))
+        self.counters.pins_released += 1
+        self._count_pins()
+        return pin
+
+    def pins_of(self, tokens: Sequence[int], namespace: Namespace = PLAIN) -> list[Pin]:
+        """The pins of exactly this prefix."""
+        wanted = tuple(tokens)
+        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == namespace.text]
+
+    def held_tokens(self, pin_id: int) -> int:
+        """How much of a pin is cached, and so held."""
+        return self._held[pin_id].tokens
+
+    def step(self) -> None:
+        """A scheduler step was run: pins whose time is over end."""
+        for pin in self.ledger.advance():
+            self._unlock_pin(self._held.pop(pin.id))
+            self.counters.pins_expired += 1
+            self._count_pins()
+
+    # What happens in the scheduler ------------------------------------------------------------------------------------
+
+    def queue(self, waiting: Iterable[Any]) -> None:
+        """The waiting queue as it is now, in the order in which it will be served."""
+        if self.retention:
+            requests = {request.rid: request for request in waiting}
+            self.worth.lookahead.follow(list(requests), lambda rid: self._prompt_keys(requests[rid]))
+
+    def admitted(self, request: Any, cached_tokens: int) -> None:
+        """A request was admitted and found this much of its prompt in the cache."""
+        if not self.retention:
+            return
+        if getattr(request, _COUNTED, False):  # it was retracted and comes back: that is no use of its own
+            self.worth.lookahead.remove(request.rid)
+            return
+        setattr(request, _COUNTED, True)
+        keys = self._prompt_keys(request)
+        assert self.worth.memory is not None
+        known = self.worth.memory.known_prefix(keys) * self._block
+        self.counters.recomputed_tokens += max(0, known - cached_tokens)
+        self.worth.scheduled(request.rid, keys)
+
+    def left_behind(self, request: Any) -> None:
+        """A request has gone: what it computed is in the cache, unlocked."""
+        self._check_root()
+        tokens = request.origin_input_ids + request.output_ids
+        namespace = Namespace.of_request(request)
+        for pin in self.ledger.pins():
+            held = self._held[pin.id]
+            if held.tokens < len(pin.tokens) and held.namespace == namespace:
+                upto = min(len(pin.tokens), len(tokens))
+                if upto > held.tokens and pin.tokens[:upto] == tuple(tokens[:upto]):
+                    self._lock_pin(pin)
+        if self.retention:
+            handle = self._tree.find(tokens, namespace)
+            if handle is not None:
+                keys = self._prompt_keys(request)
+                self._learn(handle, keys_of(tokens, self._block, namespace.text) if request.output_ids else keys)
+
+    def flushed(self) -> None:
+        """The tree was thrown away: its locks are gone with it, and so are the pins."""
+        self.ledger.clear()
+        self._held.clear()
+        self._cached.clear()
+        self._avoided.clear()
+        self.worth.clear()
+        self._root = self._tree.root()
+        self._count_pins()
+
+    # Room -------------------------------------------------------------------------------------------------------------
+
+    def missing(self, tokens: int) -> int:
+        """Tokens that are neither free nor evictable, of those asked for."""
+        return int(tokens - self._allocator.available_size() - self._cache.evictable_size())
+
+    def make_room(self, tokens: int) -> bool:
+        """Sheds pins until so many tokens are free or evictable; whether they are."""
+        self._check_root()
+        missing = self.missing(tokens)
+        while missing > 0 and len(self.ledger):
+            for shed in self.ledger.shed(missing, self._worth_of_pin):
+                held = self._held.pop(shed.before.id)
+                self._unlock_pin(held)
+                after = 0
+                if shed.after is not None:
+                    self._held[shed.after.id] = _Held(held.namespace)
+                    self._lock_pin(shed.after)
+                    after = len(shed.after.tokens)
+                self.counters.pins_shed += 1
+                self.counters.tokens_shed += len(shed.before.tokens) - after
+            self._count_pins()
+            missing = self.missing(tokens)
+        return missing <= 0
+
+    @contextmanager
+    def protected(self, tokens: int) -> Iterator[None]:
+        """While inside, an eviction that frees `tokens` takes what is worth least. Never raises by itself."""
+        locks: list[NodeLock] = []
+        try:
+            try:
+                self._check_root()
+                short = tokens - self._allocator.available_size()
+                if short > 0:
+                    self.make_room(tokens)
+                    if self.retention:
+                        self._protect(short, locks)
+            except Exception:  # a guard of the hooks: the eviction runs in SGLang's order
+                self.counters.failed()
+            yield
+        finally:
+            self._release_all(locks)
+
+    def _protect(self, tokens: int, locks: list[NodeLock]) -> None:
+        """Locks what would be evicted before, and is worth more than, what has to go."""
+        self._forget_evicted()
+        keep = self._in_use
+        chosen = self._cached.give_up(tokens, self.worth.of, keep)
+        if not chosen:
+            return
+        going = {node.id for node in chosen}
+        self._count_avoided(tokens, going)
+        latest = max(node.used for node in chosen)
+        staying: list[CachedNode] = []
+        for node in self._cached.leaves():
+            # Up to the first ancestor that stays: its children may all be going.
+            while node.id in going:
+                parent = self._cached.get(node.parent)
+                if parent is None:
+                    break
+                node = parent
+            else:
+                if node.used <= latest and not keep(node):
+                    staying.append(node)
+        staying.sort(key=lambda node: (-self.worth.of(self._cached.key(node)), -node.used, node.id))
+        locked: dict[int, None] = {}
+        for node in staying:
+            if node.id not in locked:
+                locked[node.id] = None
+                locks.append(self._tree.lock(node.handle))
+        while locks and self._cache.evictable_size() < tokens:
+            self._tree.release(locks.pop())
+
+    def _count_avoided(self, tokens: int, going: set[int]) -> None:
+        for node in self._cached.give_up(tokens, lambda key: 0.0, self._in_use):
+            if node.id not in going and self._avoided.get(node.id) != node.used:
+                self._avoided[node.id] = node.used
+                self.counters.evictions_avoided += node.tokens
+
+    def _release_all(self, locks: list[NodeLock]) -> None:
+        while locks:
+            lock = locks.pop()
+            try:
+                self._tree.release(lock)
+            except Exception:  # a guard of the hooks: the other locks have to be released
+                self.counters.failed()
+
+    # Details ----------------------------------------------------------------------------------------------------------
+
+    def _in_use(self, node: CachedNode) -> bool:
+        return self._tree.in_use(node.handle)
+
+    def _check_root(self) -> None:
+        root = self._tree.root()
+        if root is not self._root and root != self._root:
+            self.flushed()
+
+    def _lock_pin(self, pin: Pin) -> None:
+        """Locks what is cached of a pin, in place of what it held."""
+        held = self._held[pin.id]
+        handle = self._tree.find(pin.tokens, held.namespace)
+        if handle is None:
+            return
+        lock = self._tree.lock(handle)
+        self._unlock_pin(held)
+        held.lock = lock
+        held.tokens = self._tree.path(handle)[-1].end
+
+    def _unlock_pin(self, held: _Held) -> None:
+        if held.lock is not None:
+            lock, held.lock = held.lock, None
+            self._tree.release(lock)
+        held.tokens = 0
+
+    def _worth_of_pin(self, pin: Pin) -> float:
+        keys = keys_of(pin.tokens, self._block, pin.namespace)
+        return self.worth.of(keys[-1]) if keys else 0.0
+
+    def _count_pins(self) -> None:
+        self.counters.pinned_tokens = self.ledger.pinned_tokens
+        self.counters.pins = len(self.ledger)
+
+    def _prompt_keys(self, request: Any) -> Sequence[int]:
+        keys = getattr(request, _KEYS, None)
+        if keys is None:
+            keys = keys_of(request.origin_input_ids, self._block, Namespace.of_request(request).text)
+            setattr(request, _KEYS, keys)
+        return keys
+
+    def _learn(self, handle: Any, keys: Sequence[int]) -> None:
+        """Notes a path that was used, and where splits have put other nodes."""
+        suspects = self._cached.used(self._tree.path(handle), keys)
+        while suspects:
+            by_parent: dict[int, list[int]] = {}
+            for node_id in suspects:
+                by_parent.setdefault(self._cached.parent_of(node_id), []).append(node_id)
+            suspects = []
+            for parent, ids in by_parent.items():
+                nodes = [node for node in map(self._cached.get, ids) if node is not None]
+                for path in self._tree.moved(ids, [node.handle for node in nodes], parent):
+                    suspects += self._cached.place(path) if path else []
+
+    def _forget_evicted(self) -> None:
+        looked: set[int] = set()
+        while True:
+            gone = [
+                node.id for node in self._cached.leaves() if node.id not in looked and not self._tree.alive(node.handle)
+            ]
+            looked.update(node.id for node in self._cached.leaves())
+            for node_id in gone:
+                self._cached.drop(node_id)
+                self._avoided.pop(node_id, None)
+            if not gone:
+                return
+
+
+_COUNTED = "_prefixpack_counted"
+_KEYS = "_prefixpack_keys"
