@@ -2,13 +2,16 @@
 
 PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: when nvcc is on PATH or under CUDA_HOME)
 PREFIXPACK_CUDA_ARCHS="..."   architectures, e.g. "80;90a" (default "80;90a")
+PREFIXPACK_BUILD_JOBS=N       compilers at a time (default: all cores)
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
@@ -33,12 +36,23 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
+def cuda_library_dirs(nvcc: str) -> list[str]:
+    """Where nvcc links from; asked of nvcc itself, which may be a wrapper script far from its toolkit."""
+    steps = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=True).stderr
+    libraries = re.search(r"^#\$ LIBRARIES=(.*)$", steps, re.MULTILINE)
+    return re.findall(r"-L([^\s\"]+)", libraries.group(1)) if libraries else []
+
+
 def cuda_archs() -> list[str]:
     archs = [arch for arch in os.environ.get("PREFIXPACK_CUDA_ARCHS", "80;90a").replace(",", ";").split(";") if arch]
     for arch in archs:
         if not arch.rstrip("af").isdigit():
             raise SystemExit(f"PREFIXPACK_CUDA_ARCHS: {arch!r} is no architecture; expected for example '80;90a'")
     return archs
+
+
+def build_jobs() -> int:
+    return int(os.environ.get("PREFIXPACK_BUILD_JOBS") or os.cpu_count() or 1)
 
 
 def sources(folder: str, suffix: str) -> list[str]:
@@ -52,9 +66,9 @@ class BuildNative(build_ext):
         nvcc = find_nvcc()
         if nvcc is not None:
             ext.define_macros.append(("PREFIXPACK_WITH_CUDA", "1"))
-            ext.extra_objects = [self._compile_cuda(nvcc, source) for source in sources("cuda", ".cu")]
-            cuda_lib = Path(nvcc).resolve().parent.parent / "lib64"
-            ext.library_dirs.append(str(cuda_lib))
+            with ThreadPoolExecutor(build_jobs()) as pool:
+                ext.extra_objects = list(pool.map(lambda source: self._compile_cuda(nvcc, source), sources("cuda", ".cu")))
+            ext.library_dirs += cuda_library_dirs(nvcc)
             ext.libraries += ["cudart_static", "dl", "rt"]
         super().build_extension(ext)
 
@@ -66,7 +80,7 @@ class BuildNative(build_ext):
             gencode = []
             for arch in cuda_archs():
                 gencode += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-            flags = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]
+            flags = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             command = [nvcc, *flags, *gencode, "-c", source, "-o", str(out)]
             print(" ".join(command), flush=True)
             subprocess.run(command, check=True, cwd=ROOT)
@@ -90,7 +104,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "sgl_prefix_attn._native",
-            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("offline", ".cpp") + sources("bindings", ".cpp"),
+            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("cuda", ".cpp") + sources("offline", ".cpp") + sources("bindings", ".cpp"),
             include_dirs=["csrc"],
             extra_compile_args=CXX_FLAGS,
             extra_link_args=["-pthread"],

@@ -1,18 +1,7 @@
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-
+#include "cuda/check.cuh"
 #include "cuda/device.h"
 
 namespace prefixpack {
-
-namespace {
-
-void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(status));
-}
-
-}  // namespace
 
 std::vector<CudaDevice> cuda_devices() {
   int count = 0;
@@ -21,11 +10,11 @@ std::vector<CudaDevice> cuda_devices() {
     cudaGetLastError();
     return {};
   }
-  check(status, "cudaGetDeviceCount");
+  check_cuda(status, "cudaGetDeviceCount");
   std::vector<CudaDevice> devices;
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
+    check_cuda(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
     devices.push_back({properties.name, properties.major * 10 + properties.minor, properties.multiProcessorCount,
                        static_cast<int64_t>(properties.sharedMemPerBlockOptin), properties.l2CacheSize});
   }

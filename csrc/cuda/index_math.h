@@ -1,0 +1,67 @@
+// Index arithmetic, masks and softmax algebra of the GPU kernels: all that is no load, no product and no store.
+// Compiled for both sides so that it is tested without a GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/both_sides.h"
+
+namespace prefixpack {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+struct Unit {
+  int32_t item, kv_head;
+};
+
+// Neighbouring units read neighbouring heads of the same tokens.
+PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t kv_heads) { return {ticket / kv_heads, ticket % kv_heads}; }
+
+struct Row {
+  int32_t query;  // offset into the item's queries
+  int32_t head;   // query head
+};
+
+PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, int32_t group) {
+  return {row / group, kv_head * group + row % group};
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in shared memory. The chunk index is mixed with the row so that
+// the eight rows of an ldmatrix lie in eight different bank groups.
+PREFIXPACK_BOTH int32_t swizzled(int32_t row, int32_t chunk, int32_t row_bytes) {
+  return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// Which KV positions a query at `position` sees.
+PREFIXPACK_BOTH bool visible(int32_t kv_position, int32_t position, int32_t window_left) {
+  return kv_position <= position && (window_left < 0 || kv_position >= position - window_left);
+}
+
+// First position of the item that any of its queries can see, rounded down to a whole KV tile of the item.
+PREFIXPACK_BOTH int32_t first_visible(int32_t kv_begin, int32_t lowest_position, int32_t window_left, int32_t keys) {
+  if (window_left < 0 || lowest_position - window_left <= kv_begin) return kv_begin;
+  return kv_begin + (lowest_position - window_left - kv_begin) / keys * keys;
+}
+
+// Running softmax of a row in base 2: maximum and sum so far.
+struct SoftmaxState {
+  float max, sum;
+};
+
+PREFIXPACK_BOTH SoftmaxState softmax_start() { return {kMinusInfinity, 0.0f}; }
+
+// Exponents are taken against this, so that a row that has seen nothing yet yields 2^-inf = 0 and not NaN.
+PREFIXPACK_BOTH float safe_max(float max) { return max == kMinusInfinity ? 0.0f : max; }
+
+// What two partial sums of one row add up to; `scale_a` and `scale_b` are what their outputs are multiplied by.
+template <class Exp2>
+PREFIXPACK_BOTH SoftmaxState softmax_join(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
+  const float max = a.max > b.max ? a.max : b.max;
+  *scale_a = exp2(a.max - safe_max(max));
+  *scale_b = exp2(b.max - safe_max(max));
+  return {max, a.sum * *scale_a + b.sum * *scale_b};
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,56 @@
+#include "cuda/plan_words.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+namespace {
+
+constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
+constexpr size_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+
+}  // namespace
+
+PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) {
+  PlanWords result;
+  std::vector<int32_t>& words = result.words;
+  const size_t num_items = plan.items.size();
+  words.resize(kHeaderWords + num_items * (kWordsPerItem + 1));
+  PlanHeader header{};
+  header.num_items = static_cast<int32_t>(num_items);
+  header.num_queries = plan.num_queries;
+  header.num_merges = static_cast<int32_t>(plan.merge_query.size());
+  header.items_at = kHeaderWords;
+  header.item_slots_at = static_cast<int32_t>(kHeaderWords + num_items * kWordsPerItem);
+  if (num_items > 0) std::memcpy(words.data() + header.items_at, plan.items.data(), num_items * sizeof(WorkItem));
+  for (size_t i = 0; i < num_items; ++i) {
+    const WorkItem& item = plan.items[i];
+    const int32_t last = item.query_begin + item.query_count - 1;
+    const int64_t end =
+        item.kv_end == kOpenEnd ? seq_lens[plan.query_request[last]] - plan.query_back[last] + growth : item.kv_end;
+    words[header.item_slots_at + i] = static_cast<int32_t>(result.kv_slots);
+    result.kv_slots += end - item.kv_begin;
+    if (result.kv_slots > INT32_MAX) {
+      throw std::length_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
+    }
+  }
+  const auto append = [&](const std::vector<int32_t>& column) {
+    const auto at = static_cast<int32_t>(words.size());
+    words.insert(words.end(), column.begin(), column.end());
+    return at;
+  };
+  header.query_token_at = append(plan.query_token);
+  header.query_request_at = append(plan.query_request);
+  header.query_back_at = append(plan.query_back);
+  header.merge_query_at = append(plan.merge_query);
+  header.merge_offset_at = append(plan.merge_offset);
+  header.merge_slot_at = append(plan.merge_slot);
+  std::memcpy(words.data(), &header, sizeof(header));
+  return result;
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,20 @@
+// A plan as the block of words that DevicePlan describes. Host only, no CUDA.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace prefixpack {
+
+struct PlanWords {
+  std::vector<int32_t> words;
+  int64_t kv_slots = 0;  // entries that StepState::kv_slots needs
+};
+
+// seq_lens: [num_requests] the lengths the plan was made for. growth: tokens by which open ends may grow before the
+// words are made anew; their slots get that much room. Throws std::length_error beyond 2^31 - 1 slots.
+PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth);
+
+}  // namespace prefixpack

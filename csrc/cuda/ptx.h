@@ -1,0 +1,98 @@
+// The instructions that the kernels are built from, by name. Tests replace this header by one that runs on a CPU.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#define PREFIXPACK_DEVICE __device__ __forceinline__
+#define PREFIXPACK_DEVICE_CALL __device__ __noinline__
+
+namespace prefixpack::ptx {
+
+PREFIXPACK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+PREFIXPACK_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+PREFIXPACK_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
+PREFIXPACK_DEVICE void block_sync() { __syncthreads(); }
+PREFIXPACK_DEVICE int atomic_add(int32_t* address, int32_t value) { return atomicAdd(address, value); }
+PREFIXPACK_DEVICE float shuffle_xor(float value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+PREFIXPACK_DEVICE int32_t shuffle_xor(int32_t value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
+  *reinterpret_cast<float2*>(address) = make_float2(left, right);
+}
+PREFIXPACK_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
+PREFIXPACK_DEVICE float tanh(float x) { return tanhf(x); }
+
+// 16 bytes from global to shared memory, zeros where `valid` is false.
+PREFIXPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+}
+PREFIXPACK_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+PREFIXPACK_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
+PREFIXPACK_DEVICE void load_matrix(uint32_t (&out)[4], const void* row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+PREFIXPACK_DEVICE void load_matrix_transposed(uint32_t (&out)[4], const void* row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+
+struct BFloat16 {
+  static PREFIXPACK_DEVICE uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+struct Float16 {
+  static PREFIXPACK_DEVICE uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+// c += a * b for a 16x16 (row major), b 16x8 (column major), c 16x8 in fp32.
+template <class Element>
+PREFIXPACK_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+PREFIXPACK_DEVICE void multiply<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+PREFIXPACK_DEVICE void multiply<Float16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace prefixpack::ptx

@@ -1,0 +1,47 @@
+// The tile table of the GPU kernels: which warps do what for a tile of so many rows.
+#pragma once
+
+#include <cstdint>
+
+namespace prefixpack {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksPerMultiprocessor = 2;
+// Two blocks share the 228 KiB of an sm_90 multiprocessor, 1 KiB of each is the system's.
+constexpr int kSharedBytes = 112 * 1024;
+constexpr int kLaunchSharedBytes = kSharedBytes + 16;  // and the block's ticket
+constexpr int kMaxStages = 4;
+
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
+// Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
+// the end. From 64 rows on each warp has rows of its own.
+template <int HeadDim, int Rows>
+struct Tile {
+  static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks");
+  static_assert(Rows == 16 || Rows == 32 || Rows == 64 || Rows == 128, "tile table: 16, 32, 64, 128");
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kRows = Rows;
+  static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
+  static constexpr int kKeyWarps = kWarps / kRowWarps;
+  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
+  // Keys of a KV tile: what the registers for scores and the shared memory for stages allow.
+  static constexpr int kKeys = Rows > 64 ? 16 : HeadDim > 128 ? 32 : 64;
+  static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
+  static constexpr int kRowBytes = HeadDim * 2;
+  static constexpr int kQueryBytes = Rows * kRowBytes;
+  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
+  static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
+  static constexpr int kSumBytes = kKeyWarps == 1 ? 0 : kKeyWarps * Rows * (HeadDim + 2) * 4;
+
+  static_assert(kKeysPerWarp % 8 == 0, "a warp takes whole 8-key fragments");
+  static_assert(kStages >= 2, "a tile needs two stages in flight");
+  static_assert(kSumBytes <= 2 * kStages * kTileBytes, "the warps' sums lie where the stages were");
+};
+
+// Wider heads leave no registers for two row blocks per warp.
+template <int HeadDim>
+constexpr int kMaxTileRows = HeadDim > 128 ? 64 : 128;
+
+}  // namespace prefixpack

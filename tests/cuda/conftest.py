@@ -1,0 +1,43 @@
+"""Builds the GPU kernels for the CPU, on top of emulated instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pybind11
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EMULATION = Path(__file__).parent / "emulation"
+
+
+@pytest.fixture(scope="session")
+def emulation() -> ModuleType:
+    """The module `cuda_emulation`, rebuilt when a source has changed."""
+    sources = [*sorted(EMULATION.rglob("*.[ch]*")), *sorted((ROOT / "csrc").rglob("*.[ch]*"))]
+    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = ROOT / ".cache" / "cuda_emulation" / stamp
+    built = folder / f"cuda_emulation{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not built.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        includes = [sysconfig.get_paths()["include"], pybind11.get_include(), str(EMULATION), str(ROOT / "csrc")]
+        partial = built.with_suffix(f".{os.getpid()}")
+        subprocess.run(
+            [os.environ.get("CXX", "g++"), "-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
+             *(f"-I{path}" for path in includes), str(EMULATION / "module.cpp"), str(ROOT / "csrc/cuda/plan_words.cpp"),
+             "-o", str(partial)],
+            check=True,
+        )
+        partial.rename(built)
+    spec = importlib.util.spec_from_file_location("cuda_emulation", built)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,144 @@
+// Stands in for csrc/cuda/ptx.h: the same instructions, carried out lane by lane on a CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "fibers.h"
+
+#define PREFIXPACK_DEVICE inline
+#define PREFIXPACK_DEVICE_CALL inline
+
+namespace prefixpack::ptx {
+
+inline int thread_index() { return emulation::self().thread; }
+inline int block_index() { return emulation::self().block->index; }
+inline int grid_size() { return emulation::machine()->grid; }
+inline void block_sync() { emulation::sync_block(); }
+inline int atomic_add(int32_t* address, int32_t value) {
+  const int32_t before = *address;
+  *address += value;
+  return before;
+}
+inline float exp2(float x) { return std::exp2(x); }
+inline float log2(float x) { return std::log2(x); }
+inline float tanh(float x) { return std::tanh(x); }
+inline void store_pair(float* address, float left, float right) {
+  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emulation::fail("misaligned 8-byte store");
+  address[0] = left;
+  address[1] = right;
+}
+
+template <class T>
+inline T shuffle_xor(T value, int lane_mask) {
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  const auto* lanes = emulation::exchange(&word, 1);
+  T result;
+  std::memcpy(&result, &lanes[(thread_index() % 32) ^ lane_mask][0], sizeof(T));
+  return result;
+}
+
+inline void copy_async(void* shared, const void* global, bool valid) {
+  emulation::check_shared(shared, 16);
+  if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("misaligned 16-byte copy");
+  const emulation::PendingCopy copy{static_cast<char*>(shared), static_cast<const char*>(global), valid};
+  if (emulation::machine()->copies == emulation::Copies::kEarly) {
+    emulation::land(copy);
+  } else {
+    emulation::self().open_group.push_back(copy);
+  }
+}
+inline void copy_commit() {
+  auto& fiber = emulation::self();
+  fiber.groups.push_back(std::move(fiber.open_group));
+  fiber.open_group.clear();
+}
+template <int Pending>
+inline void copy_wait() {
+  auto& groups = emulation::self().groups;
+  while (static_cast<int>(groups.size()) > Pending) {
+    for (const auto& copy : groups.front()) emulation::land(copy);
+    groups.erase(groups.begin());
+  }
+}
+
+inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int row) {
+  return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
+}
+inline void load_matrix(uint32_t (&out)[4], const void* row) {
+  emulation::check_shared(row, 16);
+  const uint64_t word = reinterpret_cast<uint64_t>(row);
+  const auto* lanes = emulation::exchange(&word, 1);
+  const int lane = thread_index() % 32;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    std::memcpy(&out[matrix], matrix_row(lanes, matrix, lane / 4) + lane % 4 * 2, 4);
+  }
+}
+inline void load_matrix_transposed(uint32_t (&out)[4], const void* row) {
+  emulation::check_shared(row, 16);
+  const uint64_t word = reinterpret_cast<uint64_t>(row);
+  const auto* lanes = emulation::exchange(&word, 1);
+  const int lane = thread_index() % 32;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const uint32_t low = matrix_row(lanes, matrix, lane % 4 * 2)[lane / 4];
+    const uint32_t high = matrix_row(lanes, matrix, lane % 4 * 2 + 1)[lane / 4];
+    out[matrix] = low | high << 16;
+  }
+}
+
+struct BFloat16 {
+  static float widen(uint16_t bits) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+  static uint16_t narrow(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
+};
+struct Float16 {
+  static float widen(uint16_t bits) {
+    _Float16 value;
+    std::memcpy(&value, &bits, 2);
+    return static_cast<float>(value);
+  }
+  static uint16_t narrow(float value) {
+    const auto half = static_cast<_Float16>(value);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+  }
+  static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
+};
+
+// Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
+// row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
+template <class Element>
+inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const auto* lanes = emulation::exchange(words, 6);
+  const int lane = thread_index() % 32;
+  const auto half = [](uint64_t word, int k) {
+    return Element::widen(static_cast<uint16_t>(k % 2 == 0 ? word & 0xffff : word >> 16 & 0xffff));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    float sum = 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const float x = half(lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k);
+      const float y = half(lanes[column * 4 + k % 8 / 2][4 + k / 8], k);
+      sum += x * y;
+    }
+    c[i] += sum;
+  }
+}
+
+}  // namespace prefixpack::ptx

@@ -1,0 +1,158 @@
+// Runs the threads of CUDA blocks on one CPU thread, in lockstep where the hardware has them meet.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+namespace emulation {
+
+constexpr int kBlockThreads = 128;
+constexpr int kWarpThreads = 32;
+
+// When asynchronous copies land: at once, or only when a wait demands them. Correct code gives the same for both.
+enum class Copies { kEarly, kLate };
+
+struct PendingCopy {
+  char* shared;
+  const char* global;
+  bool valid;
+};
+
+// Arguments that the lanes of a warp lay out for each other; two sets, so that no lane overtakes a reader.
+struct Exchange {
+  uint64_t arrived[2] = {0, 0};
+  uint64_t words[2][kWarpThreads][6];
+};
+
+struct Block;
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  Block* block = nullptr;
+  int thread = 0;
+  bool done = false;
+  uint64_t exchanges = 0;
+  uint64_t syncs = 0;
+  std::vector<PendingCopy> open_group;
+  std::vector<std::vector<PendingCopy>> groups;
+};
+
+struct Block {
+  int index = 0;
+  std::vector<char> shared;
+  uint64_t arrived = 0;
+  Exchange warps[kBlockThreads / kWarpThreads];
+  std::vector<std::unique_ptr<Fiber>> fibers;
+};
+
+struct Machine {
+  int grid = 1;
+  Copies copies = Copies::kLate;
+  std::vector<std::unique_ptr<Block>> blocks;
+  Fiber* current = nullptr;
+  ucontext_t scheduler;
+  std::function<void(char*)> kernel;
+  std::string failure;
+};
+
+inline Machine*& machine() {
+  static Machine* current = nullptr;
+  return current;
+}
+
+inline Fiber& self() { return *machine()->current; }
+
+inline void yield() { swapcontext(&self().context, &machine()->scheduler); }
+
+[[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
+
+// Lays `count` words out and returns what all lanes laid out, once all have.
+inline const uint64_t (*exchange(const uint64_t* words, int count))[6] {
+  Fiber& fiber = self();
+  Exchange& warp = fiber.block->warps[fiber.thread / kWarpThreads];
+  const uint64_t number = fiber.exchanges++;
+  const int set = number % 2;
+  for (int i = 0; i < count; ++i) warp.words[set][fiber.thread % kWarpThreads][i] = words[i];
+  ++warp.arrived[set];
+  while (warp.arrived[set] < kWarpThreads * (number / 2 + 1)) yield();
+  return warp.words[set];
+}
+
+inline void sync_block() {
+  Fiber& fiber = self();
+  ++fiber.block->arrived;
+  const uint64_t target = ++fiber.syncs * kBlockThreads;
+  while (fiber.block->arrived < target) yield();
+}
+
+inline void land(const PendingCopy& copy) {
+  for (int i = 0; i < 16; ++i) copy.shared[i] = copy.valid ? copy.global[i] : 0;
+}
+
+inline void check_shared(const void* address, int bytes) {
+  const auto& shared = self().block->shared;
+  const char* at = static_cast<const char*>(address);
+  if (at < shared.data() || at + bytes > shared.data() + shared.size()) fail("access outside shared memory");
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
+}
+
+inline void fiber_main() {
+  Fiber& fiber = self();
+  try {
+    machine()->kernel(fiber.block->shared.data());
+  } catch (const std::exception& error) {
+    machine()->failure = error.what();
+  }
+  fiber.done = true;
+  yield();
+}
+
+// Runs `kernel(shared memory)` on every thread of `grid` blocks. Throws if a thread fails or if none can go on.
+inline void run(int grid, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
+  Machine here;
+  here.grid = grid;
+  here.copies = copies;
+  here.kernel = std::move(kernel);
+  machine() = &here;
+  for (int index = 0; index < grid; ++index) {
+    auto block = std::make_unique<Block>();
+    block->index = index;
+    // Not-a-number in every 16-bit and 32-bit format: what is read before it is written shows.
+    block->shared.assign(shared_bytes + 128, static_cast<char>(0xff));
+    for (int thread = 0; thread < kBlockThreads; ++thread) {
+      auto fiber = std::make_unique<Fiber>();
+      fiber->stack.resize(128 * 1024);
+      fiber->block = block.get();
+      fiber->thread = thread;
+      getcontext(&fiber->context);
+      fiber->context.uc_stack.ss_sp = fiber->stack.data();
+      fiber->context.uc_stack.ss_size = fiber->stack.size();
+      fiber->context.uc_link = nullptr;
+      makecontext(&fiber->context, fiber_main, 0);
+      block->fibers.push_back(std::move(fiber));
+    }
+    here.blocks.push_back(std::move(block));
+  }
+  for (bool alive = true; alive && here.failure.empty();) {
+    alive = false;
+    for (auto& block : here.blocks) {
+      for (auto& fiber : block->fibers) {
+        if (fiber->done) continue;
+        alive = true;
+        here.current = fiber.get();
+        swapcontext(&here.scheduler, &fiber->context);
+        if (!here.failure.empty()) break;
+      }
+    }
+  }
+  machine() = nullptr;
+  if (!here.failure.empty()) throw std::runtime_error(here.failure);
+}
+
+}  // namespace emulation

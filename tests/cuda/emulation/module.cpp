@@ -1,0 +1,131 @@
+// The GPU kernels of csrc/cuda, run on a CPU through the emulated instructions. Built by the tests.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda/packed_kernel.h"
+#include "cuda/plan_words.h"
+#include "cuda/step_kernels.h"
+
+namespace py = pybind11;
+using namespace prefixpack;
+
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <class T>
+std::vector<T> column(const py::object& plan, const char* name) {
+  const auto values = plan.attr(name).cast<Array<T>>();
+  return {values.data(), values.data() + values.size()};
+}
+
+Plan copy_plan(const py::object& source) {
+  Plan plan;
+  plan.num_requests = source.attr("num_requests").cast<int32_t>();
+  plan.num_queries = source.attr("num_queries").cast<int32_t>();
+  plan.num_slots = source.attr("num_slots").cast<int32_t>();
+  plan.query_token = column<int32_t>(source, "query_token");
+  plan.query_request = column<int32_t>(source, "query_request");
+  plan.query_back = column<int32_t>(source, "query_back");
+  plan.merge_query = column<int32_t>(source, "merge_query");
+  plan.merge_offset = column<int32_t>(source, "merge_offset");
+  plan.merge_slot = column<int32_t>(source, "merge_slot");
+  const auto items = source.attr("items").cast<Array<int32_t>>();
+  const auto* first = reinterpret_cast<const WorkItem*>(items.data());
+  plan.items.assign(first, first + items.shape(0));
+  return plan;
+}
+
+template <int HeadDim, class Element>
+void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
+  emulation::run(2, 0, copies, [&](char*) { prepare_step(params); });
+  for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
+    emulation::run(blocks, kLaunchSharedBytes, copies, [&](char* shared) {
+      auto* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared) + 127) / 128 * 128);
+      run_queue<HeadDim, Element>(params, aligned);
+    });
+    emulation::run(2, 0, copies, [&](char*) { merge_partials<HeadDim, Element>(params); });
+  }
+}
+
+template <class Element>
+void run_head_dim(const KernelParams& params, int blocks, emulation::Copies copies) {
+  switch (params.attention.head_dim) {
+    case 64:
+      return run_kernels<64, Element>(params, blocks, copies);
+    case 128:
+      return run_kernels<128, Element>(params, blocks, copies);
+    case 256:
+      return run_kernels<256, Element>(params, blocks, copies);
+  }
+  throw std::invalid_argument("head_dim must be 64, 128 or 256");
+}
+
+// q, k, v, out: 16-bit patterns. planned_lens: what the plan was made for; seq_lens: what the step has.
+void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array_t<uint16_t>& k,
+               const py::array_t<uint16_t>& v, Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
+               const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
+               const Array<int64_t>& seq_lens, int growth, float scale, float logit_cap, int window_left,
+               const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
+  const Plan plan = copy_plan(plan_object);
+  PlanWords words = plan_words(plan, planned_lens.data(), growth);
+  const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
+  const auto head_dim = static_cast<int32_t>(q.shape(2));
+  const float nan = __builtin_nanf("");
+  std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
+  std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
+  std::vector<ItemBounds> bounds(plan.items.size());
+  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(2, 0);
+  const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
+
+  KernelParams params{};
+  AttentionParams& attention = params.attention;
+  attention.q = q.data();
+  attention.k = k.data();
+  attention.v = v.data();
+  attention.o = out.mutable_data();
+  attention.lse = lse.mutable_data();
+  attention.q_token_stride = attention.o_token_stride = int64_t{q_heads} * head_dim;
+  attention.q_head_stride = attention.o_head_stride = head_dim;
+  attention.k_slot_stride = k.strides(0) / 2;
+  attention.k_head_stride = k.strides(1) / 2;
+  attention.v_slot_stride = v.strides(0) / 2;
+  attention.v_head_stride = v.strides(1) / 2;
+  attention.lse_token_stride = q_heads;
+  attention.req_to_token = req_to_token.data();
+  attention.req_to_token_stride = req_to_token.shape(1);
+  attention.req_pool_indices = req_pool_indices.data();
+  attention.seq_lens = seq_lens.data();
+  attention.sinks = sinks.is_none() ? nullptr : sink_values.data();
+  attention.partial_o = partial_o.data();
+  attention.partial_lse = partial_lse.data();
+  attention.q_heads = q_heads;
+  attention.kv_heads = kv_heads;
+  attention.head_dim = head_dim;
+  attention.window_left = window_left;
+  attention.scale = scale;
+  attention.logit_cap = logit_cap;
+  params.plan.words = words.words.data();
+  params.step = {bounds.data(), positions.data(), slots.data(), tickets.data()};
+  const auto copies = late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly;
+  if (bfloat16) {
+    run_head_dim<ptx::BFloat16>(params, blocks, copies);
+  } else {
+    run_head_dim<ptx::Float16>(params, blocks, copies);
+  }
+  if (tickets[0] != 0 || tickets[1] != 0) throw std::runtime_error("the queue's counters were not reset");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(cuda_emulation, m) {
+  m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+        py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
+        py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("logit_cap"), py::arg("window_left"),
+        py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"));
+}
