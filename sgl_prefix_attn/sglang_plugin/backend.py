@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -357,6 +358,13 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         wanted += hooks.cpu_hooks()
     for hook in hooks.ensure_applied(wanted):
         logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+    if versions.ask_for_readable_tree_core(os.environ):
+        logger.warning(
+            "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
+            "Python core (%s=python)",
+            version,
+            versions.TREE_CORE_VARIABLE,
+        )
     backend = PrefixPackBackend(runner, build_inner(runner, name), runtime)
     logger.info("prefixpack: inner backend %s, paths through %s, SGLang %s", name, kind, version)
     return backend

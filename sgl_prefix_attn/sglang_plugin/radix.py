@@ -242,4 +242,7 @@ def _as_path(chain: Iterable[Any]) -> Path:
 
 
 def _info_path(infos: Iterable[Any]) -> Path:
-    return [PathNode(info.node_id, info.path_start, info.path_end, info.num_children == 0) for info in infos]
+    # 0.5.22 does not tell the number of children yet; taking a leaf for an inner node only costs a look more.
+    return [
+        PathNode(info.node_id, info.path_start, info.path_end, getattr(info, "num_children", 1) == 0) for info in infos
+    ]

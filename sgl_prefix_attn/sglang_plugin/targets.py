@@ -235,9 +235,11 @@ _TREES = (
     Target(
         f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface.collect_path_info", Use.CALL, ("end_node_ids",), since="0.5.22"
     ),
-    *_attributes(
-        f"{_CORE_INTERFACE}.TreePathNodeInfo", "node_id num_children parent_id path_end path_start", since="0.5.22"
-    ),
+    *_attributes(f"{_CORE_INTERFACE}.TreePathNodeInfo", "node_id parent_id path_end path_start", since="0.5.22"),
+    *_attributes(f"{_CORE_INTERFACE}.TreePathNodeInfo", "num_children", since="0.5.23"),
+    *_attributes("environ.Envs", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", since="0.5.19"),
+    Target("environ.envs", Use.ATTRIBUTE, since="0.5.19"),
+    Target(f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface", Use.CLASS, since="0.5.19"),
     Target("mem_cache.chunk_cache.ChunkCache", Use.CLASS, until="0.5.21"),
     *_attributes("session.streaming_session.StreamingSession", "inner", until="0.5.21"),
 )

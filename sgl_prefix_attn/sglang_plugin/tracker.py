@@ -40,9 +40,12 @@ class StepPaths:
     query_lens: Int64Array | None = None
 
 
+# What can change while the members of a decode batch stay the same, and how soon it has to be seen:
 # A request's node changes when its prefill's result is processed, under overlap one step after its first decode step
-# was launched. Requests that joined are looked at this many steps, all others in turn: should the node of one of them
-# change, what was known of it stays true and merely lacks some sharing.
+# was launched; so those that joined are looked at for some steps. Should another one's node change, what was known of
+# it stays true and merely lacks some sharing: all others are looked at in turn.
+# A request that finished may have lost its KV. The scheduler drops it before the next step; should it ever not, that
+# matters at once only if its KV slots stand for others, so those are looked at every step, and all others in turn.
 _JOIN_STEPS = 4
 _TURN_STEPS = 16
 
@@ -57,16 +60,22 @@ class _DecodeState:
     node_ids: frozenset[int]
     step: StepPaths
     joined: list[int]  # batch indices
+    standing: list[Any]  # the live requests whose KV slots stand for others
     request_ids: frozenset[int]
     age: int = 0
     turn: int = 0
 
     def moved(self) -> bool:
-        """Whether a request that is due for a look has another node."""
-        size = len(self.requests) // _TURN_STEPS + 1
+        """Whether a request that is due for a look has another node or has finished."""
+        if any(map(_FINISHED, self.standing)):
+            return True
         begin = self.turn
-        self.turn = begin + size if begin + size < len(self.requests) else 0
-        if list(map(_LAST_NODE, self.requests[begin : begin + size])) != self.handles[begin : begin + size]:
+        end = begin + len(self.requests) // _TURN_STEPS + 1
+        self.turn = end if end < len(self.requests) else 0
+        due = self.requests[begin:end]
+        if list(map(_LAST_NODE, due)) != self.handles[begin:end]:
+            return True
+        if list(map(_FINISHED, due)) != self.finished[begin:end]:
             return True
         self.age += 1
         if self.age > _JOIN_STEPS:
@@ -136,10 +145,8 @@ class BatchTracker:
         if last is None or batch.tree_cache is not self._tree:
             return False
         requests = batch.reqs
-        # Whoever is finished may have lost its KV: that is looked at for everyone, every step.
         return (
             requests == last.requests
-            and list(map(_FINISHED, requests)) == last.finished
             and len(batch.seq_lens) == len(requests)
             and self._prefilled.isdisjoint(last.request_ids)
             and not last.moved()
@@ -166,6 +173,7 @@ class BatchTracker:
             node_ids=frozenset(node_ids),
             step=step,
             joined=[index for index, request in enumerate(request_ids) if request not in before],
+            standing=[requests[index] for index in set(forest.node_request.tolist())],
             request_ids=frozenset(request_ids),
         )
         return step

@@ -7,12 +7,15 @@ whether the plug-in registers at all.
 from __future__ import annotations
 
 import importlib
+from collections.abc import MutableMapping
 from importlib import metadata
 from typing import Any, Final
 
-OLDEST: Final = "0.5.14"
-NEWEST: Final = "0.5.23"
-SEAM_METHOD: Final = "prepare_schedule_batch"
+from sgl_prefix_attn.sglang_plugin import targets
+
+OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
+TREE_CORE_VARIABLE: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+NEWEST: Final = targets.SUPPORTED_VERSIONS[-1]
 
 
 class UnsupportedSglangError(RuntimeError):
@@ -51,7 +54,7 @@ def has_native_seam() -> bool:
     """Whether the installed SGLang hands the schedule batch to attention backends itself (our patch is applied)."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-    return hasattr(AttentionBackend, SEAM_METHOD)
+    return hasattr(AttentionBackend, targets.NATIVE_SEAM)
 
 
 def server_args() -> Any:
@@ -82,6 +85,24 @@ def default_attention_backend(runner: Any) -> str | None:
     except ImportError:
         return None
     return get_default_attn_backend(arguments, runner.use_mla_backend, runner.model_config)
+
+
+def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
+    """Selects the radix tree's Python core where the native one is the default but cannot tell paths (0.5.21).
+
+    To be called before SGLang builds its prefix cache. What the user has set stays. Returns whether it was changed.
+    """
+    try:
+        from sglang.srt.environ import envs
+        from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+
+        default = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
+    except (ImportError, AttributeError):  # no choice of cores in this version
+        return False
+    if hasattr(UnifiedTreeCoreInterface, "collect_path_info") or default == "python" or TREE_CORE_VARIABLE in environ:
+        return False
+    environ[TREE_CORE_VARIABLE] = "python"
+    return True
 
 
 def has_sliding_window_pool(pool: Any) -> bool:

@@ -48,21 +48,27 @@ def shared_by_forest(forest: PrefixForest) -> dict[tuple[int, int], int]:
 
 
 def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> StepPaths:
-    """The tracker's forest is the tree's, and what it calls shared is one and the same KV."""
+    """The tracker's forest is the tree's for all live requests, and what it calls shared is one and the same KV."""
     step = tracker.step(batch)
     assert isinstance(step, StepPaths), step
+    live = [request.finished_reason is None for request in batch.reqs]
     lengths = batch.seq_lens_cpu.tolist()
     prefix = batch.prefix_lens if batch.prefix_lens is not None else [length - 1 for length in lengths]
-    assert shared_by_forest(step.forest) == shared_by_paths(scheduler, batch, prefix)
+    found, expected = shared_by_forest(step.forest), shared_by_paths(scheduler, batch, prefix)
+    assert {pair: found[pair] for pair in found if live[pair[0]] and live[pair[1]]} == {
+        pair: expected[pair] for pair in expected if live[pair[0]] and live[pair[1]]
+    }
     forest = step.forest
     rows = scheduler.pool.req_to_token
     for node in range(forest.num_nodes):
         members = forest.order[forest.node_first[node] : forest.node_last[node]]
         assert forest.node_request[node] in members
+        assert live[forest.node_request[node]]
         begin, end = forest.node_begin[node], forest.node_end[node]
         stands_for_all = rows[batch.reqs[forest.node_request[node]].kv.req_pool_idx, begin:end]
         for member in members:
-            assert (rows[batch.reqs[member].kv.req_pool_idx, begin:end] == stands_for_all).all()
+            if live[member]:
+                assert (rows[batch.reqs[member].kv.req_pool_idx, begin:end] == stands_for_all).all()
     return step
 
 
@@ -217,14 +223,34 @@ class TestKnownSituations:
         scheduler.decode()
         assert paths_of(check(scheduler, tracker, scheduler.decode_batch()).forest)[0] == [(0, 0, 40)]
 
-    def test_finished_requests_share_nothing_and_stand_for_nobody(self, kind: str) -> None:
+    def test_a_finished_request_stops_standing_for_others_at_once(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
         scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
-        scheduler.finish(scheduler.running[0])
+        first = check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.finish(scheduler.running[first.forest.node_request[0]])
         step = check(scheduler, tracker, scheduler.decode_batch())
         assert paths_of(step.forest) == [[], [(0, 0, 30)], [(0, 0, 30)]]
         assert step.forest.node_request.tolist() == [1]
+
+    def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.finish(scheduler.running[2])
+        for _ in range(16):
+            step = check(scheduler, tracker, scheduler.decode_batch())
+        assert paths_of(step.forest) == [[(0, 0, 30)], [(0, 0, 30)], []]
+
+    def test_a_node_that_moves_under_an_old_member_is_seen_some_steps_later(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 30 + [2, 3], [1] * 30 + [2, 3])
+        scheduler.decode()
+        for _ in range(20):
+            check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.running[1].last_node = None
+        for _ in range(16):
+            step = tracker.step(scheduler.decode_batch())
+        assert isinstance(step, StepPaths)
+        assert step.forest.num_nodes == 0
 
     def test_a_chunk_reads_its_cached_part_and_the_decode_rows_come_last(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 30 + [2], [1] * 30 + [3])

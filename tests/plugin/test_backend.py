@@ -1,0 +1,443 @@
+"""The backend: what runs packed gives torch_native's numbers, what cannot goes to the inner backend, counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import backend as backend_module
+from sgl_prefix_attn.sglang_plugin import reasons, runtime, versions
+from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend, create_backend
+from sgl_prefix_attn.sglang_plugin.delegation import delegated_members
+from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
+from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from tests.plugin.attention_world import LAYERS, World
+
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
+
+
+@pytest.fixture(autouse=True)
+def _one_runtime_per_test() -> Iterator[None]:
+    yield
+    runtime.stop()
+
+
+def decode(**options: Any) -> World:
+    return World(SHARED, LENGTHS, **options)
+
+
+def extend(**options: Any) -> World:
+    return World(SHARED, LENGTHS, [4, 1, 5, 9], **options)
+
+
+def mixed(**options: Any) -> World:
+    return World(SHARED, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
+
+
+def assert_same(packed: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(packed, stock, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("make", "mode"), [(decode, "decode"), (extend, "extend"), (mixed, "mixed")])
+class TestPackedSteps:
+    def test_numbers_are_torch_natives(self, make: Any, mode: str) -> None:
+        world = make()
+        assert_same(world.run(), world.run_stock())
+        assert world.runtime.counters.steps_packed[mode] == 1
+        assert world.fallbacks == {}
+        assert world.inner.layer_calls == 0
+        assert world.inner.metadata_calls == 0
+
+    def test_keys_and_values_are_in_the_pool_before_they_are_read(self, make: Any, mode: str) -> None:
+        world = make()
+        world.run()
+        for layer in world.layers:
+            _, k, v = world.qkv(layer)
+            slots = world.batch.out_cache_loc
+            torch.testing.assert_close(world.pool.get_key_buffer(layer.layer_id)[slots], k)
+            torch.testing.assert_close(world.pool.get_value_buffer(layer.layer_id)[slots], v)
+
+    def test_kv_reads_are_counted(self, make: Any, mode: str) -> None:
+        world = make()
+        world.run()
+        counters = world.runtime.counters
+        assert counters.kv_tokens_unique <= counters.kv_tokens_read < counters.kv_tokens_per_request
+        assert counters.plans_made == 1
+        assert counters.host_seconds > 0
+
+    def test_can_be_switched_off(self, make: Any, mode: str) -> None:
+        world = make(settings=Settings(metrics=False, **{f"pack_{mode}": False}))
+        assert_same(world.run(), world.run_stock())
+        assert world.fallbacks == {reasons.DISABLED: 1}
+
+
+class TestAttentionVariants:
+    def test_sliding_window(self) -> None:
+        for make in (decode, extend, mixed):
+            world = make()
+            for layer in world.layers:
+                layer.sliding_window_size = 7
+            assert_same(world.run(), world.run_stock())
+            assert world.fallbacks == {}
+
+    def test_soft_cap_changes_the_result_and_runs_packed(self) -> None:
+        world = decode()
+        plain = world.run()
+        for layer in world.layers:
+            layer.logit_cap = 0.5
+        assert world.backend._layers  # looked up per layer, but the cap is read per call
+        capped = world.run()
+        assert world.fallbacks == {}
+        assert not torch.allclose(plain[0], capped[0], atol=1e-3)
+
+    def test_sinks_take_part_in_the_denominator(self) -> None:
+        world = decode()
+        plain = world.run()
+        with_sinks = world.run(sinks=torch.full((4,), 3.0, dtype=torch.bfloat16))
+        assert world.fallbacks == {}
+        assert (with_sinks[0].abs() < plain[0].abs()).all()
+
+    def test_kv_in_half_precision(self) -> None:
+        world = decode(kv_dtype=torch.bfloat16)
+        for ours, theirs in zip(world.run(), world.run_stock(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        assert world.fallbacks == {}
+
+    def test_a_layer_that_keeps_no_kv_of_its_own_reads_another_ones(self) -> None:
+        world = decode()
+        layer = world.layers[0]
+        before = world.pool.get_key_buffer(0).clone()
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+            q, _, _ = world.qkv(layer)
+            world.backend.forward(q, None, None, layer, world.batch, save_kv_cache=False)
+        assert torch.equal(world.pool.get_key_buffer(0), before)
+        assert world.fallbacks == {}
+
+
+class TestStepFallbacks:
+    """The whole step goes to the inner backend, with metadata, once counted, with its numbers."""
+
+    def falls_back(self, world: World, reason: str, handed: Handed | None = None) -> None:
+        out = world.run(handed)
+        assert world.fallbacks == {reason: 1}
+        assert world.inner.metadata_calls == 1
+        assert world.inner.layer_calls == LAYERS
+        assert not any(world.runtime.counters.steps_packed.values())
+        assert_same(out, world.run_stock())
+        assert reason in reasons.EXPLANATIONS
+
+    def test_no_paths(self) -> None:
+        self.falls_back(decode(), reasons.NO_PATHS, NOTHING)
+
+    @pytest.mark.parametrize("reason", [reasons.BEAM_ROWS, reasons.NO_RADIX_CACHE, reasons.HOOK_FAILED])
+    def test_a_reason_instead_of_paths(self, reason: str) -> None:
+        self.falls_back(decode(), reason, Handed(reason))
+
+    def test_other_rows_than_announced(self) -> None:
+        world = decode()
+        self.falls_back(world, reasons.ROW_MISMATCH, Handed(world.step, world.batch.req_pool_indices + 1))
+
+    def test_another_number_of_rows(self) -> None:
+        world = decode()
+        other = StepPaths(PrefixForest.from_paths([[]]), "decode", 1, 1)
+        self.falls_back(world, reasons.ROW_MISMATCH, Handed(other, world.batch.req_pool_indices[:1]))
+
+    def test_another_kind_of_step(self) -> None:
+        world = decode()
+        lengths = np.array([1, 1, 1, 1])
+        other = StepPaths(world.step.forest, "extend", 4, 0, lengths)
+        self.falls_back(world, reasons.ROW_MISMATCH, Handed(other, world.batch.req_pool_indices))
+
+    def test_speculative_input(self) -> None:
+        world = decode()
+        world.batch.spec_info = SimpleNamespace()
+        self.falls_back(world, reasons.SPECULATIVE)
+
+    def test_half_of_a_two_batch_overlap(self) -> None:
+        world = decode()
+        world.batch.tbo_parent_token_range = (0, 4)
+        self.falls_back(world, reasons.TWO_BATCH_OVERLAP)
+
+    def test_draft_worker(self) -> None:
+        self.falls_back(decode(is_draft_worker=True), reasons.DRAFT_WORKER)
+
+    def test_no_kernel_for_the_device(self) -> None:
+        self.falls_back(decode(device="cuda"), reasons.NO_CUDA_KERNEL)
+
+    def test_paths_and_lengths_that_contradict_each_other(self, caplog: pytest.LogCaptureFixture) -> None:
+        world = decode()
+        # The forest says that the first two requests share 260 positions, but one of them has only 10.
+        world.batch.seq_lens = torch.tensor([300, 10, 205, 9])
+        with caplog.at_level(logging.ERROR):
+            self.falls_back(world, reasons.PLAN_REFUSED)
+        assert "Traceback" in caplog.text
+
+    def test_encoder_decoder(self) -> None:
+        world = decode(model_config=SimpleNamespace(is_encoder_decoder=True))
+        world.run()
+        assert world.fallbacks == {reasons.ENCODER_DECODER: 1}
+
+    def test_hybrid_sliding_window_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
+        self.falls_back(decode(), reasons.HYBRID_SWA)
+
+    def test_idle(self) -> None:
+        world = decode()
+        world.batch.forward_mode = ForwardMode.IDLE
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+            layer = world.layers[0]
+            out = world.backend.forward(torch.empty(0, 128), None, None, layer, world.batch)
+        assert out.shape == (0, 128)
+        assert world.fallbacks == {reasons.IDLE: 1}
+
+    def test_graph_capture_and_replay(self) -> None:
+        world = decode()
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata_out_graph(world.batch, in_capture=True)
+        assert world.fallbacks == {reasons.GRAPH: 1}
+
+    def test_a_step_after_a_fallback_runs_packed_again(self) -> None:
+        world = decode()
+        world.run(NOTHING)
+        assert_same(world.run(), world.run_stock())
+        assert world.runtime.counters.steps_packed["decode"] == 1
+
+    def test_a_packed_step_leaves_nothing_for_a_step_without_paths(self) -> None:
+        world = decode()
+        world.run()
+        world.run(NOTHING)
+        assert world.inner.layer_calls == LAYERS
+
+    def test_the_first_of_each_reason_is_explained_in_the_log(self, caplog: pytest.LogCaptureFixture) -> None:
+        world = decode()
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                world.run(NOTHING)
+        assert caplog.text.count(reasons.EXPLANATIONS[reasons.NO_PATHS]) == 1
+        assert world.fallbacks == {reasons.NO_PATHS: 3}
+
+
+class TestLayerFallbacks:
+    """One layer goes to the inner backend, whose metadata is there when it is needed; the others run packed."""
+
+    def one_layer(self, change: dict[str, Any], reason: str, *, stock: bool = True) -> None:
+        world = decode()
+        for name, value in change.items():
+            setattr(world.layers[1], name, value)
+        out = world.run()
+        assert world.fallbacks == {reason: 1}
+        assert world.inner.metadata_calls == 1
+        assert world.inner.layer_calls == 1
+        assert world.runtime.counters.steps_packed["decode"] == 1
+        if stock:
+            assert_same(out, world.run_stock())
+
+    def test_encoder_only(self) -> None:
+        self.one_layer({"attn_type": AttentionType.ENCODER_ONLY}, reasons.NON_CAUSAL)
+
+    def test_bidirectional(self) -> None:
+        self.one_layer({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, reasons.NON_CAUSAL)
+
+    def test_capping_other_than_tanh(self) -> None:
+        self.one_layer({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, reasons.LAYER_VARIANT)
+
+    def test_length_dependent_temperature(self) -> None:
+        self.one_layer({"xai_temperature_len": 1024}, reasons.LAYER_VARIANT)
+
+    def test_chunked_local_attention(self) -> None:
+        self.one_layer({"use_irope": True}, reasons.LAYER_VARIANT)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"is_cross_attention": True}, reasons.CROSS_ATTENTION),
+            ({"v_head_dim": 16}, reasons.HEAD_DIM),
+            ({"qk_head_dim": 40, "v_head_dim": 40}, reasons.HEAD_DIM),
+            ({"qk_head_dim": 512, "v_head_dim": 512}, reasons.HEAD_DIM),
+            ({"tp_q_head_num": 3}, reasons.HEAD_GROUPS),
+            ({"qk_head_dim": 64, "v_head_dim": 64}, reasons.KV_LAYOUT),
+        ],
+    )
+    def test_shapes_the_packed_path_does_not_know(self, change: dict[str, Any], reason: str) -> None:
+        world = decode()
+        for name, value in change.items():
+            setattr(world.layers[1], name, value)
+        assert world.backend._facts(world.layers[1]).obstacle == reason
+        assert reason in reasons.EXPLANATIONS
+
+    def test_fp8_kv_cache(self) -> None:
+        world = decode(kv_dtype=torch.float8_e4m3fn)
+        world.backend._look_at_layers()
+        assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.KV_DTYPE}
+
+    def test_an_argument_nobody_knows(self) -> None:
+        world = decode()
+        layer = world.layers[0]
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+            with pytest.raises(TypeError):  # torch_native does not know it either
+                world.backend.forward(*world.qkv(layer), layer, world.batch, q_rope=torch.zeros(1))
+        assert world.fallbacks == {reasons.CALL_ARGUMENTS: 1}
+
+    def test_padded_queries(self) -> None:
+        world = decode()
+        layer = world.layers[0]
+        q, _, _ = world.qkv(layer)
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+            reason = backend_module._call_obstacle(world.backend._step, torch.cat([q, q]), layer, {})
+        assert reason == reasons.ROW_MISMATCH
+
+    def test_the_next_step_prepares_the_inner_backend_beforehand(self) -> None:
+        world = decode()
+        world.layers[1].attn_type = AttentionType.ENCODER_ONLY
+        world.run()
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+        assert world.inner.metadata_calls == 2
+
+
+class TestPlanReuse:
+    def test_steady_decode_plans_once(self) -> None:
+        world = decode()
+        for _ in range(10):
+            world.run()
+        assert (world.runtime.counters.plans_made, world.runtime.counters.plans_reused) == (1, 9)
+
+    def test_growing_tails_keep_the_numbers_right(self) -> None:
+        world = decode()
+        world.run()
+        for extra in range(1, 4):
+            for row, length in enumerate(world.seq_lens, 1):
+                world.rows.req_to_token[row, length + extra - 1] = extra
+            world.batch.seq_lens = torch.tensor(world.seq_lens) + extra
+            world.batch.out_cache_loc = torch.full((4,), extra)
+            assert_same(world.run(), world.run_stock())
+        assert world.runtime.counters.plans_made == 1
+
+
+class TestDelegation:
+    def test_no_member_of_the_base_class_answers_with_its_default(self) -> None:
+        own = {name for name in vars(PrefixPackBackend) if not name.startswith("__")}
+        for name in delegated_members(AttentionBackend, type("Empty", (), {})):
+            assert name in own, f"AttentionBackend.{name} would bypass the inner backend"
+
+    def test_methods_properties_and_attributes_are_the_inner_ones(self) -> None:
+        world = decode()
+        assert world.backend.support_triton() is False  # torch_native's answer; the base class says True
+        world.inner.extend_dummy_seqs_capped_by_req_pool = True
+        assert world.backend.extend_dummy_seqs_capped_by_req_pool is True
+        world.backend.forward_metadata = "written through"
+        assert world.inner.forward_metadata == "written through"
+
+    def test_what_only_the_inner_backend_has_is_found(self) -> None:
+        world = decode()
+        world.inner.workspace_of_its_own = 5
+        assert world.backend.workspace_of_its_own == 5
+        assert not hasattr(world.backend, "nobody_has_this")
+
+    def test_lengths_on_the_host_are_asked_for_whatever_the_inner_backend_needs(self) -> None:
+        world = decode()
+        world.inner.needs_cpu_seq_lens = False
+        assert world.backend.needs_cpu_seq_lens is True
+
+
+class TestFactory:
+    @pytest.fixture(autouse=True)
+    def _no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backend_module.hooks, "ensure_applied", lambda wanted: [])
+        monkeypatch.setattr(backend_module.cpu_traps, "note_cpu_backend", lambda: None)
+
+    def runner(self, **options: Any) -> Any:
+        return decode(**options).runner
+
+    def test_an_mla_model_is_refused_by_name(self) -> None:
+        with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
+            create_backend(self.runner(use_mla_backend=True), Settings())
+
+    def test_on_a_cpu_torch_native_is_wrapped(self) -> None:
+        runner = self.runner()
+        runtime.stop()
+        backend = create_backend(runner, Settings(metrics=False))
+        assert type(backend.inner).__name__ == "TorchNativeAttnBackend"
+
+    @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
+    def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"inner_backend='{name}' needs a GPU"):
+            create_backend(self.runner(), Settings(inner_backend=name))
+
+    def test_the_patch_is_asked_for_but_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: False)
+        with pytest.raises(ValueError, match=r"handover='patch', but the installed SGLang .* does not carry the patch"):
+            create_backend(self.runner(), Settings(handover="patch"))
+
+    @pytest.mark.parametrize(
+        ("setting", "patched", "kind"),
+        [
+            ("auto", False, "hooks"),
+            ("auto", True, "patch"),
+            ("hooks", True, "hooks"),
+            ("hooks", False, "hooks"),
+            ("patch", True, "patch"),
+        ],
+    )
+    def test_how_paths_are_handed_over(
+        self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
+        assert backend_module.handover_kind(Settings(handover=setting), "0.5.20") == kind
+
+    def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lost = backend_module.hooks.HANDOVER_HOOKS[1]
+        monkeypatch.setattr(backend_module.hooks, "ensure_applied", lambda wanted: [lost])
+        runner = self.runner()
+        runtime.stop()
+        with caplog.at_level(logging.ERROR):
+            create_backend(runner, Settings(metrics=False))
+        assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
+        assert f"SGLang {versions.installed_version()}" in caplog.text
+        assert "no step runs packed" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("chosen", "inner"),
+        [
+            ("fa3", "fa3"),
+            ("flashinfer", "flashinfer"),
+            ("triton", "triton"),
+            ("trtllm_mha", "triton"),
+            (None, "triton"),
+        ],
+    )
+    def test_on_cuda_the_inner_backend_is_sglangs_own_choice_where_it_can_be_wrapped(
+        self, chosen: str | None, inner: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
+        assert backend_module.inner_name(SimpleNamespace(device="cuda"), "auto") == inner
+
+    def test_settings_shape_the_planners_device(self) -> None:
+        device = backend_module.cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
+        assert device.workers == 3
+        assert max(device.tile_rows) == 16
+        assert backend_module.cpu_device(Settings(cpu_threads=3, workers=7)).workers == 7
