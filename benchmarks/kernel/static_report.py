@@ -1,0 +1,101 @@
+"""What the compiler says of the GPU kernels: registers, spills and shared memory per instantiation. Needs nvcc, no GPU.
+
+    python benchmarks/kernel/static_report.py --archs 80 90a
+
+Exits with 1 if a kernel spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
+FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function ')\s*'?(\w+)")
+SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+def readable(symbol: str) -> str:
+    """"packed 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
+    element = "bf16" if "BFloat16" in symbol else "fp16"
+    tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
+    if tile:
+        return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
+    kernel = re.search(r"(packed|merge)_kernelILi(\d+)E", symbol)
+    return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
+
+
+def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]]:
+    """Compiles one source for one architecture; returns a row per function.
+
+    Raises:
+        RuntimeError: nvcc failed; the message holds its output.
+    """
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "out.cubin"
+        command = [nvcc, "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v",
+                   str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        size = cubin.stat().st_size
+    rows: list[dict[str, object]] = []
+    for line in done.stderr.splitlines():
+        if match := FUNCTION.search(line):
+            name = readable(match.group(1))
+            if not rows or rows[-1]["function"] != name:
+                rows.append({"source": source.name, "arch": arch, "function": name, "registers": None})
+        elif match := SPILL.search(line):
+            rows[-1].update(spill_store_bytes=int(match.group(2)), spill_load_bytes=int(match.group(3)))
+        elif match := REGISTERS.search(line):
+            entry = next(row for row in reversed(rows) if str(row["function"]).startswith(("packed", "merge"))
+                         and row["registers"] is None)
+            entry["registers"] = int(match.group(1))
+    for row in rows:
+        row.update(cubin_bytes=size, compile_seconds=round(time.perf_counter() - start, 1))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", nargs="+", default=["80", "90a"], help="architectures (default: 80 90a)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (default: all cores)")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        print("static_report: nvcc is not on PATH", file=sys.stderr)
+        return 2
+    tasks = [(source, arch) for source in SOURCES for arch in args.archs]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        reports = pool.map(lambda task: compile_report(nvcc, *task), tasks)
+        rows = [row for report in tqdm(reports, total=len(tasks), unit="source", file=sys.stderr) for row in report]
+    print(f"{'arch':>5}  {'function':<24} {'registers':>9} {'spilled bytes':>13}")
+    for row in rows:
+        spilled = f"{row['spill_store_bytes']}/{row['spill_load_bytes']}"
+        print(f"{row['arch']:>5}  {row['function']:<24} {row['registers'] or '':>9} {spilled:>13}")
+    spilling = [row for row in rows if row["spill_store_bytes"] or row["spill_load_bytes"]]
+    sizes = {(row["source"], row["arch"]): row["cubin_bytes"] for row in rows}
+    print(f"{len(rows)} functions, {len(spilling)} spill; {sum(sizes.values()) / 1e6:.1f} MB of device code")
+    if args.out:
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout.split("release ")
+        args.out.write_text(json.dumps({"nvcc": version[-1].split(",")[0], "rows": rows}, indent=1) + "\n")
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

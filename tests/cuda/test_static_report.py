@@ -1,0 +1,30 @@
+"""The GPU kernels compile for sm_80 and sm_90a, and none spills registers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_no_kernel_spills(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks/kernel/static_report.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    packed = [row for row in rows if row["function"].startswith("packed")]
+    assert {(row["arch"], row["function"]) for row in packed} == {
+        (arch, f"packed {head_dim} {element}")
+        for arch in ("80", "90a") for head_dim in (64, 128, 256) for element in ("bf16", "fp16")
+    }
+    # Two blocks of 128 threads on a multiprocessor of 65,536 registers.
+    assert all(0 < row["registers"] <= 255 for row in packed)
