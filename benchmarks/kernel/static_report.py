@@ -73,7 +73,7 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", nargs="+", default=["80", "90a"], help="architectures (default: 80 90a)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (default: all cores)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (default: cores)")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     nvcc = shutil.which("nvcc")
@@ -92,8 +92,9 @@ def main() -> int:
     sizes = {(row["source"], row["arch"]): row["cubin_bytes"] for row in rows}
     print(f"{len(rows)} functions, {len(spilling)} spill; {sum(sizes.values()) / 1e6:.1f} MB of device code")
     if args.out:
-        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout.split("release ")
-        args.out.write_text(json.dumps({"nvcc": version[-1].split(",")[0], "rows": rows}, indent=1) + "\n")
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        release = version.split("release ")[-1].split(",")[0]
+        args.out.write_text(json.dumps({"nvcc": release, "rows": rows}, indent=1) + "\n")
     return 1 if spilling else 0
 
 
