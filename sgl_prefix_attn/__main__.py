@@ -12,6 +12,7 @@ from sgl_prefix_attn import __version__
 
 # command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
 COMMANDS = {
+    "batch": ("sgl_prefix_attn.offline.cli", "run a batch file (OpenAI's format) offline, prefixes computed once"),
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
     "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),

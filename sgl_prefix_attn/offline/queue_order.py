@@ -12,6 +12,8 @@ from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+# Key in a request's custom_params whose value is its encoded Place.
+CUSTOM_PARAMETER = "prefixpack_offline"
 # A shorter common prefix is not worth waiting for: computing it again takes less than a step. SGLang's in-batch prefix
 # caching has the same threshold.
 WORTH_WAITING_FOR = 32

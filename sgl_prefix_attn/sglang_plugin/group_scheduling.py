@@ -18,12 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from sgl_prefix_attn.offline.queue_order import WORTH_WAITING_FOR, Place, QueueOrder, Turn, Waiting
+from sgl_prefix_attn.offline.queue_order import (
+    CUSTOM_PARAMETER,
+    WORTH_WAITING_FOR,
+    Place,
+    QueueOrder,
+    Turn,
+    Waiting,
+)
 
 logger = logging.getLogger(__name__)
 
-# Key in a request's custom_params; the value is Place.encode().
-CUSTOM_PARAMETER = "prefixpack_offline"
 _PLACE = "_prefixpack_place"
 
 

@@ -1,0 +1,264 @@
+"""SGLang's real queue policy, admission, pools and radix cache, driven as its scheduler does, without a model.
+
+Written for sglang 0.5.20. The steps of the overlapped scheduler are kept: a prefill's result enters the cache after the
+next step has been planned. What is simplified: prefills are not chunked, and requests finish after a fixed output.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from sgl_prefix_attn.sglang_plugin import group_scheduling
+
+# SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
+_RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
+_MAX_PREFILL_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: its prompt, the output it will have, and its place in an offline job (None: plain)."""
+
+    prompt: Sequence[int]
+    output: int
+    place: list[str | int] | None = None
+
+
+@dataclass
+class Result:
+    """What a replay did. `saving` is equation 2: share of prompt tokens that were not computed."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+    most_running: int = 0
+    finished: int = 0
+    held_back: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def saving(self) -> float:
+        return 1 - self.computed_tokens / max(1, self.prompt_tokens)
+
+
+class _Running:
+    """What PrefillAdder reads of a ScheduleBatch."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Req] = []
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+
+class ReplayError(RuntimeError):
+    """The replay cannot go on; says why."""
+
+
+class Replay:
+    """Runs jobs to their end over one cache.
+
+    Args:
+        pool: KV tokens.
+        max_running: most requests that run at once.
+        grouped: with the hooks of group scheduling.
+        window: how many requests are handed to the queue at once; None: all.
+    """
+
+    def __init__(
+        self,
+        pool: int,
+        *,
+        max_running: int = 256,
+        grouped: bool = False,
+        window: int | None = None,
+        context: int = 32_768,
+    ) -> None:
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
+        self.rows = ReqToTokenPool(size=max_running, max_context_len=context, device="cpu", enable_memory_saver=False)
+        self.allocator = TokenToKVPoolAllocator(pool, torch.float32, "cpu", None, need_sort=False)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=1,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self.policy = SchedulePolicy("fcfs", self.tree, False, False, False)
+        self.pool, self.max_running, self.grouped, self.window = pool, max_running, grouped, window
+        self.running = _Running()
+        self.waiting: list[Req] = []
+        self.outputs: dict[str, int] = {}
+        self.lengths: dict[str, int] = {}
+        self.ratio = _RATIO_START
+        self.full = False
+        self.result = Result()
+        group_scheduling.reset()
+
+    def run(self, jobs: Sequence[Job]) -> Result:
+        """Runs all jobs. Raises ReplayError when nothing can be admitted any more, or KV is lost."""
+        source = iter(enumerate(jobs))
+        prefilled: deque[list[Req]] = deque()  # launched, result not processed
+        idle = 0
+        while True:
+            self._hand_in(source)
+            planned = self._admit()
+            if prefilled:
+                self._prefill_done(prefilled.popleft())
+            if planned:
+                prefilled.append(planned)
+                self.running.reqs += planned
+                self.result.prefill_steps += 1
+            else:
+                self._decode()
+            self.result.steps += 1
+            if not (self.waiting or self.running.reqs or prefilled):
+                break
+            idle = 0 if planned or self.running.reqs else idle + 1
+            if idle > 3:
+                raise ReplayError(f"nothing runs, {len(self.waiting)} requests wait, none is admitted")
+        free = self.allocator.available_size() + self.tree.evictable_size()
+        if free != self.pool or self.tree.protected_size():
+            raise ReplayError(f"{self.pool - free} KV tokens are lost, {self.tree.protected_size()} stay locked")
+        self.result.held_back = dict(group_scheduling.active().held_back)
+        return self.result
+
+    def _hand_in(self, source: Iterator[tuple[int, Job]]) -> None:
+        outstanding = len(self.waiting) + len(self.running.reqs)
+        for number, job in source:
+            params = {group_scheduling.CUSTOM_PARAMETER: job.place} if job.place else None
+            sampling = SamplingParams(max_new_tokens=job.output, ignore_eos=True, custom_params=params)
+            request = Req(f"r{number}", "", array("q", job.prompt), sampling)
+            self.outputs[request.rid] = job.output
+            self.waiting.append(request)
+            self.result.prompt_tokens += len(job.prompt)
+            outstanding += 1
+            if self.window is not None and outstanding >= self.window:
+                return
+
+    def _admit(self) -> list[Req]:
+        if self.full or not self.waiting or len(self.running.reqs) >= self.max_running:
+            return []
+        self.policy.calc_priority(self.waiting, self.running)
+        if self.grouped:
+            group_scheduling.after_calc_priority(None, self.policy, self.waiting)
+        adder = PrefillAdder(1, self.tree, self.allocator, self.running, self.ratio, _MAX_PREFILL_TOKENS, None, 0)
+        add = group_scheduling.around_add_one_req if self.grouped else lambda original, *args: original(*args)
+        for request in self.waiting:
+            if len(adder.can_run_list) + len(self.running.reqs) >= self.max_running:
+                break
+            request.init_next_round_input(self.tree)
+            verdict = add(PrefillAdder.add_one_req, adder, request, False, None)
+            if verdict is not AddReqResult.CONTINUE:
+                self.full = verdict is AddReqResult.NO_TOKEN
+                break
+        admitted = list(adder.can_run_list)
+        for request in admitted:
+            self._start(request)
+        chosen = set(admitted)
+        self.waiting = [request for request in self.waiting if request not in chosen]
+        return admitted
+
+    def _start(self, request: Req) -> None:
+        start, end = request.extend_range.start, request.extend_range.end
+        self.rows.alloc([request])
+        row = self.rows.req_to_token[request.kv.req_pool_idx]
+        row[:start] = request.prefix_indices.to(torch.int32)
+        row[start:end] = self._slots(end - start)
+        self._set_length(request, end)
+        self.result.computed_tokens += end - start
+
+    def _prefill_done(self, requests: list[Req]) -> None:
+        for request in requests:
+            request.output_ids.append(1)
+            if len(request.output_ids) >= self.outputs[request.rid]:
+                self._finish(request)
+            else:
+                self.tree.cache_unfinished_req(request)
+        self._filter()
+
+    def _decode(self) -> None:
+        started = [request for request in self.running.reqs if len(request.output_ids)]
+        while started and not self._make_room(len(started)):
+            if len(started) == 1:
+                raise ReplayError("one request alone does not fit the pool")
+            started.sort(key=lambda request: (-len(request.output_ids), len(request.origin_input_ids)))
+            self._retract(started.pop())
+        if not started:
+            return
+        slots = self._slots(len(started)).tolist()
+        self.result.most_running = max(self.result.most_running, len(started))
+        for request, slot in zip(started, slots, strict=True):
+            position = self.lengths[request.rid]
+            self.rows.req_to_token[request.kv.req_pool_idx, position] = slot
+            self._set_length(request, position + 1)
+            request.output_ids.append(1)
+            if len(request.output_ids) >= self.outputs[request.rid]:
+                self._finish(request)
+        self.ratio = max(_RATIO_END, self.ratio - (_RATIO_START - _RATIO_END) / _RATIO_STEPS)
+        self._filter()
+
+    def _retract(self, request: Req) -> None:
+        self.tree.cache_finished_req(request, is_insert=False, kv_len_to_handle=self.lengths[request.rid])
+        self._release(request)
+        request.reset_for_retract()
+        self.running.reqs.remove(request)
+        self.waiting.append(request)
+        self.full = False
+        self.result.retractions += 1
+
+    def _finish(self, request: Req) -> None:
+        request.finished_reason = FINISH_LENGTH(length=len(request.output_ids))
+        self.tree.cache_finished_req(request, is_insert=True, kv_len_to_handle=self.lengths[request.rid])
+        self._release(request)
+        self.result.finished += 1
+
+    def _release(self, request: Req) -> None:
+        self.rows.free(request)
+        request.kv.mark_kv_released()
+
+    def _filter(self) -> None:
+        before = len(self.running.reqs)
+        self.running.reqs = [request for request in self.running.reqs if not request.finished()]
+        if len(self.running.reqs) < before:
+            self.full = False
+
+    def _set_length(self, request: Req, length: int) -> None:
+        self.lengths[request.rid] = length
+        request.kv.kv_allocated_len = request.kv.kv_committed_len = length
+
+    def _make_room(self, tokens: int) -> bool:
+        missing = tokens - self.allocator.available_size()
+        if missing > 0:
+            self.tree.evict(EvictParams(num_tokens=missing))
+        return self.allocator.available_size() >= tokens
+
+    def _slots(self, tokens: int) -> torch.Tensor:
+        if not self._make_room(tokens):
+            raise ReplayError(f"admitted a request whose {tokens} tokens do not fit")
+        slots = self.allocator.alloc(tokens)
+        return slots.to(torch.int32)

@@ -1,0 +1,204 @@
+"""Reads batch files in OpenAI's format: one request a line, for /v1/completions or /v1/chat/completions.
+
+Every line is checked by itself; what is wrong with one is reported with its number and does not touch the others.
+Prompts of completions may be token ids. Beyond OpenAI's fields those of SGLang are taken that shape sampling.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
+
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class LineError:
+    """What is wrong with a line: `code` for programs, `message` for people. `custom_id` where it could be read."""
+
+    line: int
+    code: str
+    message: str
+    custom_id: str | None = None
+
+
+class _Body(BaseModel):
+    """What both kinds of requests have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    stop: StrictStr | list[StrictStr] | None = None
+    seed: int | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    stream: Literal[False, None] = None
+    # SGLang's
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """SGLang's sampling parameters, without max_new_tokens."""
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "n": self.n,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "logit_bias": self.logit_bias,
+            "sampling_seed": self.seed,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class CompletionBody(_Body):
+    """Body of a /v1/completions request; a prompt is text or token ids."""
+
+    prompt: StrictStr | Annotated[list[TokenId], Field(min_length=1)]
+    max_tokens: int = Field(DEFAULT_COMPLETION_TOKENS, ge=1)
+    echo: Literal[False, None] = None
+    logprobs: Literal[0, None] = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatBody(_Body):
+    """Body of a /v1/chat/completions request. Without a limit it may use up the context."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False, None] = None
+
+    @model_validator(mode="after")
+    def _messages_have_roles(self) -> ChatBody:
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError(f"messages[{number}] needs a role and a content")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    custom_id: Annotated[StrictStr, Field(min_length=1)]
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/completions", "/v1/chat/completions"]
+    body: dict[str, Any]
+
+
+_BODIES: dict[str, type[CompletionBody] | type[ChatBody]] = {COMPLETIONS: CompletionBody, CHAT: ChatBody}
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A usable line. `line` counts from 1."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: CompletionBody | ChatBody
+
+
+def read_batch(path: Path) -> Iterator[BatchRequest | LineError]:
+    """The requests and errors of a batch file, in its order; blank lines are skipped.
+
+    Raises OSError when the file cannot be read.
+    """
+    first_line: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            entry = parse_line(number, text)
+            if isinstance(entry, BatchRequest):
+                earlier = first_line.setdefault(entry.custom_id, number)
+                if earlier != number:
+                    entry = LineError(
+                        number,
+                        "duplicate_custom_id",
+                        f"custom_id {entry.custom_id!r} is that of line {earlier} already; each needs its own",
+                        entry.custom_id,
+                    )
+            yield entry
+
+
+def parse_line(number: int, text: bytes) -> BatchRequest | LineError:
+    """One line of a batch file."""
+    try:
+        raw = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        return LineError(number, "malformed_json", f"not JSON: {error}")
+    if not isinstance(raw, dict):
+        return LineError(number, "malformed_json", f"a JSON {type(raw).__name__}, expected an object with a custom_id")
+    custom_id = raw.get("custom_id") if isinstance(raw.get("custom_id"), str) else None
+    try:
+        line = _Line.model_validate(raw)
+    except ValidationError as error:
+        return _invalid(number, custom_id, error, _Line, "")
+    body_type = _BODIES[line.url]
+    try:
+        return BatchRequest(number, line.custom_id, line.url, body_type.model_validate(line.body))
+    except ValidationError as error:
+        return _invalid(number, custom_id, error, body_type, "body.")
+
+
+def _invalid(
+    number: int, custom_id: str | None, error: ValidationError, model: type[BaseModel], prefix: str
+) -> LineError:
+    problems, unknown = [], False
+    for detail in error.errors(include_url=False, include_context=False):
+        # Unions report each alternative; their names are not part of the field.
+        place = [str(part) for part in detail["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        name = prefix + ".".join(place)
+        if detail["type"] == "extra_forbidden":
+            unknown = True
+            near = difflib.get_close_matches(str(detail["loc"][-1]), list(model.model_fields), n=1)
+            problems.append(f"{name} is an unknown field" + (f"; did you mean {near[0]}?" if near else ""))
+        elif detail["type"] == "missing":
+            problems.append(f"{name} is missing")
+        elif not place:
+            problems.append(detail["msg"].removeprefix("Value error, "))
+        else:
+            problems.append(f"{name} = {_shortened(detail['input'])}: {detail['msg']}")
+    return LineError(
+        number, "unknown_field" if unknown else "invalid_request", "; ".join(dict.fromkeys(problems)), custom_id
+    )
+
+
+def _shortened(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,146 @@
+"""`python -m sgl_prefix_attn batch IN OUT --model MODEL`: a batch file in OpenAI's format, from start to end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError
+from sgl_prefix_attn.offline.journal import JournalError
+from sgl_prefix_attn.offline.progress import Progress
+from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
+from sgl_prefix_attn.offline.tokenize import PromptEncoder
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be used; the message says what to change."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the requests of a batch file (/v1/completions and /v1/chat/completions, OpenAI's format) offline: those "
+        "that share a prefix run together, and the prefix is computed once. Killed and started again with the same "
+        "arguments, it goes on where it was. Exit status: 0 all requests succeeded, 1 some are in the errors file or "
+        "an engine died, 2 unusable arguments."
+    )
+    parser.add_argument("input", type=Path, metavar="IN", help="batch file, one JSON request a line")
+    parser.add_argument("output", type=Path, metavar="OUT", help="results, written when all requests are done")
+    parser.add_argument("--model", required=True, help="model folder or name")
+    parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="failed lines (default: OUT with .errors before its suffix)"
+    )
+    parser.add_argument("--ordered", action="store_true", help="results in the order of IN (default: as they finish)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    parser.add_argument("--engines", type=int, default=1, metavar="N", help="engines to run, groups are never split")
+    parser.add_argument("--window", type=int, default=512, metavar="N", help="requests an engine has at once (512)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--server-args", default="", help="more arguments for SGLang, as one quoted string")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep the engines' logs there")
+    parser.add_argument("--no-grouping", action="store_true", help="leave order and admission to SGLang (to compare)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    # SGLang ends its processes by force, and Python's resource tracker complains about what they left.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    logs = args.log or Path(tempfile.mkdtemp(prefix="prefixpack-batch-"))
+    try:
+        options = _options(args, logs)
+        encoder = PromptEncoder(args.model)
+        if not encoder.has_tokenizer:
+            options = _without_tokenizer(options)
+        from sgl_prefix_attn.sglang_plugin import offline_engine
+
+        summary = run_batch(options, offline_engine.main, encoder.encode, Progress(enabled=not args.quiet))
+    except (UsageError, OSError, ValueError) as error:
+        print(f"batch: {error}", file=sys.stderr)
+        return 2
+    except (JournalError, EngineError) as error:
+        print(f"batch: {error}", file=sys.stderr)
+        return 1
+    if args.log is None:
+        shutil.rmtree(logs, ignore_errors=True)
+    print(_report(summary, options))
+    return 1 if summary.failed else 0
+
+
+def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
+    errors = args.errors or args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
+    for name, value in (("--engines", args.engines), ("--window", args.window)):
+        if value < 1:
+            raise UsageError(f"{name} {value}: expected at least 1")
+    if not args.input.is_file():
+        raise UsageError(f"{args.input}: no such file")
+    if args.output.resolve() in (args.input.resolve(), errors.resolve()) or errors.resolve() == args.input.resolve():
+        raise UsageError("IN, OUT and the errors file must be three different files")
+    device = args.device or _default_device()
+    logs.mkdir(parents=True, exist_ok=True)
+    arguments = ("--model-path", args.model, *_server_arguments(args.server_args, device))
+    # The tiny matrices of models that run on a CPU for tests are not worth sharing between threads.
+    environment = (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1")) if device == "cpu" else ()
+    engines = []
+    for number in range(args.engines):
+        log = logs / f"engine-{number}.log"
+        log.unlink(missing_ok=True)
+        more = ("--base-gpu-id", str(number)) if device == "cuda" and args.engines > 1 else ()
+        engines.append(EngineArguments(arguments + more, environment, log))
+    options = BatchOptions(
+        args.input,
+        args.output,
+        errors,
+        args.model,
+        tuple(engines),
+        ordered=args.ordered,
+        window=args.window,
+        grouped=not args.no_grouping,
+    )
+    # With a journal next to it, an output is one that this run has still to replace.
+    if args.output.exists() and not args.overwrite and not options.journal.exists():
+        raise UsageError(f"{args.output} exists; --overwrite replaces it")
+    return options
+
+
+def _server_arguments(text: str, device: str) -> list[str]:
+    given = shlex.split(text)
+    defaults = {"--device": device, "--attention-backend": "prefixpack", "--log-level": "warning"}
+    if device == "cpu":
+        defaults |= {"--dtype": "float32", "--grammar-backend": "none"}
+        if "--disable-cuda-graph" not in given:
+            given.append("--disable-cuda-graph")
+    for name, value in defaults.items():
+        if not any(argument == name or argument.startswith(f"{name}=") for argument in given):
+            given += [name, value]
+    return given
+
+
+def _without_tokenizer(options: BatchOptions) -> BatchOptions:
+    from dataclasses import replace
+
+    engines = tuple(replace(e, arguments=(*e.arguments, "--skip-tokenizer-init")) for e in options.engines)
+    return replace(options, engines=engines)
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _report(summary: BatchSummary, options: BatchOptions) -> str:
+    done = summary.requests - summary.failed
+    lines = [f"{done} of {summary.requests} requests succeeded: {options.output}"]
+    if summary.resumed:
+        lines.append(f"{summary.resumed} of them had been finished by earlier runs")
+    if summary.failed:
+        lines.append(f"{summary.failed} failed: {options.errors}")
+    if summary.output_tokens:
+        lines.append(
+            f"{summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s; "
+            f"{summary.saving:.1%} of prompt tokens came from the cache, {summary.possible_saving:.1%} are shared"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,180 @@
+"""Engines in processes of their own, and the messages to and from them.
+
+The process runs `main(connection, arguments)`: it sends `Ready`, then takes `Task`s and sends an `Outcome` for each,
+in whatever order they end, until it gets None. Should this process die, the engines die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from sgl_prefix_attn.offline.answers import Answer
+
+_STOP_SECONDS = 10.0
+_LOG_LINES = 30
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """What to start. `arguments`: as for `python -m sglang.launch_server`. `environment`: variables to add."""
+
+    arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    log: Path | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine takes requests. `room`: most tokens that a prompt and its output may have together."""
+
+    room: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request: `number` comes back with its outcome."""
+
+    number: int
+    tokens: Any  # int32 [prompt]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a task: an answer, or the engine's reason for refusing it."""
+
+    number: int
+    answer: Answer | None
+    error: str = ""
+
+
+EngineMain = Callable[[Connection, EngineArguments], None]
+
+
+class EngineError(RuntimeError):
+    """An engine process ended or failed to start. The message ends with the tail of its log."""
+
+
+@dataclass
+class _Engine:
+    process: Any
+    connection: Connection
+    arguments: EngineArguments
+    ready: Ready | None = None
+    outstanding: set[int] = field(default_factory=set)
+
+
+class EnginePool:
+    """Runs engines; use as a context manager. Engines start at once and load while the caller does other work.
+
+    Args:
+        main: what an engine's process runs; has to be importable there.
+        engines: what to start, one entry for each.
+    """
+
+    def __init__(self, main: EngineMain, engines: Sequence[EngineArguments]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._engines: list[_Engine] = []
+        for arguments in engines:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))
+            process.start()
+            theirs.close()
+            self._engines.append(_Engine(process, ours, arguments))
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for engine in self._engines:
+            with contextlib.suppress(OSError):
+                engine.connection.send(None)
+        for engine in self._engines:
+            engine.process.join(0 if any(exception) else _STOP_SECONDS)
+            if engine.process.is_alive():
+                engine.process.kill()
+                engine.process.join()
+            engine.connection.close()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def wait_ready(self) -> list[Ready]:
+        """Waits until every engine takes requests. Raises EngineError when one does not start."""
+        for engine in self._engines:
+            if engine.ready is None:
+                engine.ready = self._receive(engine)
+        return [engine.ready for engine in self._engines if engine.ready is not None]
+
+    def outstanding(self, engine: int) -> int:
+        """Tasks of an engine whose outcome has not come yet."""
+        return len(self._engines[engine].outstanding)
+
+    def submit(self, engine: int, task: Task) -> None:
+        """Raises EngineError when the engine is gone."""
+        try:
+            self._engines[engine].connection.send(task)
+        except OSError as error:
+            raise self._gone(self._engines[engine]) from error
+        self._engines[engine].outstanding.add(task.number)
+
+    def outcomes(self, timeout: float) -> list[Outcome]:
+        """What has come, after waiting for at most `timeout` seconds. Raises EngineError when an engine is gone."""
+        by_connection: dict[Any, _Engine] = {e.connection: e for e in self._engines if e.outstanding}
+        outcomes = []
+        for connection in wait(list(by_connection), timeout):
+            engine = by_connection[connection]
+            while True:
+                outcome: Outcome = self._receive(engine)
+                engine.outstanding.discard(outcome.number)
+                outcomes.append(outcome)
+                if not engine.connection.poll():
+                    break
+        return outcomes
+
+    def _receive(self, engine: _Engine) -> Any:
+        try:
+            return engine.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone(engine) from error
+
+    def _gone(self, engine: _Engine) -> EngineError:
+        engine.process.join(_STOP_SECONDS)
+        number = self._engines.index(engine)
+        tail = []
+        if engine.arguments.log is not None and engine.arguments.log.exists():
+            tail = engine.arguments.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return EngineError(
+            "\n".join([f"engine {number} ended with status {engine.process.exitcode}; its log ends with:", *tail])
+        )
+
+
+def _engine_process(main: EngineMain, connection: Connection, arguments: EngineArguments, parent: int) -> None:
+    die_with(parent)
+    # Ctrl-C reaches the whole foreground group; the parent tells its engines what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(dict(arguments.environment))
+    if arguments.log is not None:
+        log = os.open(arguments.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+    main(connection, arguments)
+
+
+def die_with(parent: int) -> None:
+    """This process is killed as soon as the one that started it, `parent`, is gone (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before
+        os._exit(1)

@@ -1,0 +1,106 @@
+"""What to ask of the engines and in which order: one `EngineQueue` an engine, fed from its share of the prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sgl_prefix_attn.offline.batch_file import BatchRequest
+from sgl_prefix_attn.offline.engines import Task
+from sgl_prefix_attn.offline.group_order import GroupOrder, shards
+from sgl_prefix_attn.offline.output_lengths import OutputLengths
+from sgl_prefix_attn.offline.prefix_tree import PrefixTree, consecutive_sharing
+from sgl_prefix_attn.offline.prompts import Int64Array, Prompts
+from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are to run: request r has the prompt numbered r and may generate `limits[r]` tokens a sample."""
+
+    requests: Sequence[BatchRequest]
+    prompts: Prompts
+    limits: Int64Array
+
+    @property
+    def samples(self) -> Int64Array:
+        """[requests] continuations asked for."""
+        return np.array([request.body.n for request in self.requests], dtype=np.int64)
+
+
+class Plan:
+    """Splits work over engines and says what each runs next.
+
+    Args:
+        name: of the job; it tells the engine which requests belong together.
+        grouped: False leaves the requests in the order of the file, as plain ones.
+    """
+
+    def __init__(self, work: Work, engines: int, name: str, *, grouped: bool = True) -> None:
+        self.work = work
+        self.tree = PrefixTree(work.prompts)
+        minimums = [
+            limit if request.body.ignore_eos else min(request.body.min_tokens, limit)
+            for request, limit in zip(work.requests, work.limits.tolist(), strict=True)
+        ]
+        self.lengths = OutputLengths(work.limits, np.array(minimums, dtype=np.int64))
+        self._samples = work.samples
+        decode = self.lengths.estimates() * self._samples
+        parts = [np.arange(len(work.requests))] if engines == 1 else shards(self.tree, decode, engines)
+        self.queues = [EngineQueue(self, part, f"{name}-{number}", grouped) for number, part in enumerate(parts)]
+
+    def learn(self, request: int, output_tokens: int) -> None:
+        """A request has ended with this many output tokens, over all its samples."""
+        self.lengths.learn(request, round(output_tokens / int(self._samples[request])))
+
+    def decode_tokens(self) -> Any:
+        """[requests] expected output of all samples."""
+        return self.lengths.estimates() * self._samples
+
+
+class EngineQueue:
+    """The requests of one engine, in running order."""
+
+    def __init__(self, plan: Plan, part: Int64Array, name: str, grouped: bool) -> None:
+        self._plan = plan
+        self._name = name
+        self._grouped = grouped
+        self._version = plan.lengths.version
+        self._last: int | None = None
+        self._handed_out = 0
+        self.left = len(part)
+        tree = plan.tree if len(part) == len(plan.work.requests) else plan.tree.restricted(part)
+        self._order = GroupOrder(tree, plan.decode_tokens()) if grouped else None
+        self._in_file_order = iter(part.tolist())
+
+    def next(self) -> Task | None:
+        """The next request to hand to the engine, None when there are no more."""
+        if self.left == 0:
+            return None
+        self.left -= 1
+        plan, work = self._plan, self._plan.work
+        if self._order is None:
+            return self._task(next(self._in_file_order), None)
+        if self._version != plan.lengths.version:
+            self._version = plan.lengths.version
+            self._order.update(plan.decode_tokens())
+        request = next(self._order)
+        shared = 0
+        if self._last is not None:
+            shared = int(consecutive_sharing(work.prompts, np.array([self._last, request]))[1])
+        decode = round(float(plan.lengths.estimates()[request]))
+        place = Place(self._name, self._handed_out, shared, decode)
+        self._last = request
+        self._handed_out += 1
+        return self._task(request, place)
+
+    def _task(self, request: int, place: Place | None) -> Task:
+        work = self._plan.work
+        sampling = work.requests[request].body.sampling()
+        sampling["max_new_tokens"] = int(work.limits[request])
+        if place is not None:
+            sampling["custom_params"] = {CUSTOM_PARAMETER: place.encode()}
+        return Task(request, work.prompts[request], sampling)

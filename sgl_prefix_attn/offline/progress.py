@@ -1,0 +1,62 @@
+"""Progress of a batch on the terminal: how far, how fast, how long still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+class Progress:
+    """A tqdm bar on standard error. As a context manager it closes the bar."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._bar: tqdm[Any] | None = None
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the first request was handed to an engine."""
+        return time.perf_counter() - self._started
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def say(self, what: str) -> None:
+        if self._enabled:
+            tqdm.write(what, file=None if self._bar is None else self._bar.fp)
+
+    def over(self, items: Sequence[T], what: str) -> Iterator[T]:
+        """The items, with a bar of their own if it takes long."""
+        bar: Iterable[T] = tqdm(items, desc=what, unit=" requests", delay=2.0, leave=False, disable=not self._enabled)
+        yield from bar
+
+    def start(self, total: int, done: int) -> None:
+        """`done` of `total` requests have been finished by earlier runs; they do not count for the rate."""
+        self._started = time.perf_counter()
+        self._bar = tqdm(
+            total=total, initial=done, unit=" requests", dynamic_ncols=True, smoothing=0.05, disable=not self._enabled
+        )
+
+    def advance(self, requests: int, prompt_tokens: int, output_tokens: int, saving: float) -> None:
+        """`requests` more; totals of this run's tokens and the share of prompt tokens that came from the cache."""
+        if self._bar is None:
+            return
+        seconds = max(1e-9, self.seconds)
+        rate = (
+            f"{output_tokens / seconds:.0f} out/s, {prompt_tokens / seconds:.0f} in/s, {saving:.0%} of prompts cached"
+        )
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(requests)

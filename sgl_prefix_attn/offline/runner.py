@@ -1,0 +1,231 @@
+"""Runs a batch file to its end, whatever happens on the way: reads, plans, feeds engines, keeps the journal, writes."""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from sgl_prefix_attn.offline.answers import failure, success
+from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Outcome
+from sgl_prefix_attn.offline.journal import Finished, Journal, write_lines
+from sgl_prefix_attn.offline.plan import Plan, Work
+from sgl_prefix_attn.offline.progress import Progress
+from sgl_prefix_attn.offline.prompts import PromptsBuilder
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """A batch run.
+
+    model: name for the output and the tokenizer. ordered: output in the order of the input, else as requests finish.
+    window: requests an engine has at once; more let it fill its batch, fewer let estimates of output lengths come
+    in time to order the rest. grouped: False leaves order and admission to SGLang (for comparison).
+    """
+
+    source: Path
+    output: Path
+    errors: Path
+    model: str
+    engines: tuple[EngineArguments, ...]
+    ordered: bool = False
+    window: int = 512
+    grouped: bool = True
+
+    @property
+    def journal(self) -> Path:
+        return self.output.with_name(self.output.name + ".journal")
+
+
+@dataclass
+class BatchSummary:
+    """What a run did. Tokens and seconds are of this run, requests of the whole job."""
+
+    requests: int = 0
+    failed: int = 0
+    resumed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    shared_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def saving(self) -> float:
+        """Share of prompt tokens that was not computed (equation 2)."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def possible_saving(self) -> float:
+        """The same if every shared token had been computed once."""
+        return self.shared_tokens / max(1, self.prompt_tokens)
+
+
+@dataclass
+class _Lines:
+    usable: list[BatchRequest] = field(default_factory=list)
+    errors: list[LineError] = field(default_factory=list)
+
+
+def run_batch(
+    options: BatchOptions,
+    main: EngineMain,
+    encode: Callable[[BatchRequest], list[int] | LineError],
+    progress: Progress | None = None,
+) -> BatchSummary:
+    """Runs what is left of a batch, writes output and errors, and removes the journal.
+
+    Args:
+        main: what an engine process runs (see `EnginePool`).
+        encode: turns a request into token ids.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        JournalError: the journal cannot be used.
+        EngineError: an engine ended; what had finished is in the journal.
+    """
+    progress = progress or Progress(enabled=False)
+    journal = Journal(options.journal, options.source, options.model)
+    try:
+        lines = _read(options.source)
+        summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
+        remaining = [request for request in lines.usable if request.line not in journal.finished]
+        if remaining:
+            with EnginePool(main, options.engines) as pool, progress:
+                work = _prepare(remaining, encode, pool, lines.errors, progress)
+                _run(
+                    Plan(work, len(pool), uuid.uuid4().hex[:8], grouped=options.grouped),
+                    pool,
+                    options,
+                    journal,
+                    progress,
+                    summary,
+                )
+        summary.failed = _write(options, journal, lines)
+        journal.remove()
+    finally:
+        journal.close()
+    summary.seconds = progress.seconds
+    return summary
+
+
+def _read(source: Path) -> _Lines:
+    lines = _Lines()
+    for entry in read_batch(source):
+        if isinstance(entry, LineError):
+            lines.errors.append(entry)
+        else:
+            lines.usable.append(entry)
+    return lines
+
+
+def _prepare(
+    requests: Sequence[BatchRequest],
+    encode: Callable[[BatchRequest], list[int] | LineError],
+    pool: EnginePool,
+    errors: list[LineError],
+    progress: Progress,
+) -> Work:
+    """Encodes prompts while the engines load, then leaves out those that do not fit them."""
+    builder, encoded = PromptsBuilder(), []
+    for request in progress.over(requests, "reading prompts"):
+        tokens = encode(request)
+        if isinstance(tokens, LineError):
+            errors.append(tokens)
+        else:
+            builder.append(tokens)
+            encoded.append(request)
+    progress.say("loading the model")
+    room = min(ready.room for ready in pool.wait_ready())
+    prompts = builder.finish()
+    kept, limits, fitting = [], array("q"), PromptsBuilder()
+    for number, request in enumerate(encoded):
+        length = int(prompts.offsets[number + 1] - prompts.offsets[number])
+        limit = room - length if request.body.limit is None else request.body.limit
+        if length + max(1, limit) > room:
+            errors.append(_too_long(request, length, room))
+            continue
+        kept.append(request)
+        limits.append(limit)
+    if len(kept) < len(encoded):
+        lines = {request.line for request in kept}
+        for number, request in enumerate(encoded):
+            if request.line in lines:
+                fitting.append(prompts[number].tolist())
+        prompts = fitting.finish()
+    return Work(kept, prompts, np.frombuffer(limits, dtype=np.int64))
+
+
+def _too_long(request: BatchRequest, length: int, room: int) -> LineError:
+    limit = request.body.limit
+    asked = "" if limit is None else f" and {limit} tokens of output"
+    return LineError(
+        request.line,
+        "prompt_too_long",
+        f"a prompt of {length} tokens{asked} does not fit: the engine has room for {room} tokens of both",
+        request.custom_id,
+    )
+
+
+def _run(
+    plan: Plan, pool: EnginePool, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
+) -> None:
+    work = plan.work
+    summary.shared_tokens = int(plan.tree.shared.sum(dtype=np.int64))
+    progress.start(len(work.requests) + len(journal.finished), len(journal.finished))
+    left = len(work.requests)
+    while left:
+        for engine, queue in enumerate(plan.queues):
+            while pool.outstanding(engine) < options.window and (task := queue.next()) is not None:
+                pool.submit(engine, task)
+        outcomes = pool.outcomes(_POLL_SECONDS)
+        if outcomes:
+            journal.append([_finished(work.requests[o.number], o, options.model, journal.created) for o in outcomes])
+        for outcome in outcomes:
+            left -= 1
+            if outcome.answer is not None:
+                plan.learn(outcome.number, outcome.answer.output_tokens)
+                summary.output_tokens += outcome.answer.output_tokens
+                summary.prompt_tokens += outcome.answer.prompt_tokens
+                summary.cached_tokens += outcome.answer.cached_tokens
+        progress.advance(len(outcomes), summary.prompt_tokens, summary.output_tokens, summary.saving)
+
+
+def _finished(request: BatchRequest, outcome: Outcome, model: str, created: int) -> Finished:
+    if outcome.answer is not None:
+        return Finished(request.line, True, success(request, outcome.answer, model, created))
+    error = LineError(request.line, "engine_error", outcome.error, request.custom_id)
+    return Finished(request.line, False, failure(error))
+
+
+def _write(options: BatchOptions, journal: Journal, lines: _Lines) -> int:
+    """Writes the output and, if there are errors, the errors file; returns the number of errors."""
+    good: list[tuple[int, int]] = []
+    failed = [(error.line, failure(error)) for error in lines.errors]
+    for offset, entry in journal.read():
+        if entry.ok:
+            good.append((entry.line, offset))
+        else:
+            failed.append((entry.line, entry.record))
+    if options.ordered:
+        good.sort()
+
+    def results() -> Iterator[bytes]:
+        for entry in journal.read_at([offset for _, offset in good]):
+            yield orjson.dumps(entry.record)
+
+    if failed:
+        failed.sort(key=lambda entry: entry[0])
+        write_lines(options.errors, (orjson.dumps(record) for _, record in failed))
+    else:
+        options.errors.unlink(missing_ok=True)
+    write_lines(options.output, results())
+    return len(failed)

@@ -1,0 +1,47 @@
+"""Batch files for tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+
+def line(number: int, prompt: Any, **body: Any) -> dict[str, Any]:
+    return {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body},
+    }
+
+
+def grouped(count: int, *, groups: int = 0, seed: int = 0, vocabulary: int = 900) -> list[dict[str, Any]]:
+    """Requests with token ids as prompts, in groups that share 40 to 120 tokens; shuffled."""
+    rng = random.Random(seed)
+    shared = [
+        [rng.randrange(10, vocabulary) for _ in range(rng.randrange(40, 120))] for _ in range(groups or count // 8)
+    ]
+    lines = []
+    for number in range(count):
+        own = [rng.randrange(10, vocabulary) for _ in range(rng.randrange(4, 16))]
+        lines.append(line(number, rng.choice(shared) + own, max_tokens=rng.randrange(1, 7)))
+    return lines
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    """Dictionaries as JSON, strings as they are."""
+    path.write_text("".join((entry if isinstance(entry, str) else json.dumps(entry)) + "\n" for entry in lines))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def without_time(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results without the moment at which their job was started."""
+    for entry in entries:
+        entry["response"]["body"].pop("created")
+    return entries

@@ -1,0 +1,79 @@
+"""An engine process without a model: answers depend on the prompt alone, in an order and at a speed of its own.
+
+`python -m tests.offline.fake_engine IN OUT [ENGINES] [SECONDS]` runs a batch on it; what it executes is noted in
+OUT.executed, a line number each (with the engine's number).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sgl_prefix_attn.offline.answers import Answer, Choice
+from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Task
+from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
+from sgl_prefix_attn.offline.tokenize import PromptEncoder
+
+ROOM = 400
+REFUSED_TOKEN = 999  # a prompt that begins with it is refused by the engine
+DEADLY_TOKEN = 998  # the engine dies of it, once
+
+
+def tokens_for(prompt: list[int], count: int) -> tuple[int, ...]:
+    seed = zlib.crc32(repr(prompt).encode())
+    return tuple(random.Random(seed).choices(range(1000), k=count))
+
+
+def main(connection: Connection, arguments: EngineArguments) -> None:
+    """Arguments: number of the engine, mean seconds a request takes, the file that notes what is executed."""
+    number, seconds, noted = arguments.arguments
+    connection.send(Ready(ROOM))
+    rng = random.Random(os.getpid())
+    held: list[Task] = []
+    open_for_more = True
+    with Path(noted).open("a") as log:
+        while open_for_more or held:
+            while open_for_more and (connection.poll(0 if held else None) or not held):
+                task = connection.recv()
+                if task is None:
+                    return
+                held.append(task)
+            task = held.pop(rng.randrange(min(8, len(held))))
+            time.sleep(rng.expovariate(1 / float(seconds)) if float(seconds) else 0)
+            prompt = task.tokens.tolist()
+            if prompt[0] == DEADLY_TOKEN and not Path(noted + ".died").exists():
+                Path(noted + ".died").touch()
+                print("the engine has found something deadly", flush=True)
+                os._exit(3)
+            log.write(f"{number} {task.number} {prompt}\n")
+            log.flush()
+            if prompt[0] == REFUSED_TOKEN:
+                connection.send(Outcome(task.number, None, "no such prompts here"))
+                continue
+            samples = task.sampling["n"]
+            choices = [
+                Choice(tokens_for([*prompt, s], task.sampling["max_new_tokens"]), None, "length")
+                for s in range(samples)
+            ]
+            connection.send(Outcome(task.number, Answer(tuple(choices), len(prompt))))
+
+
+def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, **more: object) -> BatchOptions:
+    noted = str(output) + ".executed"
+    log = output.with_suffix(".log")
+    arguments = tuple(EngineArguments((str(n), str(seconds), noted), (), log) for n in range(engines))
+    errors = output.with_suffix(".errors")
+    return BatchOptions(source, output, errors, "no-model", arguments, ordered=True, window=64, **more)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    source, output, engines, seconds = sys.argv[1:]
+    folder = Path(output).parent  # a model folder without a tokenizer
+    run_batch(
+        options(Path(source), Path(output), int(engines), float(seconds)), main, PromptEncoder(str(folder)).encode
+    )

@@ -1,0 +1,137 @@
+"""Each bad line of a batch file has its clear error, with its number, and touches no other line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sgl_prefix_attn.offline.answers import failure
+from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, parse_line, read_batch
+from tests.offline.batches import line, write
+
+CHAT = {
+    "custom_id": "c",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 7},
+}
+
+
+def changed(entry: dict, **values: object) -> dict:
+    return {**entry, **values}
+
+
+def with_body(entry: dict, **values: object) -> dict:
+    return {**entry, "body": {**entry["body"], **values}}
+
+
+def without(entry: dict, name: str) -> dict:
+    return {key: value for key, value in entry.items() if key != name}
+
+
+GOOD = line(1, [1, 2, 3])
+
+BAD = [
+    ("{", "malformed_json", "not JSON"),
+    ("[1]", "malformed_json", "a JSON list, expected an object with a custom_id"),
+    ('"x"', "malformed_json", "a JSON str, expected an object"),
+    (without(GOOD, "custom_id"), "invalid_request", "custom_id is missing"),
+    (changed(GOOD, custom_id=""), "invalid_request", "custom_id = ''"),
+    (changed(GOOD, custom_id=7), "invalid_request", "custom_id = 7"),
+    (changed(GOOD, method="GET"), "invalid_request", "method = 'GET'"),
+    (changed(GOOD, url="/v1/embeddings"), "invalid_request", "url = '/v1/embeddings'"),
+    (changed(GOOD, customid="x"), "unknown_field", "customid is an unknown field; did you mean custom_id?"),
+    (without(GOOD, "body"), "invalid_request", "body is missing"),
+    (with_body(GOOD, max_token=3), "unknown_field", "body.max_token is an unknown field; did you mean max_tokens?"),
+    (with_body(GOOD, best_of=3), "unknown_field", "body.best_of is an unknown field"),
+    (with_body(GOOD, messages=[]), "unknown_field", "body.messages is an unknown field"),
+    (with_body(GOOD, prompt=[]), "invalid_request", "body.prompt"),
+    (with_body(GOOD, prompt=[1, -1]), "invalid_request", "body.prompt.1 = -1"),
+    (with_body(GOOD, prompt=[[1], [2]]), "invalid_request", "body.prompt.0 = [1]"),
+    (with_body(GOOD, prompt=None), "invalid_request", "body.prompt = None"),
+    (with_body(GOOD, max_tokens=0), "invalid_request", "body.max_tokens = 0"),
+    (with_body(GOOD, temperature=3), "invalid_request", "body.temperature = 3"),
+    (with_body(GOOD, n=0), "invalid_request", "body.n = 0"),
+    (with_body(GOOD, stream=True), "invalid_request", "body.stream = True"),
+    (with_body(GOOD, logprobs=5), "invalid_request", "body.logprobs = 5"),
+    (with_body(CHAT, messages=[]), "invalid_request", "body.messages = []"),
+    (with_body(CHAT, messages=[{"role": "user"}]), "invalid_request", "messages[0] needs a role and a content"),
+    (with_body(CHAT, prompt="x"), "unknown_field", "body.prompt is an unknown field"),
+]
+
+
+@pytest.mark.parametrize(("entry", "code", "message"), BAD)
+def test_errors_are_clear(entry, code, message):
+    text = entry if isinstance(entry, str) else json.dumps(entry)
+    found = parse_line(12, text.encode())
+    assert isinstance(found, LineError)
+    assert found.code == code
+    assert message in found.message
+    assert failure(found)["error"]["message"].startswith("line 12: ")
+
+
+def test_several_problems_of_a_line_are_reported_together():
+    found = parse_line(1, json.dumps(with_body(GOOD, temperature=-1, top_p=0)).encode())
+    assert "body.temperature = -1" in found.message
+    assert "body.top_p = 0" in found.message
+
+
+def test_the_error_of_a_line_names_its_custom_id_where_it_has_one():
+    assert parse_line(1, json.dumps(with_body(GOOD, foo=1)).encode()).custom_id == "request-1"
+    assert parse_line(1, b"{").custom_id is None
+
+
+@pytest.mark.parametrize("entry", [GOOD, CHAT, with_body(GOOD, prompt="text", stop=["a"], seed=3, stream=False)])
+def test_good_lines_are_read(entry):
+    found = parse_line(5, json.dumps(entry).encode())
+    assert isinstance(found, BatchRequest)
+    assert (found.line, found.custom_id, found.url) == (5, entry["custom_id"], entry["url"])
+
+
+def test_sampling_parameters_have_sglangs_names():
+    body = parse_line(
+        1, json.dumps(with_body(GOOD, n=2, min_tokens=3, seed=5, top_k=9, logit_bias={"5": 1})).encode()
+    ).body
+    sampling = body.sampling()
+    assert {
+        "n": 2,
+        "min_new_tokens": 3,
+        "sampling_seed": 5,
+        "top_k": 9,
+        "logit_bias": {"5": 1.0},
+    }.items() <= sampling.items()
+    assert body.limit == 4
+    assert "max_new_tokens" not in sampling  # a matter of the room there is
+
+
+def test_limits():
+    assert parse_line(1, json.dumps(CHAT).encode()).body.limit == 7
+    assert parse_line(1, json.dumps(with_body(CHAT, max_completion_tokens=None)).encode()).body.limit is None
+    assert parse_line(1, json.dumps(with_body(GOOD, max_tokens=9)).encode()).body.limit == 9
+
+
+def test_a_duplicate_custom_id_is_the_later_lines_error(tmp_path):
+    source = write(
+        tmp_path / "in.jsonl", [GOOD, "", line(2, [4]), changed(line(3, [5]), custom_id="request-1"), line(4, [6])]
+    )
+    entries = list(read_batch(source))
+    assert [type(entry) for entry in entries] == [BatchRequest, BatchRequest, LineError, BatchRequest]
+    assert entries[2].line == 4
+    assert entries[2].code == "duplicate_custom_id"
+    assert entries[2].message == "custom_id 'request-1' is that of line 1 already; each needs its own"
+
+
+def test_a_bad_line_does_not_claim_its_custom_id(tmp_path):
+    source = write(tmp_path / "in.jsonl", [with_body(GOOD, foo=1), GOOD])
+    first, second = read_batch(source)
+    assert isinstance(first, LineError)
+    assert isinstance(second, BatchRequest)
+
+
+def test_text_that_is_not_utf8_is_an_error_of_its_line(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"custom_id": "\xff"}\n' + json.dumps(GOOD).encode() + b"\n")
+    first, second = read_batch(source)
+    assert first.code == "malformed_json"
+    assert isinstance(second, BatchRequest)

@@ -1,0 +1,110 @@
+"""What the journal says is finished is on disk, whole; a torn end is cut off, anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_prefix_attn.offline.journal import Finished, Journal, JournalError, write_lines
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("the input\n")
+    return path
+
+
+def open_journal(source, model="model") -> Journal:
+    return Journal(source.with_name("journal"), source, model)
+
+
+def results(*lines: int) -> list[Finished]:
+    return [Finished(line, True, {"of": line, "text": "äöü\n"}) for line in lines]
+
+
+def test_what_was_appended_is_there_again(source):
+    journal = open_journal(source)
+    journal.append(results(3, 1))
+    journal.append([Finished(2, False, {"error": "x"})])
+    journal.close()
+    again = open_journal(source)
+    assert again.finished == {1, 2, 3}
+    assert again.created == journal.created
+    entries = list(again.read())
+    assert [entry for _, entry in entries] == [*results(3, 1), Finished(2, False, {"error": "x"})]
+    assert list(again.read_at([entries[1][0], entries[0][0]])) == results(1, 3)
+
+
+def test_every_torn_end_is_cut_off_and_nothing_else(source):
+    journal = open_journal(source)
+    header = journal.path.stat().st_size
+    journal.append(results(1))
+    middle = journal.path.stat().st_size
+    journal.append(results(2))
+    journal.close()
+    whole = journal.path.read_bytes()
+    for end in range(header, len(whole)):
+        journal.path.write_bytes(whole[:end])
+        again = open_journal(source)
+        assert again.finished == ({1} if end >= middle else set())
+        again.append(results(7))
+        again.close()
+        last = open_journal(source)
+        assert last.finished == again.finished
+        last.close()
+
+
+def test_a_torn_header_starts_anew(source):
+    journal = open_journal(source)
+    journal.close()
+    header = journal.path.read_bytes()
+    for end in range(len(header)):
+        journal.path.write_bytes(header[:end])
+        again = open_journal(source)
+        assert again.finished == set()
+        again.append(results(1))
+        again.close()
+        assert open_journal(source).finished == {1}
+        journal.path.unlink()
+
+
+def test_a_changed_input_or_model_is_refused(source):
+    open_journal(source).close()
+    with pytest.raises(JournalError, match="with the model 'model', not 'other'"):
+        open_journal(source, "other")
+    source.write_text("another input\n")
+    with pytest.raises(JournalError, match="for another input file, or the file was changed; delete it"):
+        open_journal(source)
+
+
+def test_damage_in_the_middle_is_refused_not_skipped(source):
+    journal = open_journal(source)
+    journal.append(results(1, 2))
+    journal.close()
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(lines[0] + b"{damaged\n" + lines[2])
+    with pytest.raises(JournalError, match="line 2: not readable"):
+        open_journal(source)
+
+
+def test_two_runs_at_once_are_refused(source):
+    journal = open_journal(source)
+    with pytest.raises(JournalError, match="another process is running this batch"):
+        open_journal(source)
+    journal.close()
+    open_journal(source).close()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out"
+    path.write_text("before\n")
+
+    def lines():
+        yield b"one"
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_lines(path, lines())
+    assert path.read_text() == "before\n"
+    assert write_lines(path, iter([b"one", b"two"])) == 2
+    assert path.read_text() == "one\ntwo\n"

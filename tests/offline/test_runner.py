@@ -1,0 +1,200 @@
+"""The runner on engines without a model: nothing lost, nothing repeated, bad lines stand aside, groups stay whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.runner import run_batch
+from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from tests.offline import batches, fake_engine
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(source: Path, output: Path, engines: int = 1, **more: object):
+    encoder = PromptEncoder(str(output.parent))
+    return run_batch(fake_engine.options(source, output, engines, **more), fake_engine.main, encoder.encode)
+
+
+def executed(output: Path) -> list[tuple[int, str]]:
+    """(engine, prompt) of everything that was executed."""
+    lines = Path(f"{output}.executed").read_text().splitlines()
+    return [(int(text.split()[0]), text.split(" ", 2)[2]) for text in lines]
+
+
+def test_results_are_those_of_the_requests_in_the_order_of_the_input(tmp_path):
+    lines = batches.grouped(60)
+    source = batches.write(tmp_path / "in.jsonl", lines)
+    summary = run(source, tmp_path / "out.jsonl")
+    results = batches.read(tmp_path / "out.jsonl")
+    assert [result["custom_id"] for result in results] == [line["custom_id"] for line in lines]
+    for line, result in zip(lines, results, strict=True):
+        body, request = result["response"]["body"], line["body"]
+        expected = fake_engine.tokens_for([*request["prompt"], 0], request["max_tokens"])
+        assert body["choices"][0]["token_ids"] == list(expected)
+        assert body["usage"]["prompt_tokens"] == len(request["prompt"])
+        assert result["error"] is None
+    assert (summary.requests, summary.failed, summary.resumed) == (60, 0, 0)
+    assert not (tmp_path / "out.jsonl.journal").exists()
+    assert not (tmp_path / "out.errors").exists()
+
+
+def test_as_they_finish_unless_ordered(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(60))
+    encoder = PromptEncoder(str(tmp_path))
+    options = fake_engine.options(source, tmp_path / "out.jsonl")
+    run_batch(type(options)(**{**vars(options), "ordered": False}), fake_engine.main, encoder.encode)
+    done = [prompt for _, prompt in executed(tmp_path / "out.jsonl")]
+    by_id = {line["custom_id"]: str(line["body"]["prompt"]) for line in batches.read(source)}
+    assert [by_id[result["custom_id"]] for result in batches.read(tmp_path / "out.jsonl")] == done
+
+
+def test_samples_are_choices(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", [batches.line(0, [1, 2], n=3)])
+    run(source, tmp_path / "out.jsonl")
+    choices = batches.read(tmp_path / "out.jsonl")[0]["response"]["body"]["choices"]
+    assert [choice["token_ids"] for choice in choices] == [list(fake_engine.tokens_for([1, 2, s], 4)) for s in range(3)]
+
+
+def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
+    lines = [
+        batches.line(0, [1, 2]),
+        "{malformed",
+        batches.line(0, [3]),  # its custom_id is taken
+        batches.line(3, [4] * 500),  # oversized
+        batches.line(4, [4] * 10, max_tokens=395),  # with its output it is
+        batches.line(5, [5], surprise=1),
+        batches.line(6, "text, but there is no tokenizer"),
+        batches.line(7, [fake_engine.REFUSED_TOKEN]),
+        batches.line(8, [8]),
+    ]
+    source = batches.write(tmp_path / "in.jsonl", lines)
+    summary = run(source, tmp_path / "out.jsonl")
+    assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-8"]
+    errors = {entry["line"]: entry["error"] for entry in batches.read(tmp_path / "out.errors")}
+    assert {number: error["code"] for number, error in errors.items()} == {
+        2: "malformed_json",
+        3: "duplicate_custom_id",
+        4: "prompt_too_long",
+        5: "prompt_too_long",
+        6: "unknown_field",
+        7: "invalid_prompt",
+        8: "engine_error",
+    }
+    assert errors[4]["message"] == (
+        "line 4: a prompt of 500 tokens and 4 tokens of output does not fit: the engine has room for 400 tokens of both"
+    )
+    assert "the model has no tokenizer" in errors[7]["message"]
+    assert errors[8]["message"] == "line 8: no such prompts here"
+    assert summary.failed == 7
+
+
+def test_no_group_is_split_over_engines(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(120, groups=12))
+    run(source, tmp_path / "out.jsonl", engines=3)
+    by_group: dict[str, set[int]] = {}
+    for engine, prompt in executed(tmp_path / "out.jsonl"):
+        by_group.setdefault(str(json.loads(prompt)[:40]), set()).add(engine)
+    assert len(by_group) == 12
+    assert all(len(engines) == 1 for engines in by_group.values())
+    assert {engine for engines in by_group.values() for engine in engines} == {0, 1, 2}
+
+
+def test_an_empty_batch_has_an_empty_output(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", [])
+    run(source, tmp_path / "out.jsonl")
+    assert batches.read(tmp_path / "out.jsonl") == []
+
+
+def test_when_an_engine_dies_the_next_run_goes_on(tmp_path):
+    lines = [*batches.grouped(100), batches.line(100, [fake_engine.DEADLY_TOKEN])]
+    source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with pytest.raises(EngineError, match="engine 0 ended with status 3") as error:
+        run(source, output, seconds=0.001)
+    assert "the engine has found something deadly" in str(error.value)
+    assert not output.exists()
+    before = len(batches.read(tmp_path / "out.jsonl.journal")) - 1
+    summary = run(source, output)
+    assert summary.resumed == before
+    assert len(batches.read(output)) == 101
+
+
+def kill_and_run(source: Path, output: Path, kills: int, seconds: float, engines: int, rng: random.Random) -> int:
+    """Runs a batch that is killed `kills` times at random moments, then to its end; returns how often it was killed."""
+    command = [sys.executable, "-m", "tests.offline.fake_engine", str(source), str(output), str(engines), str(seconds)]
+    journal = output.with_name(output.name + ".journal")
+    total = len(source.read_text().splitlines())
+    killed = 0
+    for _ in range(kills):
+        before = _lines(journal)
+        process = subprocess.Popen(command, cwd=REPOSITORY)
+        # Anywhere from before the first request of this run to after its last one.
+        until = before + rng.randrange(0, max(1, (total - before) * 2 // max(1, kills - killed)) + 1)
+        while process.poll() is None and _lines(journal) < until:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        if output.exists():
+            break
+        _check_nothing_repeated(output, journal)
+    if not output.exists():
+        subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
+    return killed
+
+
+def _lines(journal: Path) -> int:
+    return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
+
+
+def _check_nothing_repeated(output: Path, journal: Path) -> None:
+    """Notes what is finished; whatever the next runs execute must not be among it."""
+    time.sleep(0.05)  # engines die a moment after their parent
+    noted = Path(f"{output}.executed")
+    finished = output.with_name("finished")
+    known = json.loads(finished.read_text()) if finished.exists() else []
+    position = noted.stat().st_size if noted.exists() else 0
+    lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+    known.append([position, [json.loads(text)["line"] for text in lines]])
+    finished.write_text(json.dumps(known))
+
+
+def repeated(source: Path, output: Path) -> set[str]:
+    """Prompts that were executed though a run before had finished them."""
+    prompts = {number: str(line["body"]["prompt"]) for number, line in enumerate(batches.read(source), 1)}
+    noted = Path(f"{output}.executed").read_bytes()
+    again = set()
+    for position, lines in json.loads(output.with_name("finished").read_text()):
+        later = {text.split(" ", 2)[2] for text in noted[position:].decode().splitlines() if text.count(" ") > 2}
+        again |= later & {prompts[number] for number in lines}
+    return again
+
+
+@pytest.mark.parametrize(("count", "kills", "engines"), [(200, 4, 1), (200, 4, 2)])
+def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(tmp_path, count, kills, engines):
+    _kill_test(tmp_path, count, kills, engines)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_over_two_thousand_requests(tmp_path):
+    _kill_test(tmp_path, 2000, 20, 2)
+
+
+def _kill_test(tmp_path: Path, count: int, kills: int, engines: int) -> None:
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(count))
+    (tmp_path / "unbroken").mkdir()
+    run(source, tmp_path / "unbroken" / "out.jsonl", engines)
+    output = tmp_path / "out.jsonl"
+    assert kill_and_run(source, output, kills, 0.002, engines, random.Random(count + engines)) >= kills // 2
+    unbroken = batches.read(tmp_path / "unbroken" / "out.jsonl")
+    assert batches.without_time(batches.read(output)) == batches.without_time(unbroken)
+    assert repeated(source, output) == set()
