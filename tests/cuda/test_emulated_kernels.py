@@ -82,7 +82,7 @@ def check(out: torch.Tensor, lse: torch.Tensor, expected: torch.Tensor, expected
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (5, 1), (14, 2)], ids=lambda heads: "{}over{}".format(*heads))
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (5, 1), (14, 2)], ids=str)
 def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
     check(*run_both(emulation, seed=heads[0], heads=heads, late_copies=late_copies))
 
