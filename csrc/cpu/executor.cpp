@@ -159,7 +159,7 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
   if (prepared.work < kInlineWork) threads = 1;
   ThreadPool& pool = ThreadPool::instance();
   const int64_t step = 1;
-  const int64_t heads = (params.kv_heads+step-1)/step;
+  const int64_t heads = (params.kv_heads + step - 1) / step;
   pool.run(static_cast<int64_t>(plan.items.size()) * heads, threads, [&](int64_t index) {
     const WorkItem& item = plan.items[index / heads];
     const Range range = prepared.ranges[index / heads];
@@ -175,9 +175,8 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
     task.kv_end = range.end;
     kernels.run_item(task, scratch_of_thread);
   });
-  pool.run(static_cast<int64_t>(plan.merge_query.size()), threads, [&](int64_t index) {
-    kernels.merge_query(plan, params, static_cast<int32_t>(index));
-  });
+  pool.run(static_cast<int64_t>(plan.merge_query.size()), threads,
+           [&](int64_t index) { kernels.merge_query(plan, params, static_cast<int32_t>(index)); });
 }
 
 }  // namespace prefixpack

@@ -22,8 +22,8 @@ struct TensorSizes {
 void check_inputs(const Plan& plan, const AttentionParams& params, const TensorSizes& sizes);
 
 // o (and lse) of every query of the plan; rows of q that no query names are left alone. lse is the natural logarithm of
-// the whole denominator, sinks included. The result does not depend on `threads`: each item is summed by one thread, and
-// partials are merged in the plan's order. isa: "" for the best of this machine, or a name from supported_isas.
+// the whole denominator, sinks included. The result does not depend on `threads`: each item is summed by one thread,
+// and partials are merged in the plan's order. isa: "" for the best of this machine, or a name from supported_isas.
 void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, const char* isa = "");
 
 // Instruction sets that the kernels are compiled for and this machine has, best first; ends with nullptr.

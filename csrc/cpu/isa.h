@@ -1,6 +1,8 @@
 // One copy of the kernels per instruction set: kernels_<isa>.cpp selects its target with PREFIXPACK_TARGET and then
 // includes kernels.h inside a namespace of its own. Below the switch no inline function of the standard library may be
 // used: the linker keeps one copy of such a function and could keep the one made for the widest machine.
+//
+// PREFIXPACK_FULL_WIDTH_LOOPS: GCC otherwise vectorises loops for AVX-512 with half vectors.
 #pragma once
 
 #define PREFIXPACK_INLINE inline __attribute__((always_inline))
@@ -10,9 +12,11 @@
 #define PREFIXPACK_TARGET_BEGIN(features) \
   PREFIXPACK_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define PREFIXPACK_TARGET_END PREFIXPACK_PRAGMA(clang attribute pop)
+#define PREFIXPACK_FULL_WIDTH_LOOPS
 #define PREFIXPACK_UNROLL PREFIXPACK_PRAGMA(clang loop unroll(full))
 #else
 #define PREFIXPACK_TARGET_BEGIN(features) PREFIXPACK_PRAGMA(GCC target(features))
 #define PREFIXPACK_TARGET_END
+#define PREFIXPACK_FULL_WIDTH_LOOPS PREFIXPACK_PRAGMA(GCC target("prefer-vector-width=512"))
 #define PREFIXPACK_UNROLL PREFIXPACK_PRAGMA(GCC unroll 64)
 #endif

@@ -3,15 +3,13 @@
 //   kScoreKeys  keys whose scores with two vectors of rows fill the registers (tile_kernel.h)
 //   kValueDims  likewise dimensions of the values; divides 16
 
+// clang-format off: each needs the ones before
 #include "cpu/simd.h"
-//
 #include "cpu/rows.h"
-//
 #include "cpu/row_kernel.h"
-//
 #include "cpu/tile_kernel.h"
-//
 #include "cpu/merge_kernel.h"
+// clang-format on
 
 template <DType kType>
 inline void run_item_of(const ItemTask& task, Scratch& scratch) {

@@ -6,7 +6,8 @@
 
 #if defined(__x86_64__)
 
-PREFIXPACK_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,bmi,bmi2,prefer-vector-width=512")
+PREFIXPACK_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,bmi,bmi2")
+PREFIXPACK_FULL_WIDTH_LOOPS
 
 namespace prefixpack {
 namespace avx512 {
@@ -14,7 +15,7 @@ namespace avx512 {
 constexpr int kLanes = 16;
 constexpr int kScoreKeys = 12;
 constexpr int kValueDims = 8;
-constexpr int kRowKernelRows = 7;
+constexpr int kRowKernelRows = 15;
 
 #include "cpu/kernels.h"
 

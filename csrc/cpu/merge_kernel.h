@@ -25,7 +25,8 @@ inline void merge_query(const Plan& plan, const AttentionParams& p, int32_t merg
     }
     const float factor = sum == 0 ? 0 : 1 / sum;
     const int64_t element = token * p.o_token_stride + head * p.o_head_stride;
-    for (int32_t d = 0; d < p.head_dim; d += kLanes) store_as<kLanes>(p.dtype, p.o, element + d, S::load(acc + d) * factor);
+    for (int32_t d = 0; d < p.head_dim; d += kLanes)
+      store_as<kLanes>(p.dtype, p.o, element + d, S::load(acc + d) * factor);
     if (p.lse != nullptr) {
       p.lse[token * p.lse_token_stride + head] = sum == 0 ? -kInfinity : base + __builtin_log2f(sum) * kLn2;
     }

@@ -127,7 +127,8 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
   using S = Simd<kLanes>;
   using F = typename S::F;
   if (p.logit_cap > 0) {
-    for (int32_t i = 0; i < count; i += kLanes) S::store(scores + i, cap_scores<kLanes>(S::load(scores + i), p.logit_cap));
+    for (int32_t i = 0; i < count; i += kLanes)
+      S::store(scores + i, cap_scores<kLanes>(S::load(scores + i), p.logit_cap));
   }
   for (int32_t i = 0; i < first; ++i) scores[i] = -kInfinity;
   for (int32_t i = last + 1; i < count; ++i) scores[i] = -kInfinity;
@@ -150,8 +151,8 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
 
 // R rows of the item, from `row` on, against one block of positions.
 template <DType kType, int R>
-inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t kv_head, int32_t row, int32_t begin, KvRows keys,
-                             KvRows values, KvRows next_keys) {
+inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t kv_head, int32_t row, int32_t begin,
+                             KvRows keys, KvRows values, KvRows next_keys) {
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;

@@ -17,7 +17,7 @@ PREFIXPACK_INLINE typename Simd<W>::F cap_scores(typename Simd<W>::F s, float lo
 }
 
 struct Row {
-  int32_t query;   // entry of Plan::query_token
+  int32_t query;  // entry of Plan::query_token
   int32_t q_head;
 };
 

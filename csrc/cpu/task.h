@@ -46,9 +46,9 @@ struct ItemTask {
   const WorkItem* item;
   const int32_t* positions;  // [plan->num_queries] of every query
   const int32_t* slots;      // req_to_token row: KV slot by position
-  int32_t kv_head;   // the first
-  int32_t kv_heads;  // how many
-  int32_t kv_begin;  // the part of the item's range that a query sees; empty if none does
+  int32_t kv_head;           // the first
+  int32_t kv_heads;          // how many
+  int32_t kv_begin;          // the part of the item's range that a query sees; empty if none does
   int32_t kv_end;
 };
 

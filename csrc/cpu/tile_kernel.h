@@ -1,15 +1,15 @@
 // Items with many rows. Rows lie along the vector lanes, so that the softmax needs no operation across lanes; keys and
 // values are converted once per block of positions and then only broadcast. Part of kernels.h; see isa.h.
 
-constexpr int kTileKeys = 64;            // KV positions per block
-constexpr int kKvStride = 256 + 16;      // floats between converted rows; no power of two, for the sake of L1's sets
-constexpr int kRowAlign = 16;            // rows are padded to this
+constexpr int kTileKeys = 64;        // KV positions per block
+constexpr int kKvStride = 256 + 16;  // floats between converted rows; no power of two, for the sake of L1's sets
+constexpr int kRowAlign = 16;        // rows are padded to this
 
 struct TileState {
-  float* k;     // [kTileKeys][kKvStride]
-  float* v;     // [kTileKeys][kKvStride]
-  float* q;     // by block of rows: [head_dim][rows of the block]
-  float* acc;   // as q
+  float* k;        // [kTileKeys][kKvStride]
+  float* v;        // [kTileKeys][kKvStride]
+  float* q;        // by block of rows: [head_dim][rows of the block]
+  float* acc;      // as q
   float* largest;  // [rows] largest score so far, in units of log2
   float* sum;      // [rows] sum of exponentials
   int32_t* first;  // [rows] first visible position
@@ -41,7 +41,8 @@ struct TileBlock {
   using F = typename S::F;
   static constexpr int kRows = W * V;
 
-  static inline void start(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row, int32_t rows) {
+  static inline void start(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row,
+                           int32_t rows) {
     const AttentionParams& p = *task.params;
     const float factor = query_factor(p);
     const int32_t head_dim = p.head_dim;
@@ -122,7 +123,8 @@ struct TileBlock {
     }
   }
 
-  static inline void finish(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row, int32_t rows) {
+  static inline void finish(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row,
+                            int32_t rows) {
     const AttentionParams& p = *task.params;
     const int32_t head_dim = p.head_dim;
     const float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
@@ -231,7 +233,8 @@ struct TileBlock {
   }
 };
 
-// dst[i] = row of slots[i] as fp32, i < count. Meanwhile asks for the rows of `next_slots` in `next`, which are read next.
+// dst[i] = row of slots[i] as fp32, i < count. Meanwhile asks for the rows of `next_slots` in `next`, which are read
+// next.
 template <DType kType>
 inline void convert_rows(const void* base, int64_t slot_stride, int32_t head_dim, const int32_t* slots, int32_t count,
                          float* dst, const char* next, int64_t next_stride_bytes, const int32_t* next_slots,
@@ -271,7 +274,8 @@ inline void run_tile_head(const ItemTask& task, int32_t kv_head, Scratch& scratc
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
   const TileState state(scratch, rows, p.head_dim);
-  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.start(task, state, kv_head, group, row, count); });
+  for_each_block(rows,
+                 [&](auto block, int32_t row, int32_t count) { block.start(task, state, kv_head, group, row, count); });
 
   const char* k = static_cast<const char*>(p.k) + kv_head * p.k_head_stride * kBytes;
   const char* v = static_cast<const char*>(p.v) + kv_head * p.v_head_stride * kBytes;
@@ -287,7 +291,8 @@ inline void run_tile_head(const ItemTask& task, int32_t kv_head, Scratch& scratc
       block.add_keys(task, state, row, KeyBlock{begin, begin + count});
     });
   }
-  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, kv_head, group, row, count); });
+  for_each_block(
+      rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, kv_head, group, row, count); });
 }
 
 template <DType kType>

@@ -92,8 +92,8 @@ def packed_attention(
         _refuse_devices(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     q_shape, k_shape = q.shape, k_cache.shape
     q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
-    dtype, kv_dtype = _DTYPES.get(q.dtype), _DTYPES.get(k_cache.dtype)
-    if dtype is None or kv_dtype is None or v_cache.dtype is not k_cache.dtype or out.dtype is not q.dtype:
+    dtype, kv_dtype = q.dtype, k_cache.dtype
+    if dtype not in _DTYPES or kv_dtype not in _DTYPES or v_cache.dtype is not kv_dtype or out.dtype is not dtype:
         _refuse_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
         _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
@@ -157,8 +157,8 @@ def packed_attention(
         sinks_address,
         partial_o,
         partial_lse,
-        dtype,
-        kv_dtype,
+        _DTYPES[dtype],
+        _DTYPES[kv_dtype],
         q_heads,
         kv_heads,
         head_dim,

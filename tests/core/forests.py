@@ -101,7 +101,7 @@ def materialise(
     req_to_token = np.full((num_requests + spare_rows, context), nowhere, dtype=np.int32)
     for request, path in enumerate(paths):
         row, end = req_to_token[rows[request]], 0
-        for node, begin, end in path:  # noqa: B007 (end is used below)
+        for node, begin, end in path:
             row[begin:end] = node_slots[node]
         tail = int(seq_lens[request]) - end
         row[end : end + tail] = free[taken : taken + tail]

@@ -179,7 +179,7 @@ def test_dtypes_of_queries_and_cache_are_independent(dtype: torch.dtype, kv_dtyp
 
 
 def test_all_finite_16_bit_values_survive_conversion() -> None:
-    """One key: the output is its value, so every bit pattern goes once through the cache and once through the output."""
+    """One key: the output is its value, so every bit pattern goes through the cache and through the output."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         values = bits.view(dtype)
@@ -422,8 +422,8 @@ def test_head_dim_must_be_a_multiple_of_16_up_to_256(batch: Batch, head_dim: int
 def test_wrong_dtypes_are_named(batch: Batch) -> None:
     with pytest.raises(TypeError, match=r"q has dtype torch.float64"):
         call(batch, q=batch.q.double())
+    cache = batch.pool.k_cache.to(torch.uint8)
     with pytest.raises(TypeError, match=r"k_cache has dtype torch.uint8"):
-        cache = batch.pool.k_cache.to(torch.uint8)
         call(batch, k_cache=cache, v_cache=cache)
     with pytest.raises(TypeError, match=r"v_cache has dtype torch.bfloat16 but k_cache has torch.float32"):
         call(batch, v_cache=batch.pool.v_cache.bfloat16())
@@ -474,9 +474,9 @@ def test_indices_that_lead_outside_are_named(batch: Batch) -> None:
 
 
 def test_bad_numbers_are_named(batch: Batch) -> None:
-    with pytest.raises(ValueError, match=r"logit_cap is -1"):
+    with pytest.raises(ValueError, match="logit_cap is -1"):
         call(batch, logit_cap=-1.0)
-    with pytest.raises(ValueError, match=r"threads is 0"):
+    with pytest.raises(ValueError, match="threads is 0"):
         call(batch, threads=0)
-    with pytest.raises(ValueError, match="isa 'mmx' is not available here; expected one of .*baseline"):
+    with pytest.raises(ValueError, match=r"isa 'mmx' is not available here; expected one of .*baseline"):
         call(batch, isa="mmx")
