@@ -3,9 +3,10 @@
 A request belongs to a job if its sampling parameters say so (`CUSTOM_PARAMETER`, as the batch runner sets it); for all
 others nothing changes, and they go before the job's. Two hooks: AFTER `SchedulePolicy.calc_priority` brings the job's
 waiting requests into order, and AROUND `PrefillAdder.add_one_req` holds one back while the prefix it shares is being
-computed by another, or while the KV that the waiting members of a group in front need would not be left (the
-footprint of a group is its prefix once, its tails and its decode growth: BatchLLM, section 4.3.3, instead of a number
-of requests).
+computed by another, or while there is no memory for what has been begun: admission goes by the KV footprint of the
+groups, which is their prefixes once, their tails and their whole expected decode growth (BatchLLM, section 4.3.3:
+memory instead of a number of requests). SGLang itself reserves a part of the growth and retracts requests when that
+was too little; a retracted request computes its prompt again.
 
 Holding back means AddReqResult.OTHER, which ends this round of admission only; never NO_TOKEN, which can stop
 admission for good; and never while nothing runs. Decisions depend on the queue alone, so all ranks take the same ones.
@@ -46,6 +47,7 @@ class GroupScheduler:
         self._order: QueueOrder[Any] = QueueOrder()
         self._turns: dict[Any, Turn[Any]] = {}
         self._output_at_start: dict[Any, int] = {}
+        self._growth: tuple[Any, float] = (None, 0.0)
 
     def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
         """Brings the offline requests of the queue into order, in place; the others stay in front, in their order."""
@@ -72,7 +74,7 @@ class GroupScheduler:
             self.held_back["prefix"] += 1
             return True
         own = len(request.origin_input_ids) + len(request.output_ids) - matched + turn.decode
-        if turn.reserved and own + turn.reserved > adder.rem_total_tokens:
+        if own + turn.reserved + self._unreserved_growth(adder) > adder.rem_total_tokens:
             self.held_back["memory"] += 1
             return True
         return False
@@ -90,6 +92,19 @@ class GroupScheduler:
             logger.exception("prefixpack: group scheduling failed; from now on the queue is SGLang's own")
         self.failures += 1
         self._turns.clear()
+
+    def _unreserved_growth(self, adder: Any) -> float:
+        """KV tokens that running requests are expected to need beyond what the adder has reserved for them."""
+        if self._growth[0] is not adder:  # one adder for each round of admission
+            growth = 0.0
+            for request in () if adder.running_batch is None else adder.running_batch.reqs:
+                generated = len(request.output_ids)
+                limit = max(0, request.sampling_params.max_new_tokens - generated)
+                place = place_of(request)
+                expected = limit if place is None else min(limit, max(0, place.decode - generated))
+                growth += expected - limit * adder.new_token_ratio
+            self._growth = (adder, max(0.0, growth))
+        return self._growth[1]
 
     def _note_ended(self) -> None:
         for request in self._order.computing():

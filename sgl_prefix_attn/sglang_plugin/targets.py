@@ -210,13 +210,13 @@ _ADMISSION = (
     *_attributes(f"{_POLICY}.SchedulePolicy", "enable_priority_scheduling policy"),
     *_attributes(f"{_POLICY}.CacheAgnosticPolicy", "FCFS"),
     *_attributes(f"{_POLICY}.AddReqResult", "OTHER"),
-    *_attributes(f"{_POLICY}.PrefillAdder", "can_run_list rem_total_tokens running_batch"),
+    *_attributes(f"{_POLICY}.PrefillAdder", "can_run_list new_token_ratio rem_total_tokens running_batch"),
     Target("managers.schedule_batch.ScheduleBatch.is_empty", Use.CALL),
     Target("managers.schedule_batch.Req.finished", Use.CALL),
     *_attributes("managers.schedule_batch.Req", "origin_input_ids output_ids sampling_params"),
     *_attributes("managers.schedule_batch.Req", "prefix_indices", until="0.5.21"),
     *_attributes("managers.schedule_batch.Req", "prefix_len", since="0.5.22"),
-    *_attributes("sampling.sampling_params.SamplingParams", "custom_params"),
+    *_attributes("sampling.sampling_params.SamplingParams", "custom_params max_new_tokens"),
 )
 
 # Prefix caches. Requests hold node objects up to 0.5.18, ids of the unified cache from 0.5.19 on.

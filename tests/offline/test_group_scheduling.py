@@ -1,0 +1,209 @@
+"""The hooks on SGLang's real policy, admission, pools and radix cache, without a model."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.offline.cache_saving import grouped_jobs
+from benchmarks.offline.replay import Job, Replay
+from benchmarks.offline.workloads import Setting, industry
+from sgl_prefix_attn.offline.prefix_tree import PrefixTree
+from sgl_prefix_attn.offline.prompts import Prompts
+from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
+from sgl_prefix_attn.sglang_plugin import group_scheduling, hooks, targets
+
+WORKLOADS = {
+    "200/20 x16": Setting(200, 20, 16, 160).prompts(),
+    "200/100 x2": Setting(200, 100, 2, 80).prompts(),
+    "100/100 x4": Setting(100, 100, 4, 120).prompts(),
+    "three levels": industry(60),
+}
+
+
+def tree_of(prompts) -> PrefixTree:
+    return PrefixTree(Prompts.from_lists(prompts))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("output", [1, 20])
+def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, output):
+    prompts = WORKLOADS[name]
+    tree = tree_of(prompts)
+    # A tenth, or what the longest request needs (SGLang reserves its whole output).
+    pool = max(tree.unique_tokens // 10, max(map(len, prompts)) + output + 10)
+    result = Replay(pool, grouped=True).run(grouped_jobs(prompts, tree, output))
+    assert result.finished == len(prompts)
+    assert result.saving >= 0.99 * tree.saving
+    assert group_scheduling.active().failures == 0
+    plain = Replay(pool).run([Job(prompt, output) for prompt in prompts])
+    assert plain.saving < result.saving
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_random_job_comes_to_its_end_and_gives_back_all_memory(seed):
+    # Tiny pools, outputs that were estimated wrongly, requests of nobody's job in between: retractions are common.
+    rng = random.Random(seed)
+    prompts = Setting(rng.choice([40, 150]), rng.choice([5, 60]), rng.choice([2, 5, 16]), 60).prompts(seed=seed)
+    outputs = [rng.randrange(1, 40) for _ in prompts]
+    jobs = []
+    for job in grouped_jobs(prompts, tree_of(prompts), rng.choice([1, 40])):
+        number = prompts.index(list(job.prompt))
+        plain = rng.random() < 0.2
+        jobs.append(Job(job.prompt, outputs[number], None if plain else job.place))
+    if rng.random() < 0.5:
+        rng.shuffle(jobs)
+    replay = Replay(
+        rng.randrange(300, 600), max_running=rng.choice([4, 64]), grouped=True, window=rng.choice([8, None])
+    )
+    result = replay.run(jobs)  # raises for a hang, a leak, or KV that stays locked
+    assert result.finished == len(jobs)
+    assert group_scheduling.active().failures == 0
+
+
+class Policy:
+    policy = "fcfs"
+    enable_priority_scheduling = False
+
+
+class Request:
+    """What the hooks read of a Req."""
+
+    def __init__(self, name: str, tokens: int = 100, place: Place | None = None, output: int = 0) -> None:
+        self.name = name
+        self.origin_input_ids = array("q", range(tokens))
+        self.output_ids = array("q", range(output))
+        self.prefix_indices = np.zeros(0)
+        params = {CUSTOM_PARAMETER: place.encode(), "__req__": self} if place else None
+        self.sampling_params = SimpleNamespace(custom_params=params, max_new_tokens=40)
+
+    def finished(self) -> bool:
+        return False
+
+
+class Adder:
+    def __init__(self, *, running: bool = True, room: int = 10_000) -> None:
+        self.can_run_list: list[Request] = []
+        self.running_batch = SimpleNamespace(is_empty=lambda: not running, reqs=[])
+        self.rem_total_tokens = room
+        self.new_token_ratio = 0.25
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    group_scheduling.reset()
+    yield
+    group_scheduling.reset()
+
+
+def in_job(*shared: int, tokens: int = 100) -> list[Request]:
+    return [Request(f"j{n}", tokens, Place("job", n, s, 5)) for n, s in enumerate(shared)]
+
+
+def arranged(queue: list[Request], policy: object = Policy) -> list[str]:
+    group_scheduling.after_calc_priority(None, policy, queue)
+    return [request.name for request in queue]
+
+
+def admit(adder: Adder, request: Request) -> str:
+    def original(adder: Adder, request: Request) -> str:
+        adder.can_run_list.append(request)
+        return "CONTINUE"
+
+    verdict = group_scheduling.around_add_one_req(original, adder, request)
+    return getattr(verdict, "name", verdict)
+
+
+def test_a_queue_without_a_job_is_left_alone():
+    queue = [Request("b"), Request("a")]
+    assert arranged(queue) == ["b", "a"]
+    assert admit(Adder(), queue[0]) == "CONTINUE"
+
+
+def test_a_job_stands_behind_the_others_in_its_own_order():
+    first, second, third = in_job(0, 80, 0)
+    queue = [third, Request("x"), second, first, Request("y")]
+    same = queue
+    assert arranged(queue) == ["x", "y", "j0", "j2", "j1"]
+    assert same is queue
+
+
+@pytest.mark.parametrize(("name", "priorities"), [("lpm", False), ("lof", False), ("fcfs", True)])
+def test_another_order_that_the_user_wants_stays(name, priorities):
+    policy = SimpleNamespace(policy=SimpleNamespace(value=name), enable_priority_scheduling=priorities)
+    first, second = in_job(0, 80)
+    assert arranged([second, first], policy) == ["j1", "j0"]
+    assert admit(Adder(), second) == "CONTINUE"
+
+
+def test_who_shares_a_prefix_under_way_is_held_back_with_other():
+    queue = in_job(0, 80)
+    arranged(queue)
+    adder = Adder()
+    assert admit(adder, queue[0]) == "CONTINUE"
+    assert admit(adder, queue[1]) == "OTHER"
+    assert group_scheduling.active().held_back == {"prefix": 1}
+
+
+def test_nobody_is_held_back_while_nothing_runs():
+    queue = in_job(0, 80)
+    arranged(queue)
+    assert admit(Adder(running=False), queue[1]) == "CONTINUE"
+
+
+def test_who_finds_the_prefix_in_the_cache_goes():
+    queue = in_job(0, 80)
+    arranged(queue)
+    admit(Adder(), queue[0])
+    arranged(queue[1:])
+    queue[1].prefix_indices = np.zeros(80)
+    assert admit(Adder(), queue[1]) == "CONTINUE"
+
+
+def test_memory_of_members_that_wait_is_not_given_away():
+    queue = in_job(0, 80, 80, 0)  # a group of three and one that needs 100 + 5 tokens
+    arranged(queue)
+    other = next(request for request in queue if request.name == "j3")
+    # The two that wait need 2 x (20 + 5).
+    assert admit(Adder(room=154), other) == "OTHER"
+    assert admit(Adder(room=155), other) == "CONTINUE"
+    assert group_scheduling.active().held_back == {"memory": 1}
+
+
+def test_the_whole_expected_growth_of_what_runs_is_left_free():
+    queue = in_job(0)
+    arranged(queue)
+    adder = Adder()
+    # Of nobody's job, with 30 tokens to go; of a job, expected to end after 5 more. SGLang has reserved a quarter of
+    # the 30 and 35 to which they are limited.
+    online, member = Request("x", output=10), Request("j", place=Place("job", 9, 0, 10), output=5)
+    adder.running_batch.reqs = [online, member]
+    beyond = (30 - 30 / 4) + (5 - 35 / 4)
+    adder.rem_total_tokens = 105 + beyond - 1
+    assert admit(adder, queue[0]) == "OTHER"
+    again = Adder()
+    again.running_batch.reqs = [online, member]
+    again.rem_total_tokens = 105 + beyond
+    assert admit(again, queue[0]) == "CONTINUE"
+
+
+def test_after_a_failure_the_queue_is_sglangs_own(caplog):
+    broken = Request("broken", 100, Place("job", 0, 0, 5))
+    broken.sampling_params.custom_params[CUSTOM_PARAMETER] = ["nonsense"]
+    queue = [broken, *in_job(0, 80)]
+    assert arranged(queue) == ["broken", "j0", "j1"]
+    assert arranged(queue) == ["broken", "j0", "j1"]
+    assert [admit(Adder(), request) for request in queue] == ["CONTINUE"] * 3
+    assert group_scheduling.active().failures == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "['nonsense'] is no place in an offline job" in caplog.text
+
+
+def test_the_hooks_are_registered_with_the_others():
+    by_target = {hook.target: hook for hook in hooks.OTHER_HOOKS}
+    assert by_target[targets.CALC_PRIORITY].function is group_scheduling.after_calc_priority
+    assert by_target[targets.ADD_ONE_REQ].function is group_scheduling.around_add_one_req

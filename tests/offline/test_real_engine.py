@@ -1,0 +1,109 @@
+"""The batch command on the real engine: killed at random moments, its output is that of an unbroken run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sgl_prefix_attn.demo.tiny_model import tiny_model
+from tests.offline import batches
+
+pytestmark = pytest.mark.e2e
+
+MARK = "SGLANG_BATCH_TEST"  # finds the processes of a run
+RUN_SECONDS = 400
+# A tenth of what 200 requests need: groups come and go.
+SERVER = "--max-total-tokens 2048 --max-running-requests 16 --context-length 1024"
+
+
+def command(source: Path, output: Path, *more: str) -> list[str]:
+    arguments = ["batch", str(source), str(output), "--model", str(tiny_model()), "--server-args", SERVER]
+    return [sys.executable, "-m", "sgl_prefix_attn", *arguments, "--ordered", "--quiet", *more]
+
+
+def run(source: Path, output: Path, *more: str) -> str:
+    """The command's report; fails the test unless it ends with status 0."""
+    done = subprocess.run(command(source, output, *more), capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def journal_lines(output: Path) -> int:
+    journal = output.with_name(output.name + ".journal")
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.Random) -> None:
+    """Kills the run `kills` times, some of them while the engine loads, the others at random moments of the work."""
+    for number in range(kills):
+        mark = uuid.uuid4().hex
+        process = subprocess.Popen(command(source, output), env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL)
+        before = journal_lines(output)
+        if number % 4 == 3:
+            time.sleep(rng.random() * 15)  # while it loads
+        else:
+            share = (total - before) // (kills - number)
+            until = before + 1 + rng.randrange(max(1, share))
+            deadline = time.monotonic() + RUN_SECONDS
+            while process.poll() is None and journal_lines(output) < until and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(rng.random() * 0.2)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+        _, alive = psutil.wait_procs(processes(mark), timeout=20)
+        assert not alive, "processes outlive a killed run"
+
+
+def check(tmp_path: Path, count: int, kills: int) -> None:
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(count))
+    unbroken, output = tmp_path / "unbroken.jsonl", tmp_path / "out.jsonl"
+    report = run(source, unbroken)
+    assert f"{count} of {count} requests succeeded" in report
+    killed_runs(source, output, kills, count, random.Random(count))
+    assert not output.exists()
+    done_before = journal_lines(output) - 1
+    report = run(source, output)
+    assert f"{done_before} of them had been finished by earlier runs" in report
+    assert batches.without_time(batches.read(output)) == batches.without_time(batches.read(unbroken))
+
+
+def test_killed_three_times_the_output_is_that_of_an_unbroken_run(tmp_path):
+    check(tmp_path, count=200, kills=3)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_over_two_thousand_requests(tmp_path):
+    check(tmp_path, count=2000, kills=20)
+
+
+@pytest.mark.slow
+def test_two_engines_and_the_saving_of_the_groups(tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(200))
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    reports = [run(source, one), run(source, two, "--engines", "2")]
+    assert batches.without_time(batches.read(one)) == batches.without_time(batches.read(two))
+    for report in reports:
+        saved, shared = (
+            float(part.split("%")[0].split()[-1]) for part in report.splitlines()[-1].split(";")[1].split(",")
+        )
+        assert saved >= 0.99 * shared
