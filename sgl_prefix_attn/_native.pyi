@@ -16,6 +16,26 @@ class CudaDevice:
 
 def cuda_devices() -> list[CudaDevice]: ...
 
+def plan_words(plan: Plan, seq_lens: _Int64, growth: int) -> tuple[_Int32, int]: ...
+
+# Only where built_with_cuda:
+class StepAddresses:
+    def __init__(
+        self, words: int, item_bounds: int, query_position: int, kv_slots: int, tickets: int
+    ) -> None: ...
+
+def cuda_resident_blocks(head_dim: int, dtype: int) -> int: ...
+def cuda_prepare(
+    step: StepAddresses,
+    req_to_token: int,
+    req_to_token_stride: int,
+    req_pool_indices: int,
+    seq_lens: int,
+    blocks: int,
+    stream: int,
+) -> None: ...
+def cuda_attend(step: StepAddresses, *arguments: float) -> None: ...
+
 class Forest:
     num_requests: int
     num_nodes: int

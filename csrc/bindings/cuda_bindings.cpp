@@ -1,19 +1,115 @@
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/plan_words.h"
 
 namespace py = pybind11;
 
 namespace prefixpack {
 
-void bind_cuda(py::module_& m) {
+namespace {
+
+py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth) {
+  if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
+    throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
+                                std::to_string(plan.num_requests) + " requests");
+  }
+  PlanWords made = plan_words(plan, seq_lens.data(), growth);
+  py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
+  return py::make_tuple(words, made.kv_slots);
+}
+
 #ifdef PREFIXPACK_WITH_CUDA
-  m.attr("built_with_cuda") = true;
-  m.def("cuda_devices", &cuda_devices,
-        "Devices the CUDA runtime finds; RuntimeError with CUDA's words where it fails.");
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Device addresses of a plan and of what the preparation kernel makes of it.
+struct StepAddresses {
+  uintptr_t words, item_bounds, query_position, kv_slots, tickets;
+
+  void fill(KernelParams& params) const {
+    params.plan.words = pointer<const int32_t>(words);
+    params.step = {pointer<ItemBounds>(item_bounds), pointer<int32_t>(query_position), pointer<int32_t>(kv_slots),
+                   pointer<int32_t>(tickets)};
+  }
+};
+
+void bind_launches(py::module_& m) {
+  py::class_<StepAddresses>(m, "StepAddresses")
+      .def(py::init([](uintptr_t words, uintptr_t item_bounds, uintptr_t query_position, uintptr_t kv_slots,
+                       uintptr_t tickets) {
+             return StepAddresses{words, item_bounds, query_position, kv_slots, tickets};
+           }),
+           py::arg("words"), py::arg("item_bounds"), py::arg("query_position"), py::arg("kv_slots"),
+           py::arg("tickets"));
+  m.def(
+      "cuda_resident_blocks",
+      [](int32_t head_dim, int32_t dtype) { return resident_blocks(head_dim, static_cast<DType>(dtype)); },
+      "Blocks of the packed kernel that the current device holds at once.");
+  m.def(
+      "cuda_prepare",
+      [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
+         uintptr_t seq_lens, int32_t blocks, uintptr_t stream) {
+        KernelParams params{};
+        step.fill(params);
+        params.attention.req_to_token = pointer<const int32_t>(req_to_token);
+        params.attention.req_to_token_stride = req_to_token_stride;
+        params.attention.req_pool_indices = pointer<const int64_t>(req_pool_indices);
+        params.attention.seq_lens = pointer<const int64_t>(seq_lens);
+        launch_prepare(params, blocks, pointer<void>(stream));
+      },
+      "Launches the step's preparation. See sgl_prefix_attn.core.gpu.GpuStep.prepare.");
+  m.def(
+      "cuda_attend",
+      [](const StepAddresses& step, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k,
+         int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
+         uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
+         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads,
+         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float logit_cap, int32_t blocks,
+         uintptr_t stream) {
+        KernelParams params{};
+        step.fill(params);
+        AttentionParams& attention = params.attention;
+        attention.q = pointer<const void>(q);
+        attention.q_token_stride = q_token_stride;
+        attention.q_head_stride = q_head_stride;
+        attention.k = pointer<const void>(k);
+        attention.k_slot_stride = k_slot_stride;
+        attention.k_head_stride = k_head_stride;
+        attention.v = pointer<const void>(v);
+        attention.v_slot_stride = v_slot_stride;
+        attention.v_head_stride = v_head_stride;
+        attention.o = pointer<void>(o);
+        attention.o_token_stride = o_token_stride;
+        attention.o_head_stride = o_head_stride;
+        attention.lse = pointer<float>(lse);
+        attention.lse_token_stride = lse_token_stride;
+        attention.sinks = pointer<const float>(sinks);
+        attention.partial_o = pointer<float>(partial_o);
+        attention.partial_lse = pointer<float>(partial_lse);
+        attention.dtype = attention.kv_dtype = static_cast<DType>(dtype);
+        attention.q_heads = q_heads;
+        attention.kv_heads = kv_heads;
+        attention.head_dim = head_dim;
+        attention.window_left = window_left;
+        attention.scale = scale;
+        attention.logit_cap = logit_cap;
+        launch_attention(params, blocks, pointer<void>(stream));
+      },
+      "Launches packed attention and merge for one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
+}
+
+void bind_devices(py::module_& m) {
   py::class_<CudaDevice>(m, "CudaDevice")
       .def_readonly("name", &CudaDevice::name)
       .def_readonly("compute_capability", &CudaDevice::compute_capability)
@@ -24,6 +120,21 @@ void bind_cuda(py::module_& m) {
         return "<CudaDevice " + device.name + ", sm_" + std::to_string(device.compute_capability) + ", " +
                std::to_string(device.multiprocessors) + " multiprocessors>";
       });
+  m.def("cuda_devices", &cuda_devices,
+        "Devices the CUDA runtime finds; RuntimeError with CUDA's words where it fails.");
+}
+
+#endif
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"),
+        "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
+#ifdef PREFIXPACK_WITH_CUDA
+  m.attr("built_with_cuda") = true;
+  bind_devices(m);
+  bind_launches(m);
 #else
   m.attr("built_with_cuda") = false;
 #endif

@@ -1,0 +1,84 @@
+"""Random batches for the GPU kernels, emulated or real, and what dense attention says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.reference import reference_attention
+from tests.core.forests import KvPool, materialise, random_paths
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Case:
+    """One step of one layer.
+
+    planned_lens: what the plan was made for; the step's own lengths are `pool.seq_lens`.
+    expected: (out, lse) of dense fp64 attention.
+    """
+
+    plan: Plan
+    shape: ModelShape
+    q: torch.Tensor
+    pool: KvPool
+    planned_lens: np.ndarray
+    variant: dict[str, Any]
+    expected: Result
+
+
+def make_case(
+    seed: int,
+    *,
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    requests: int = 6,
+    levels: int = 3,
+    tokens: int = 90,
+    max_new_tokens: int = 1,
+    grown: int = 0,
+    multiprocessors: int = 1,
+    logit_cap: float = 0.0,
+    window_left: int = -1,
+    with_sinks: bool = False,
+    batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
+) -> Case:
+    """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer."""
+    rng = np.random.default_rng(seed)
+    paths, planned_lens, query_lens = batch or random_paths(
+        rng, requests, levels, max_node_tokens=tokens, max_tail_tokens=tokens, max_new_tokens=max_new_tokens
+    )
+    q_heads, kv_heads = heads
+    shape = ModelShape(q_heads, kv_heads, head_dim)
+    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
+    forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
+    device = DeviceModel.gpu(multiprocessors, max_tile_rows=64 if head_dim > 128 else 128)
+    decode = bool((query_lens == 1).all())
+    plan = Planner(shape, device).plan(forest, planned_lens, None if decode else query_lens)
+    variant = {
+        "scale": head_dim**-0.5,
+        "logit_cap": logit_cap,
+        "window_left": window_left,
+        "sinks": torch.from_numpy(rng.standard_normal(q_heads)).float() if with_sinks else None,
+    }
+    expected = reference_attention(
+        q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
+        seq_lens=pool.seq_lens, query_lens=torch.from_numpy(query_lens), **variant,
+    )
+    return Case(plan, shape, q, pool, planned_lens, variant, expected)
+
+
+def check(case: Case, result: Result) -> None:
+    """Weights and outputs are rounded to 16 bits: about three significant digits."""
+    out, lse = result
+    tolerance = 2e-2 if out.dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(out.double().cpu(), case.expected[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double().cpu(), case.expected[1], atol=1e-3, rtol=1e-3)

@@ -1,0 +1,148 @@
+"""The GPU kernels on a GPU: every shape against dense attention, graphs, and the same bits twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.gpu import GpuStep, PlanTooLarge, StepLimits
+from tests.cuda.cases import Case, Result, check, make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and _native.built_with_cuda),
+        reason="needs a CUDA device, and the native module built with nvcc",
+    ),
+]
+
+GROWTH = 16
+LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+
+
+class OnGpu:
+    """A case with its tensors on the device."""
+
+    def __init__(self, case: Case, limits: StepLimits = LIMITS) -> None:
+        self.case = case
+        self.device = torch.device("cuda", 0)
+        self.step = GpuStep(case.shape, case.q.dtype, self.device, limits)
+        pool = case.pool
+        self.q = case.q.to(self.device)
+        # Clones keep the gaps between heads and slots that the pool was made with.
+        self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
+        self.req_to_token = pool.req_to_token.to(self.device)
+        self.rows = pool.req_pool_indices.to(self.device)
+        self.seq_lens = pool.seq_lens.to(self.device)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.lse = torch.full(self.q.shape[:2], torch.nan, device=self.device)
+        self.variant = {
+            key: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for key, value in case.variant.items()
+        }
+
+    def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
+        slots, heads, head_dim = cache.shape
+        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype, device=self.device)
+        storage[:, :heads, :head_dim] = cache.to(self.device)
+        return storage[:, :heads, :head_dim]
+
+    def prepare(self) -> None:
+        self.step.load(self.case.plan, self.case.planned_lens, GROWTH)
+        self.step.prepare(self.req_to_token, self.rows, self.seq_lens)
+
+    def attend(self) -> None:
+        self.step.attend(self.q, self.k_cache, self.v_cache, self.out, lse=self.lse, **self.variant)
+
+    def run(self) -> Result:
+        self.out.fill_(torch.nan)
+        self.lse.fill_(torch.nan)
+        self.step._partial_o.fill_(torch.nan)
+        self.step._partial_lse.fill_(torch.nan)
+        self.prepare()
+        self.attend()
+        torch.cuda.synchronize()
+        return self.out.clone(), self.lse.clone()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
+def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: int) -> None:
+    case = make_case(group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300,
+                     multiprocessors=132)
+    check(case, OnGpu(case).run())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_ragged_forests(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = make_case(
+        seed, heads=(32, 8), head_dim=128, requests=int(rng.integers(1, 513)), levels=int(rng.integers(1, 9)),
+        tokens=int(rng.choice([20, 200, 600])), max_new_tokens=int(rng.choice([1, 5, 200])), multiprocessors=132,
+    )
+    check(case, OnGpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
+def test_lengths(length: int) -> None:
+    batch = ([[], []], np.array([length, 1], dtype=np.int64), np.ones(2, dtype=np.int64))
+    case = make_case(length, heads=(8, 1), head_dim=128, batch=batch, multiprocessors=132)
+    check(case, OnGpu(case).run())
+
+
+@pytest.mark.parametrize("window", [0, 64, 500])
+def test_sliding_window(window: int) -> None:
+    case = make_case(window, head_dim=128, window_left=window, max_new_tokens=40, tokens=600, requests=20)
+    check(case, OnGpu(case).run())
+
+
+def test_soft_cap_and_sinks() -> None:
+    case = make_case(1, head_dim=128, logit_cap=3.0, with_sinks=True, requests=20)
+    check(case, OnGpu(case).run())
+
+
+def test_the_same_bits_twice() -> None:
+    case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, multiprocessors=132)
+    on_gpu = OnGpu(case)
+    first, second = on_gpu.run(), on_gpu.run()
+    assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
+    assert torch.equal(first[1], second[1])
+
+
+def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
+    case = make_case(5, head_dim=128, requests=30, multiprocessors=132, grown=GROWTH)
+    on_gpu = OnGpu(case)
+    eager = on_gpu.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_gpu.attend()
+    on_gpu.out.fill_(torch.nan)
+    # As if the step before had been a shorter one.
+    on_gpu.step.prepare(on_gpu.req_to_token, on_gpu.rows, on_gpu.seq_lens - GROWTH)
+    graph.replay()
+    on_gpu.step.prepare(on_gpu.req_to_token, on_gpu.rows, on_gpu.seq_lens)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(on_gpu.out.view(torch.int16), eager[0].view(torch.int16))
+    check(case, (on_gpu.out, on_gpu.lse))
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    case = make_case(6, head_dim=128, requests=30)
+    on_gpu = OnGpu(case, StepLimits(queries=8192, items=4, kv_slots=1 << 20, partial_slots=32768))
+    with pytest.raises(PlanTooLarge, match="the buffers hold 4"):
+        on_gpu.step.load(case.plan, case.planned_lens, GROWTH)
+
+
+def test_bad_tensors_are_named() -> None:
+    case = make_case(7, head_dim=128)
+    on_gpu = OnGpu(case)
+    on_gpu.prepare()
+    with pytest.raises(ValueError, match=r"q is torch\.float32"):
+        on_gpu.step.attend(on_gpu.q.float(), on_gpu.k_cache, on_gpu.v_cache, on_gpu.out, **on_gpu.variant)
+    spread = torch.zeros(*on_gpu.v_cache.shape[:2], 256, dtype=torch.bfloat16, device=on_gpu.device)[..., ::2]
+    with pytest.raises(ValueError, match="v_cache has strides"):
+        on_gpu.step.attend(on_gpu.q, on_gpu.k_cache, spread, on_gpu.out, **on_gpu.variant)
