@@ -6,7 +6,6 @@ PYTHON ?= python3
 VERSIONS ?= 0.5.16 0.5.23
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP = $(PYTHON) tests/support/setup_env.py
@@ -16,7 +15,7 @@ SETUP = $(PYTHON) tests/support/setup_env.py
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS="
+	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) PYTEST_ARGS= DEMO_ARGS="
 
 setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's where there is one)
 	@$(SETUP) --venv $(VENV) --sglang $(SGLANG)
@@ -39,8 +38,12 @@ lint: setup ## ruff, mypy on the package, clang-format
 	$(BIN)/mypy
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
-bench: setup ## benchmarks of planner, host step and executor
-	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
+	@mkdir -p build/bench
+	@set -e; for name in kernel/plan_time serving/host_cost kernel/cpu_packed; do \
+		echo "== benchmarks/$$name.py"; \
+		$(BIN)/python benchmarks/$$name.py --out build/bench/$${name#*/}.json; \
+	done
 
 clean: ## remove environments, builds and caches made here
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,11 +22,12 @@ class RequestError(RuntimeError):
 class Sample:
     """One generated sequence.
 
-    tokens: generated token ids. cached_tokens: prompt tokens SGLang found in its prefix cache. retractions: how often
-    SGLang took the running request back into its queue. Times in seconds: `first` and `last` token since the request
-    was sent.
+    request_id: SGLang's. tokens: generated token ids. cached_tokens: prompt tokens SGLang found in its prefix cache.
+    retractions: how often SGLang took the running request back into its queue. finish: "length", "stop" or "abort".
+    Times in seconds: `first` and `last` token since the request was sent.
     """
 
+    request_id: str
     tokens: list[int]
     cached_tokens: int
     retractions: int
@@ -117,6 +118,8 @@ async def _generate(
         raise RequestError(
             f"request {request.name}: {len(samples)} samples came back, {request.samples} were asked for"
         )
+    if any(not sample.finish for sample in samples.values()):
+        raise RequestError(f"request {request.name}: the answer ended before its last token")
     return Answer(request, tuple(samples[index] for index in sorted(samples)))
 
 
@@ -136,7 +139,7 @@ def _record(samples: dict[int, Sample], event: dict[str, Any], now: float) -> Sa
     tokens = event["output_ids"]
     if not tokens:
         return None
-    sample = samples.setdefault(event.get("index", 0), Sample([], 0, 0, "", first=now, last=now))
+    sample = samples.setdefault(event.get("index", 0), Sample(meta["id"], [], 0, 0, "", first=now, last=now))
     if len(tokens) > len(sample.tokens):
         sample.last = now
     sample.tokens = tokens

@@ -16,7 +16,7 @@ from sgl_prefix_attn.demo.trace import BLOCK_TOKENS, TraceRow
 class Request:
     """One call of /generate.
 
-    name: the request id SGLang is given. prompt: token ids. samples: how many continuations (SGLang's n). logit_bias:
+    name: for messages. prompt: token ids. samples: how many continuations (SGLang's n). logit_bias:
     added to the logits of these token ids at every step; with greedy decoding it makes continuations of one prompt
     differ, repeatably. arrival_seconds: when to send it, from the start of the replay.
     """
@@ -38,10 +38,8 @@ class Request:
         }
         if self.logit_bias:
             sampling["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
-        body: dict[str, Any] = {"input_ids": list(self.prompt), "sampling_params": sampling, "stream": True}
-        if self.samples == 1:  # SGLang names the samples of a group itself
-            body["rid"] = self.name
-        return body
+        # No "rid": SGLang aborts the id of a finished stream two seconds later, and with it a new request of that id.
+        return {"input_ids": list(self.prompt), "sampling_params": sampling, "stream": True}
 
 
 @dataclasses.dataclass(frozen=True)

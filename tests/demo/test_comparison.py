@@ -13,7 +13,7 @@ from sgl_prefix_attn.demo.workload import Request
 
 def measurement(backend: str, *tokens: list[int], kv: KVReads | None = None) -> Measurement:
     answers = tuple(
-        Answer(Request(f"r{number}", (1, 2, 3), 3), (Sample(generated, 0, 0, "length", first=0.1, last=0.3),))
+        Answer(Request(f"r{number}", (1, 2, 3), 3), (Sample("id", generated, 0, 0, "length", first=0.1, last=0.3),))
         for number, generated in enumerate(tokens)
     )
     return Measurement(backend, answers, 1.0, kv, {})

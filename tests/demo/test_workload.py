@@ -85,7 +85,6 @@ def test_a_sample_group_is_one_request_for_n_samples() -> None:
     assert body["sampling_params"]["n"] == 16
     assert body["sampling_params"]["temperature"] == 0
     assert len(body["input_ids"]) == 100
-    assert "rid" not in body
 
 
 def test_a_diverging_group_has_one_prompt_and_a_bias_of_its_own_for_each_sample() -> None:

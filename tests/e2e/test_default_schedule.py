@@ -94,7 +94,7 @@ def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expec
     def abort_when_running(request: Request, sample: Sample) -> None:
         if request.name in victims - told and len(sample.tokens) >= 8:
             told.add(request.name)
-            threading.Thread(target=server.post, args=("/abort_request", {"rid": request.name})).start()
+            threading.Thread(target=server.post, args=("/abort_request", {"rid": sample.request_id})).start()
 
     with packing(server) as done:
         answers = replay(server.url, requests, on_token=abort_when_running)
