@@ -219,6 +219,19 @@ _ADMISSION = (
     *_attributes("sampling.sampling_params.SamplingParams", "custom_params max_new_tokens"),
 )
 
+# The engine of offline batches.
+_ENGINE = "entrypoints.engine.Engine"
+_OFFLINE = (
+    Target(_ENGINE, Use.CLASS),
+    Target(f"{_ENGINE}.async_generate", Use.CALL, ("prompt", "sampling_params", "input_ids")),
+    Target(f"{_ENGINE}.get_server_info", Use.CALL),
+    Target(f"{_ENGINE}.shutdown", Use.CALL),
+    *_attributes(_ENGINE, "loop tokenizer_manager"),
+    *_attributes("managers.tokenizer_manager.TokenizerManager", "context_len"),
+    Target("plugins.load_plugins", Use.CALL),
+    Target("server_args.prepare_server_args", Use.CALL, ("argv",)),
+)
+
 # Prefix caches. Requests hold node objects up to 0.5.18, ids of the unified cache from 0.5.19 on.
 _TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
@@ -274,4 +287,4 @@ _ARGUMENTS = (
     ),
 )
 
-TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_ADMISSION, *_TREES, *_ARGUMENTS)
+TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_ADMISSION, *_OFFLINE, *_TREES, *_ARGUMENTS)
