@@ -31,6 +31,7 @@ class CachedNode:
         parent: id of the node above, ROOT if there is none.
         begin, end: token positions.
         keys: prefix keys of a prompt that runs through it.
+        prompt: whatever the owner wants to find that prompt by.
         used: when it was last used, in uses of the whole cache.
         handle: the cache's own name for it.
         children: ids of the nodes below it.
@@ -41,6 +42,7 @@ class CachedNode:
     begin: int
     end: int
     keys: Sequence[int]
+    prompt: Any
     used: int
     handle: Any
     children: dict[int, None] = field(default_factory=dict)
@@ -75,19 +77,27 @@ class CachedTree:
         """Tokens of all nodes (slow: for tests)."""
         return sum(node.tokens for node in self._nodes.values())
 
-    def used(self, path: Iterable[Stretch], keys: Sequence[int]) -> list[int]:
-        """A request used, or left behind, this path from the root down; `keys` are its prefix keys.
+    def used(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any = None) -> list[int]:
+        """A request used, or left behind, this path from the root down.
+
+        Args:
+            keys: the request's prefix keys.
+            prompt: kept with the nodes.
 
         Returns:
             Nodes that a split may have moved below a new node of the path: look at them and `place` them again.
         """
         self._uses += 1
-        return self._put(path, keys, self._uses)
+        return self._put(path, keys, prompt, self._uses)
+
+    def seen(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any = None) -> list[int]:
+        """As `used`, for a path that was found but not used."""
+        return self._put(path, keys, prompt, 0)
 
     def place(self, path: Sequence[Stretch]) -> list[int]:
-        """Says where the last node of a path is now, without its being used. Returns what `used` returns."""
+        """Says where the last node of a path is now. Returns what `used` returns."""
         last = self._nodes.get(path[-1].id)
-        return [] if last is None else self._put(path, last.keys, 0)
+        return [] if last is None else self._put(path, last.keys, last.prompt, last.used)
 
     def parent_of(self, node_id: int) -> int:
         """The node above, as far as known; ROOT if there is none or the node is unknown."""
@@ -149,7 +159,7 @@ class CachedTree:
     def _rank(self, node: CachedNode, worth: Callable[[int | None], float]) -> tuple[float, int, int, int]:
         return (worth(self.key(node)), node.used, -node.begin, node.id)
 
-    def _put(self, path: Iterable[Stretch], keys: Sequence[int], used: int) -> list[int]:
+    def _put(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any, used: int) -> list[int]:
         parent = ROOT
         suspects: list[int] = []
         for handle, node_id, begin, end, leaf in path:
@@ -157,7 +167,7 @@ class CachedTree:
             if node is None:
                 if not leaf:
                     suspects += [other for other in self._below(parent) if self._nodes[other].end > end]
-                node = CachedNode(node_id, parent, begin, end, keys, used, handle)
+                node = CachedNode(node_id, parent, begin, end, keys, prompt, used, handle)
                 self._nodes[node_id] = node
                 self._leaves[node_id] = None
                 self._attach(node)
@@ -167,10 +177,10 @@ class CachedTree:
                     node.parent = parent
                     self._attach(node)
                 node.begin, node.end, node.handle = begin, end, handle
-                if used:
+                if used > node.used:
                     node.used = used
                     if len(keys) * self._block > begin:
-                        node.keys = keys
+                        node.keys, node.prompt = keys, prompt
             parent = node_id
         return suspects
 

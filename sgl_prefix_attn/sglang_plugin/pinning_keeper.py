@@ -14,14 +14,25 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from sgl_prefix_attn.pinning import CachedNode, CachedTree, Lookahead, Pin, PinLedger, PrefixWorth, ReuseMemory
+from sgl_prefix_attn.pinning import (
+    CachedNode,
+    CachedTree,
+    Lookahead,
+    Pin,
+    PinLedger,
+    PrefixWorth,
+    ReuseMemory,
+    Stretch,
+)
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
 from sgl_prefix_attn.sglang_plugin.pinning_counters import PinningCounters
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, LockableTree, Namespace, NodeLock
 
 logger = logging.getLogger(__name__)
+
+_QUANTA = 256  # parts of the pool: evictions are at least one, and nodes are not split for less
 
 
 @dataclass
@@ -31,6 +42,14 @@ class _Held:
     namespace: Namespace
     lock: NodeLock | None = None
     tokens: int = 0
+
+
+class _Prompt(NamedTuple):
+    """What a cached node was computed for."""
+
+    keys: Sequence[int]
+    tokens: Sequence[int]
+    namespace: Namespace
 
 
 class CacheKeeper:
@@ -114,8 +133,9 @@ class CacheKeeper:
     def queue(self, waiting: Iterable[Any]) -> None:
         """The waiting queue as it is now, in the order in which it will be served."""
         if self.retention:
+            self._check_root()
             requests = {request.rid: request for request in waiting}
-            self.worth.lookahead.follow(list(requests), lambda rid: self._prompt_keys(requests[rid]))
+            self.worth.lookahead.follow(list(requests), lambda rid: self._joined(requests[rid]))
 
     def admitted(self, request: Any, cached_tokens: int) -> None:
         """A request was admitted and found this much of its prompt in the cache."""
@@ -143,10 +163,15 @@ class CacheKeeper:
                 if upto > held.tokens and pin.tokens[:upto] == tuple(tokens[:upto]):
                     self._lock_pin(pin)
         if self.retention:
+            keys = self._prompt_keys(request)
+            if request.output_ids:
+                keys = keys_of(tokens, self._block, namespace.text)
+            prompt = _Prompt(keys, tokens, namespace)
             handle = self._tree.find(tokens, namespace)
             if handle is not None:
-                keys = self._prompt_keys(request)
-                self._learn(handle, keys_of(tokens, self._block, namespace.text) if request.output_ids else keys)
+                path = self._tree.path(handle)
+                self._settle(self._cached.used(path, keys, prompt))
+                self._split_where_worth_ends(prompt, path)
 
     def flushed(self) -> None:
         """The tree was thrown away: its locks are gone with it, and so are the pins."""
@@ -202,16 +227,17 @@ class CacheKeeper:
             self._release_all(locks)
 
     def _protect(self, tokens: int, locks: list[NodeLock]) -> None:
-        """Locks what would be evicted before, and is worth more than, what has to go."""
+        """Locks everything but what is to go: whatever SGLang's order is, it evicts that."""
         self._forget_evicted()
-        keep = self._in_use
-        chosen = self._cached.give_up(tokens, self.worth.of, keep)
+        # In decode little is asked for at a time, but step after step: several steps' worth goes at once.
+        wanted = max(tokens, self._allocator.size // _QUANTA)
+        chosen = self._cached.give_up(wanted, self.worth.of, self._in_use)
         if not chosen:
             return
         going = {node.id for node in chosen}
         self._count_avoided(tokens, going)
-        latest = max(node.used for node in chosen)
-        staying: list[CachedNode] = []
+        self._shorten(chosen[-1], sum(node.tokens for node in chosen) - wanted)
+        staying: dict[int, CachedNode] = {}
         for node in self._cached.leaves():
             # Up to the first ancestor that stays: its children may all be going.
             while node.id in going:
@@ -220,16 +246,20 @@ class CacheKeeper:
                     break
                 node = parent
             else:
-                if node.used <= latest and not keep(node):
-                    staying.append(node)
-        staying.sort(key=lambda node: (-self.worth.of(self._cached.key(node)), -node.used, node.id))
-        locked: dict[int, None] = {}
-        for node in staying:
-            if node.id not in locked:
-                locked[node.id] = None
-                locks.append(self._tree.lock(node.handle))
+                if not self._in_use(node):
+                    staying[node.id] = node
+        order = sorted(staying.values(), key=lambda node: (-self.worth.of(self._cached.key(node)), -node.used, node.id))
+        locks += [self._tree.lock(node.handle) for node in order]
         while locks and self._cache.evictable_size() < tokens:
             self._tree.release(locks.pop())
+
+    def _shorten(self, node: CachedNode, excess: int) -> None:
+        """Splits a node that is to go, so that only its end does: SGLang evicts whole nodes."""
+        if excess < max(1, self._allocator.size // _QUANTA) or node.prompt is None:
+            return
+        handle = self._tree.find(node.prompt.tokens[: node.begin + excess], node.prompt.namespace)
+        if handle is not None:
+            self._settle(self._cached.seen(self._tree.path(handle), node.keys, node.prompt))
 
     def _count_avoided(self, tokens: int, going: set[int]) -> None:
         for node in self._cached.give_up(tokens, lambda key: 0.0, self._in_use):
@@ -287,9 +317,45 @@ class CacheKeeper:
             setattr(request, _KEYS, keys)
         return keys
 
-    def _learn(self, handle: Any, keys: Sequence[int]) -> None:
-        """Notes a path that was used, and where splits have put other nodes."""
-        suspects = self._cached.used(self._tree.path(handle), keys)
+    def _joined(self, request: Any) -> Sequence[int]:
+        """A request joined the queue: splits off what of the cache it will use. Returns its keys."""
+        keys = self._prompt_keys(request)
+        namespace = Namespace.of_request(request)
+        handle = self._tree.find(request.origin_input_ids, namespace)
+        if handle is not None:
+            prompt = _Prompt(keys, request.origin_input_ids, namespace)
+            self._settle(self._cached.seen(self._tree.path(handle), keys, prompt))
+        return keys
+
+    def _split_where_worth_ends(self, prompt: _Prompt, path: Sequence[Stretch]) -> None:
+        """Splits what a request left behind where it is worth less from there on.
+
+        A node is kept or given up as a whole. The end of a prompt is often used by none of the waiting requests that
+        use its beginning; its beginning may have been used before, and evicted since; and what does not fill a block
+        is never worth anything.
+        """
+        bounds = {0, *(node.end for node in path)}
+        for position in self._ends_of_worth(prompt):
+            if position not in bounds:
+                handle = self._tree.find(prompt.tokens[:position], prompt.namespace)
+                if handle is not None:
+                    self._settle(self._cached.seen(self._tree.path(handle), prompt.keys, prompt))
+
+    def _ends_of_worth(self, prompt: _Prompt) -> Iterator[int]:
+        memory, next_use = self.worth.memory, self.worth.lookahead.next_use
+        assert memory is not None
+        before = None
+        for index, key in enumerate(prompt.keys):
+            after = (memory.uses(key), next_use(key))
+            if after != before:
+                yield index * self._block
+            before = after
+        full = len(prompt.keys) * self._block
+        if 2 * (len(prompt.tokens) - full) >= self._block:
+            yield full
+
+    def _settle(self, suspects: list[int]) -> None:
+        """Finds out where splits have put nodes."""
         while suspects:
             by_parent: dict[int, list[int]] = {}
             for node_id in suspects:

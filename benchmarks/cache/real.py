@@ -1,0 +1,151 @@
+"""Replays of a trace over SGLang's real prefix caches: real tree, real allocator, real locks and evictions, no model.
+
+One token stands for one block of the trace, and the pool has as many slots as the block replay has blocks, so both
+count in the same unit. Requests run one after the other: match, lock, make room, insert, unlock, as the scheduler does.
+Unlike in the block replay, room is made before the request's own blocks are there, whole nodes are evicted, and of a
+prompt that is larger than the pool only what fits is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.cache.blocks import Progress
+from benchmarks.cache.trace import Prompt
+from sgl_prefix_attn.pinning import prefix_keys
+
+CACHES = ("RadixCache", "UnifiedRadixCache")
+SGLANG_POLICIES = ("lru", "lfu", "slru", "priority")
+REFRESH = "lru+refresh"  # least recently used, with the waiting requests' prefixes refreshed as SGLang 0.5.23 does
+REFRESH_EVERY, REFRESHED_REQUESTS = 32, 128
+
+
+@dataclass
+class Request:
+    """The fields of a request that the keeper reads."""
+
+    rid: int
+    origin_input_ids: array[int]
+    output_ids: array[int] = field(default_factory=lambda: array("q"))
+    extra_key: str | None = None
+    _prefixpack_keys: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Attributes:
+    saved: share of blocks saved.
+    keeper_seconds: time spent in our code, all requests together.
+    """
+
+    saved: float
+    keeper_seconds: float = 0.0
+    evictions_avoided: int = 0
+
+
+def make_cache(kind: str, slots: int, policy: str = "lru") -> Any:
+    """A real cache over a real allocator with `slots` KV slots on the CPU."""
+    import torch
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=ReqToTokenPool(size=4, max_context_len=8, device="cpu", enable_memory_saver=False),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False),
+        page_size=1,
+        eviction_policy=policy,
+        tree_components=(ComponentType.FULL,),
+    )
+    return {"RadixCache": RadixCache, "UnifiedRadixCache": UnifiedRadixCache}[kind](params)
+
+
+def replay(
+    prompts: Sequence[Prompt],
+    pool: int,
+    kind: str,
+    policy: str,
+    *,
+    retention: bool = False,
+    lookahead: int = 0,
+    progress: Progress = lambda: None,
+) -> Result:
+    """Share of blocks saved by a real cache with one of SGLang's policies, or with our retention over LRU."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.common import evict_from_tree_cache
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+    from sgl_prefix_attn.sglang_plugin.pinning_locks import lockable_tree
+    from sgl_prefix_attn.sglang_plugin.radix import Unreadable
+
+    cache = make_cache(kind, pool, policy if policy in SGLANG_POLICIES else "lru")
+    allocator = cache.token_to_kv_pool_allocator
+    keeper = None
+    if retention:
+        tree = lockable_tree(cache)
+        assert not isinstance(tree, Unreadable), tree
+        keeper = CacheKeeper(tree, cache, budget=0, retention=True, lookahead=lookahead + 1, block=1)
+    requests = [
+        Request(
+            number,
+            ids := array("q", prompt.blocks[:pool]),
+            _prefixpack_keys=prefix_keys(ids[: prompt.full], 1),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    saved, seconds = 0, 0.0
+    for number, request in enumerate(requests):
+        progress()
+        ids = request.origin_input_ids
+        if policy == REFRESH and number % REFRESH_EVERY == 0:
+            for waiting in requests[number : number + REFRESHED_REQUESTS]:
+                cache.match_prefix(MatchPrefixParams(key=RadixKey(waiting.origin_input_ids)))
+        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(ids)))
+        cached = len(match.device_indices)
+        saved += cached
+        receipt = cache.inc_lock_ref(match.last_device_node).to_dec_params()
+        need = len(ids) - cached
+        if keeper is None:
+            evict_from_tree_cache(cache, need)
+        else:
+            started = time.perf_counter()
+            if lookahead:
+                keeper.queue(requests[number : number + 1 + lookahead])
+            keeper.admitted(request, cached)
+            with keeper.protected(need):
+                inside = time.perf_counter()
+                evict_from_tree_cache(cache, need)
+                outside = time.perf_counter()
+            seconds += time.perf_counter() - started - (outside - inside)
+        slots = allocator.alloc(need)
+        assert slots is not None, "the pool cannot hold the request"
+        cache.insert(
+            InsertParams(key=RadixKey(ids), value=_joined(match.device_indices, slots), prev_prefix_len=cached)
+        )
+        cache.dec_lock_ref(match.last_device_node, receipt)
+        if keeper is not None:
+            started = time.perf_counter()
+            keeper.left_behind(request)
+            seconds += time.perf_counter() - started
+    assert allocator.available_size() + cache.evictable_size() == pool, "slots leaked"
+    assert cache.protected_size() == 0, "locks leaked"
+    total = sum(len(prompt.blocks) for prompt in prompts)
+    if keeper is None:
+        return Result(saved / total)
+    assert keeper.counters.failures == 0, "the keeper failed: see the log"
+    return Result(saved / total, seconds, keeper.counters.evictions_avoided)
+
+
+def _joined(cached: Any, fresh: Any) -> Any:
+    import torch
+
+    return torch.cat([cached, fresh.to(torch.int64)])

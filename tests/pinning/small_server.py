@@ -1,0 +1,213 @@
+"""SGLang's real requests, prefill adder, pools and prefix caches, driven as its scheduler drives them, without a model.
+
+What the scheduler's loop does is written out here in short (SGLang 0.5.20): admission in queue order that stops at the
+first refusal, the flag `batch_is_full` that a refusal for lack of tokens sets and only a running batch clears, eviction
+before each allocation, retraction when decode finds no room. Our hooks sit where they sit in the server.
+"""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sgl_prefix_attn.sglang_plugin import pinning_hooks
+from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+
+CACHES = ("RadixCache", "UnifiedRadixCache")
+
+
+class SmallServer:
+    """Args:
+    settings: None: SGLang without our hooks.
+    """
+
+    def __init__(
+        self, kind: str, *, slots: int, rows: int = 8, context: int = 512, settings: PinningSettings | None
+    ) -> None:
+        self.slots = slots
+        self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
+        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.cache: Any = RadixCache(params) if kind == "RadixCache" else UnifiedRadixCache(params)
+        # As Scheduler, for the hooks that take one.
+        self.tree_cache = self.cache
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))
+        self.waiting: list[Req] = []
+        self.running = SimpleNamespace(reqs=[], batch_is_full=False)
+        self.finished: list[Req] = []
+        self.aborted: list[Req] = []
+        self.retractions = 0
+        self.prompt_tokens = self.cached_tokens = 0
+        self._count = 0
+        pinning_hooks.activate(settings)
+
+    @property
+    def keeper(self) -> CacheKeeper:
+        keeper = pinning_hooks.keeper_of(self.cache)
+        assert keeper is not None
+        return keeper
+
+    # What users do ----------------------------------------------------------------------------------------------------
+
+    def fits(self, prompt: list[int], new_tokens: int) -> bool:
+        """Whether the server accepts such a request; SGLang refuses what an empty pool could not hold."""
+        return len(prompt) + new_tokens + 2 < self.slots
+
+    def send(self, prompt: list[int], new_tokens: int, extra_key: str | None = None) -> Req:
+        self._count += 1
+        request = Req(
+            f"r{self._count}",
+            "",
+            array("q", prompt),
+            SamplingParams(max_new_tokens=new_tokens),
+            extra_key=extra_key,
+        )
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Req) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.aborted.append(request)
+        elif request in self.running.reqs:
+            request.to_finish = FINISH_ABORT("by the user")
+
+    def flush(self) -> bool:
+        done = not self.waiting and not self.running.reqs
+        if done:
+            self.cache.reset()
+            self.pool.clear()
+            self.allocator.clear()
+        pinning_hooks.after_flush_cache(done, self)
+        return done
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step of the scheduler; whether anything was run."""
+        ran = self._prefill() or self._decode()
+        if ran:
+            pinning_hooks.after_run_batch(None, self)
+        return ran
+
+    def _prefill(self) -> bool:
+        running = self.running
+        if running.batch_is_full or not self.waiting:
+            return False
+        if self.pool.available_size() <= 0:
+            running.batch_is_full = True
+            return False
+        pinning_hooks.after_calc_priority(None, self, self.waiting)
+        adder = PrefillAdder(1, self.cache, self.allocator, running, 0.5, 4096, None)
+        for request in self.waiting:
+            if len(adder.can_run_list) >= self.pool.available_size():
+                running.batch_is_full = True
+                break
+            request.init_next_round_input(self.cache)
+            result = pinning_hooks.around_add_one_req(
+                PrefillAdder.add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None
+            )
+            if result != AddReqResult.CONTINUE:
+                running.batch_is_full = running.batch_is_full or result == AddReqResult.NO_TOKEN
+                break
+        if not adder.can_run_list:
+            return False
+        self.waiting = [request for request in self.waiting if request not in adder.can_run_list]
+        for request in adder.can_run_list:
+            self._compute(request)
+        running.reqs += adder.can_run_list
+        return True
+
+    def _compute(self, request: Req) -> None:
+        cached, total = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
+        self.prompt_tokens += total
+        self.cached_tokens += cached
+        slots = self._alloc(total - cached)
+        assert slots is not None, "an admitted request got no KV"
+        self.pool.alloc([request])
+        row = self.pool.req_to_token[request.kv.req_pool_idx]
+        row[:cached] = request.prefix_indices.to(torch.int32)
+        row[cached:total] = slots.to(torch.int32)
+        request.kv.kv_allocated_len = request.kv.kv_committed_len = total
+        request.output_ids.append(1_000_000 + self._count * 1000 + len(request.output_ids))
+        self.cache.cache_unfinished_req(request)
+
+    def _decode(self) -> bool:
+        running = self.running
+        before = len(running.reqs)
+        for request in list(running.reqs):
+            if request.to_finish is not None or len(request.output_ids) >= request.sampling_params.max_new_tokens:
+                aborted = request.to_finish is not None
+                request.finished_reason = request.to_finish or FINISH_LENGTH(length=len(request.output_ids))
+                running.reqs.remove(request)
+                self._release(request, insert=True)
+                (self.aborted if aborted else self.finished).append(request)
+        if not running.reqs:
+            running.batch_is_full = False
+            return before > 0
+        while not self._has_room(len(running.reqs)):
+            request = running.reqs.pop()
+            self._release(request, insert=False)
+            if running.reqs:
+                self.retractions += 1
+                request.reset_for_retract()
+                self.waiting.append(request)
+            else:
+                self.aborted.append(request)
+                break
+        if len(running.reqs) < before:
+            running.batch_is_full = False
+        for request in running.reqs:
+            (slot,) = self.allocator.alloc(1)
+            position = request.kv.kv_allocated_len
+            self.pool.req_to_token[request.kv.req_pool_idx, position] = slot
+            request.kv.kv_allocated_len = request.kv.kv_committed_len = position + 1
+            request.output_ids.append(1_000_000 + self._count * 1000 + len(request.output_ids))
+        return True
+
+    # Truth ------------------------------------------------------------------------------------------------------------
+
+    def check_accounting(self) -> None:
+        """SGLang's leak check: every slot is free, in the tree, or a running request's own."""
+        own = sum(request.kv.kv_allocated_len - request.kv.cache_protected_len for request in self.running.reqs)
+        total = self.allocator.available_size() + self.cache.evictable_size() + self.cache.protected_size() + own
+        assert total == self.slots, f"{self.slots - total} slots leaked"
+
+    # Details ----------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, tokens: int) -> bool:
+        self._evict(tokens)
+        return self.allocator.available_size() >= tokens
+
+    def _alloc(self, tokens: int) -> Any:
+        self._evict(tokens)
+        return self.allocator.alloc(tokens)
+
+    def _evict(self, tokens: int) -> None:
+        pinning_hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
+
+    def _release(self, request: Req, *, insert: bool) -> None:
+        self.cache.cache_finished_req(request, is_insert=insert, kv_len_to_handle=request.kv.kv_committed_len)
+        self.pool.free(request)
+        request.kv.mark_kv_released()
+        pinning_hooks.after_release_kv(None, request, self.cache)
