@@ -1,0 +1,159 @@
+"""Pins on the real server: asked for over HTTP, seen in the cache, and never in the way of requests."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+
+pytestmark = pytest.mark.e2e
+
+POOL = 2048
+PINS = "/prefixpack/pins"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ServerOptions(
+        model=str(tiny_model()),
+        backend="torch_native",
+        extra=("--context-length", "2048", "--max-total-tokens", str(POOL), "--enable-metrics"),
+        environment={
+            "PREFIXPACK_PIN_BUDGET_PERCENT": "100",
+            "PREFIXPACK_RETENTION": "reuse",
+            "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
+        },
+        log_folder=tmp_path_factory.mktemp("pins"),
+    )
+    with serve(options) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(server: Server) -> None:
+    server.flush_cache()
+
+
+def ask(server: Server, method: str, body: object = None) -> tuple[int, dict[str, Any]]:
+    """Status and answer of a request about pins."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + PINS, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def pins(server: Server) -> list[dict[str, Any]]:
+    status, answer = ask(server, "GET")
+    assert status == 200
+    return list(answer["schedulers"][0]["pins"])
+
+
+def prompt(first: int, length: int) -> list[int]:
+    """Distinct prompts for distinct `first`."""
+    span = VOCABULARY - RESERVED_TOKENS
+    return [RESERVED_TOKENS + (first * 7919 + position * (first + 1)) % span for position in range(length)]
+
+
+def generate(server: Server, tokens: list[int], new_tokens: int = 4) -> dict[str, Any]:
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": new_tokens, "ignore_eos": True}}
+    return dict(json.loads(server.post("/generate", body, timeout=120))["meta_info"])
+
+
+def counters(server: Server) -> dict[str, int]:
+    return dict(server.info()["internal_states"][0]["prefixpack_pinning"])
+
+
+def test_a_prefix_is_pinned_listed_kept_and_released(server: Server) -> None:
+    system = prompt(1, 600)
+    status, answer = ask(server, "POST", {"token_ids": system, "label": "system prompt"})
+    assert status == 200
+    pin = answer["schedulers"][0]["pin"]
+    assert (pin["tokens"], pin["cached_tokens"], pin["label"]) == (600, 0, "system prompt")
+    generate(server, [*system, 11, 12, 13])
+    assert pins(server) == [{**pin, "cached_tokens": 600}]
+    for other in range(2, 8):  # more than the pool holds
+        generate(server, prompt(other, 700))
+    assert generate(server, [*system, 21, 22])["cached_tokens"] == 600
+    status, answer = ask(server, "DELETE", {"token_ids": system})
+    assert (status, answer["schedulers"][0]["released"], pins(server)) == (200, [pin["id"]], [])
+
+
+def test_a_pin_ends_after_its_scheduler_steps(server: Server) -> None:
+    ask(server, "POST", {"token_ids": prompt(1, 100), "ttl_steps": 3})
+    generate(server, prompt(2, 20), new_tokens=8)
+    assert pins(server) == []
+
+
+def test_a_flush_forgets_pins(server: Server) -> None:
+    generate(server, prompt(1, 300))
+    ask(server, "POST", {"token_ids": prompt(1, 300)})
+    server.flush_cache()
+    assert pins(server) == []
+    assert "cached_tokens" in generate(server, prompt(1, 300))
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "status", "message"),
+    [
+        ("POST", {"token_ids": [5] * (POOL + 1)}, 409, "of the budget of"),
+        ("POST", {"token_ids": []}, 400, "token_ids"),
+        ("POST", {"token_ids": [-1]}, 400, "token_ids.0"),
+        ("POST", {"token_ids": [5], "ttl_steps": 0}, 400, "ttl_steps"),
+        ("POST", {"token_ids": [5], "forever": True}, 400, "forever"),
+        ("POST", {}, 400, "either text or token_ids"),
+        ("POST", {"text": "hello"}, 400, "no tokenizer"),
+        ("POST", ["no object"], 400, "either text or token_ids"),
+        ("DELETE", {"id": 987654}, 404, "no pin 987654"),
+        ("DELETE", {"token_ids": [5, 6]}, 404, "no pin of this prefix"),
+        ("DELETE", {}, 400, "either text or token_ids"),
+    ],
+)
+def test_unusable_requests_are_answered_with_what_is_wrong(
+    server: Server, method: str, body: object, status: int, message: str
+) -> None:
+    answered, answer = ask(server, method, body)
+    assert answered == status
+    assert message in answer["error"]["message"]
+    assert pins(server) == []
+
+
+def test_with_the_whole_pool_pinned_the_server_keeps_serving(server: Server) -> None:
+    for first in (1, 2, 3):
+        generate(server, prompt(first, 640))
+        status, _ = ask(server, "POST", {"token_ids": prompt(first, 640)})
+        assert status == 200
+    rest = POOL - 3 * 640
+    assert ask(server, "POST", {"token_ids": prompt(4, rest)})[0] == 200
+    assert sum(pin["tokens"] for pin in pins(server)) == POOL
+    shed = counters(server)["pins_shed"]
+    with ThreadPoolExecutor(12) as users:
+        answers = list(users.map(lambda first: generate(server, prompt(first, 900), 32), range(10, 22)))
+    assert [answer["completion_tokens"] for answer in answers] == [32] * 12
+    after = counters(server)
+    assert after["pins_shed"] > shed
+    assert after["failures"] == 0
+    # SGLang checks its accounting whenever it is idle and ends if slots are lost.
+    server.flush_cache()
+    assert server.get("/health_generate", timeout=60) is not None
+    assert "leak" not in server.log_text()
+
+
+def test_metrics_say_what_is_pinned(server: Server) -> None:
+    ask(server, "POST", {"token_ids": prompt(1, 123)})
+    generate(server, prompt(2, 20))
+    text = server.get("/metrics")
+    (line,) = [line for line in text.splitlines() if line.startswith("sglang:prefixpack_pinned_tokens{")]
+    assert float(line.split()[-1]) == 123
+    for name in ("pins_shed", "evictions_avoided", "recomputed_tokens"):
+        assert f"sglang:prefixpack_{name}_total{{" in text
