@@ -159,8 +159,8 @@ class CacheKeeper:
         for pin in self.ledger.pins():
             held = self._held[pin.id]
             if held.tokens < len(pin.tokens) and held.namespace == namespace:
-                upto = min(len(pin.tokens), len(tokens))
-                if upto > held.tokens and pin.tokens[:upto] == tuple(tokens[:upto]):
+                upto = held.tokens + 1
+                if len(tokens) >= upto and pin.tokens[:upto] == tuple(tokens[:upto]):
                     self._lock_pin(pin)
         if self.retention:
             keys = self._prompt_keys(request)

@@ -26,8 +26,27 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_prefix_attn.sglang_plugin import pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+from tests.support.small_scheduler import PathInfoCore
 
-CACHES = ("RadixCache", "UnifiedRadixCache")
+# The last one shows itself as the caches of SGLang 0.5.23 do: no nodes, only paths, and lock objects.
+CACHES = ("RadixCache", "UnifiedRadixCache", "tree locks")
+
+
+class TreeLockCache:
+    """A real unified cache behind the interface of SGLang 0.5.23 with its native core."""
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._cache = cache
+        self.tree_core = PathInfoCore(cache.tree_core)
+
+    def lock(self, node_id: int) -> Any:
+        return SimpleNamespace(node=node_id, receipt=self._cache.inc_lock_ref(node_id).to_dec_params())
+
+    def unlock(self, lock: Any) -> None:
+        self._cache.dec_lock_ref(lock.node, lock.receipt)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
 
 class SmallServer:
@@ -49,6 +68,8 @@ class SmallServer:
             tree_components=(ComponentType.FULL,),
         )
         self.cache: Any = RadixCache(params) if kind == "RadixCache" else UnifiedRadixCache(params)
+        if kind == "tree locks":
+            self.cache = TreeLockCache(self.cache)
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))

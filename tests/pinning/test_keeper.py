@@ -1,0 +1,248 @@
+"""Pins and retention over real caches, seen from the small server: what is kept, what gives way, what counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks
+from sgl_prefix_attn.sglang_plugin.pinning_commands import ListCommand, PinCommand, ReleaseCommand
+from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
+from tests.pinning.small_server import CACHES, SmallServer
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_afterwards() -> Iterator[None]:
+    yield
+    pinning_hooks.activate(None)
+
+
+@pytest.fixture(params=CACHES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pinning(percent: int = 100) -> PinningSettings:
+    return PinningSettings(budget_percent=percent)
+
+
+def retention(lookahead: int = 100) -> PinningSettings:
+    return PinningSettings(retention=True, lookahead=lookahead, block=1)
+
+
+def prompt(name: int, length: int = 20) -> list[int]:
+    return [1000 * name + position for position in range(length)]
+
+
+def run(server: SmallServer, tokens: list[int], namespace: str | None = None) -> int:
+    """Serves one request; how much of it was cached."""
+    before = server.cached_tokens
+    server.send(tokens, 1, extra_key=namespace)
+    while server.waiting or server.running.reqs:
+        assert server.step()
+    server.check_accounting()
+    return server.cached_tokens - before
+
+
+def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1))
+    pin = server.keeper.pin(prompt(1))
+    assert server.keeper.held_tokens(pin.id) == 20
+    for other in range(2, 10):
+        run(server, prompt(other))
+    assert run(server, [*prompt(1), 5]) == 20
+    assert run(server, [*prompt(2), 5]) == 0
+    server.keeper.release(pin.id)
+    for other in range(2, 10):
+        run(server, prompt(other))
+    assert run(server, [*prompt(1), 5]) == 0
+
+
+def test_a_prefix_that_is_not_cached_is_held_as_soon_as_it_is(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    pin = server.keeper.pin(prompt(1))
+    assert server.keeper.held_tokens(pin.id) == 0
+    run(server, [*prompt(1, 10), 5])
+    assert server.keeper.held_tokens(pin.id) == 10
+    run(server, [*prompt(1), 5])
+    assert server.keeper.held_tokens(pin.id) == 20
+
+
+def test_a_pin_holds_only_its_own_namespace(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    pin = server.keeper.pin(prompt(1), Namespace("lora"))
+    run(server, prompt(1))
+    assert server.keeper.held_tokens(pin.id) == 0
+    run(server, [*prompt(1), 5], namespace="lora")
+    assert server.keeper.held_tokens(pin.id) == 20
+    assert server.keeper.pins_of(prompt(1), PLAIN) == []
+
+
+def test_pins_give_way_only_as_far_as_needed(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1, 50))
+    pin = server.keeper.pin(prompt(1, 50))
+    run(server, prompt(2, 30))
+    left = server.keeper.ledger.get(pin.id)
+    assert 0 < len(left.tokens) < 50
+    assert server.keeper.held_tokens(pin.id) == len(left.tokens)
+    assert server.keeper.counters.pins_shed > 0
+    assert server.keeper.counters.tokens_shed == 50 - len(left.tokens)
+
+
+def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
+    with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
+    for server in (without, with_hooks):
+        pinning_hooks.activate(None if server is without else pinning())
+        for name in (1, 2, 3, 1, 4, 5, 1, 2):
+            run(server, prompt(name))
+    assert (with_hooks.cached_tokens, with_hooks.prompt_tokens) == (without.cached_tokens, without.prompt_tokens)
+
+
+def test_retention_keeps_what_the_queue_will_use(kind: str) -> None:
+    server = SmallServer(kind, slots=64, rows=1, settings=retention())
+    run(server, prompt(1))
+    for name in (2, 3, 4, 5, 6, 7):
+        server.send(prompt(name), 1)
+    server.send([*prompt(1), 5], 1)
+    before = server.cached_tokens
+    while server.waiting or server.running.reqs:
+        assert server.step()
+        server.check_accounting()
+    assert server.cached_tokens - before == 20
+    assert server.keeper.counters.evictions_avoided >= 20
+    assert server.keeper.counters.failures == 0
+
+
+def test_sglangs_own_order_would_have_lost_it(kind: str) -> None:
+    """The counterpart of the test above: it can fail."""
+    server = SmallServer(kind, slots=64, rows=1, settings=pinning())
+    run(server, prompt(1))
+    for name in (2, 3, 4, 5, 6, 7):
+        server.send(prompt(name), 1)
+    server.send([*prompt(1), 5], 1)
+    while server.waiting or server.running.reqs:
+        assert server.step()
+    assert server.cached_tokens == 0
+
+
+def test_only_the_part_of_a_prompt_that_is_used_again_is_kept(kind: str) -> None:
+    server = SmallServer(kind, slots=64, rows=1, settings=retention())
+    server.send(prompt(1, 30), 1)
+    for name in (2, 3):
+        server.send(prompt(name, 40), 1)
+    server.send([*prompt(1, 10), 5], 1)
+    while server.waiting or server.running.reqs:
+        assert server.step()
+    assert server.cached_tokens == 10
+
+
+def test_what_is_computed_again_is_counted(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=retention())
+    for name in (1, 2, 3, 4):
+        run(server, prompt(name))
+    assert server.keeper.counters.recomputed_tokens == 0
+    cached = run(server, prompt(1))
+    assert cached < 20
+    assert server.keeper.counters.recomputed_tokens == 20 - cached
+
+
+def test_a_group_is_given_up_after_its_last_member(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
+    keeper = server.keeper
+    shared = prompt(1)
+    run(server, prompt(9, 2))
+    keys = keeper.worth.memory and list(map(int, pinning_keys(shared)))
+    assert keys
+    keeper.worth.announce(keys, uses=2)
+    run(server, [*shared, 1])
+    assert keeper.worth.of(keys[-1]) == 1.0
+    run(server, [*shared, 2])
+    assert keeper.worth.of(keys[-1]) == 0.0
+
+
+def pinning_keys(tokens: list[int]) -> list[int]:
+    from sgl_prefix_attn.pinning import prefix_keys
+
+    return prefix_keys(tokens, 1)
+
+
+def test_a_flush_forgets_pins_and_their_locks(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1))
+    server.keeper.pin(prompt(1))
+    assert server.flush()
+    assert server.keeper.ledger.pins() == []
+    run(server, prompt(1))
+    assert server.cache.protected_size() == 0
+
+
+def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
+    if kind == "tree locks":
+        pytest.skip("a native core's root keeps its number; its reset is told by flush_cache")
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1))
+    server.keeper.pin(prompt(1))
+    server.cache.reset()
+    server.pool.clear()
+    server.allocator.clear()
+    server.keeper.pin(prompt(2))
+    assert [pin.tokens[0] for pin in server.keeper.ledger.pins()] == [2000]
+
+
+def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SmallServer(kind, slots=64, settings=retention())
+    run(server, prompt(1))
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(server.keeper, "_protect", broken)
+    for name in (2, 3, 4, 5):
+        run(server, prompt(name))
+    assert server.keeper.counters.failures > 0
+    assert server.cache.protected_size() == 0
+
+
+class TestCommands:
+    def test_pin_list_release(self, kind: str) -> None:
+        keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
+        made = pinning_commands.answer(pinning_commands.encode(PinCommand(token_ids=[1, 2], label="x")), keeper)
+        assert made == {
+            "pin": {"id": 1, "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
+            "pinned_tokens": 2,
+            "budget_tokens": 32,
+        }
+        listed = pinning_commands.answer(pinning_commands.encode(ListCommand()), keeper)
+        assert listed["pins"] == [made["pin"]]
+        released = pinning_commands.answer(pinning_commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
+        assert (released["released"], released["pinned_tokens"]) == ([1], 0)
+
+    @pytest.mark.parametrize(
+        ("request_id", "error"),
+        [
+            (pinning_commands.encode(PinCommand(token_ids=[7] * 40)), "budget"),
+            (pinning_commands.encode(ReleaseCommand(id=5)), "unknown"),
+            (pinning_commands.ID_PREFIX + "{", "invalid"),
+            (pinning_commands.ID_PREFIX + '{"command": "fly"}', "invalid"),
+            (pinning_commands.ID_PREFIX + '{"command": "pin"}', "invalid"),
+            (pinning_commands.ID_PREFIX + '{"command": "release"}', "invalid"),
+            (pinning_commands.ID_PREFIX + "3", "invalid"),
+        ],
+    )
+    def test_refusals(self, request_id: str, error: str) -> None:
+        keeper = SmallServer("RadixCache", slots=64, settings=pinning(50)).keeper
+        assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
+
+    def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:
+        answer = pinning_commands.answer(pinning_commands.encode(ListCommand()), None)
+        assert answer["error"]["kind"] == "unavailable"
+
+    def test_other_ids_are_no_commands(self) -> None:
+        assert not pinning_commands.is_command(None)
+        assert not pinning_commands.is_command("a-request")
