@@ -47,7 +47,7 @@ class BatchOptions:
 
 @dataclass
 class BatchSummary:
-    """What a run did. Tokens and seconds are of this run, requests of the whole job."""
+    """What a run did. Tokens and seconds (first request to last answer) are of this run, requests of the whole job."""
 
     requests: int = 0
     failed: int = 0
@@ -113,7 +113,6 @@ def run_batch(
         journal.remove()
     finally:
         journal.close()
-    summary.seconds = progress.seconds
     return summary
 
 
@@ -196,6 +195,7 @@ def _run(
                 summary.output_tokens += outcome.answer.output_tokens
                 summary.prompt_tokens += outcome.answer.prompt_tokens
                 summary.cached_tokens += outcome.answer.cached_tokens
+        summary.seconds = progress.seconds
         progress.advance(len(outcomes), summary.prompt_tokens, summary.output_tokens, summary.saving)
 
 
