@@ -11,12 +11,8 @@ struct RowState {
   float* largest;  // [rows]
   float* sum;      // [rows]
 
-  static size_t floats(int32_t rows, int32_t head_dim) {
-    const size_t count = static_cast<size_t>(rows) * (2 * head_dim + kRowScoreStride + 2);
-    return (count + 15) / 16 * 16;
-  }
-  RowState(float* base, int32_t rows, int32_t head_dim) {
-    q = base;
+  RowState(Scratch& scratch, int32_t rows, int32_t head_dim) {
+    q = scratch.floats(static_cast<size_t>(rows) * (2 * head_dim + kRowScoreStride + 2));
     acc = q + rows * head_dim;
     scores = acc + rows * head_dim;
     largest = scores + rows * kRowScoreStride;
@@ -37,6 +33,18 @@ struct KvRows {
 
   PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
 };
+
+// What is read after the keys and values up to `begin`: the item's next keys, or the first of the next head.
+PREFIXPACK_INLINE KvRows keys_after(const ItemTask& task, int32_t block, int32_t begin, const char* k, int bytes) {
+  const AttentionParams& p = *task.params;
+  if (begin == task.kv_end) {
+    if (!task.next_head_follows) return {};
+    begin = task.kv_begin;
+    k += p.k_head_stride * bytes;
+  }
+  const int32_t left = task.kv_end - begin;
+  return {k, p.k_slot_stride * bytes, task.slots + begin, left < block ? left : block};
+}
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
 template <DType kType, int R>
@@ -151,15 +159,15 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
 
 // R rows of the item, from `row` on, against one block of positions.
 template <DType kType, int R>
-inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t kv_head, int32_t row, int32_t begin,
-                             KvRows keys, KvRows values, KvRows next_keys) {
+inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t row, int32_t begin, KvRows keys,
+                             KvRows values, KvRows next_keys) {
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;
   dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? values : KvRows{}, scores);
   float decay[R];
   for (int r = 0; r < R; ++r) {
-    const Row source = row_of(task, kv_head, group, row + r);
+    const Row source = row_of(task, group, row + r);
     const int32_t first = first_visible(task, source.query) - begin, last = last_visible(task, source.query) - begin;
     decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count,
                      last < 0 ? -1 : last, state.largest + row + r, state.sum + row + r);
@@ -177,48 +185,35 @@ inline void run_rows(const ItemTask& task, Scratch& scratch) {
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
   const int32_t head_dim = p.head_dim;
-  const size_t floats = RowState::floats(rows, head_dim);
-  float* states = scratch.floats(floats * task.kv_heads);
-  for (int32_t head = 0; head < task.kv_heads; ++head) {
-    const RowState state(states + head * floats, rows, head_dim);
-    for (int32_t row = 0; row < rows; ++row) {
-      const Row source = row_of(task, task.kv_head + head, group, row);
-      load_query_row<kLanes>(task, source, query_factor(p), state.q + row * head_dim);
-      for (int32_t d = 0; d < head_dim; ++d) state.acc[row * head_dim + d] = 0;
-      state.largest[row] = -kInfinity;
-      state.sum[row] = 0;
-    }
+  const RowState state(scratch, rows, head_dim);
+  for (int32_t row = 0; row < rows; ++row) {
+    load_query_row<kLanes>(task, row_of(task, group, row), query_factor(p), state.q + row * head_dim);
+    for (int32_t d = 0; d < head_dim; ++d) state.acc[row * head_dim + d] = 0;
+    state.largest[row] = -kInfinity;
+    state.sum[row] = 0;
   }
+  const char* k = static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes;
+  const char* v = static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes;
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kRowKeys) {
     const int32_t left = task.kv_end - begin;
     const int32_t count = left < kRowKeys ? left : kRowKeys;
-    const int32_t next = left - count < kRowKeys ? left - count : kRowKeys;
     const int32_t* slots = task.slots + begin;
-    for (int32_t head = 0; head < task.kv_heads; ++head) {
-      const RowState state(states + head * floats, rows, head_dim);
-      const int32_t h = task.kv_head + head;
-      const char* k = static_cast<const char*>(p.k) + h * p.k_head_stride * kBytes;
-      const char* v = static_cast<const char*>(p.v) + h * p.v_head_stride * kBytes;
-      const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
-      const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
-      const KvRows next_keys{k, p.k_slot_stride * kBytes, slots + count, next};
-      int32_t row = 0;
-      for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, h, row, begin, keys, values, next_keys);
-      if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, h, row, begin, keys, values, next_keys);
-      if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, h, row, begin, keys, values, next_keys);
-      if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, h, row, begin, keys, values, next_keys);
-    }
+    const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
+    const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
+    const KvRows next_keys = keys_after(task, kRowKeys, begin + count, k, kBytes);
+    int32_t row = 0;
+    for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys);
+    if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys);
+    if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, row, begin, keys, values, next_keys);
+    if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, row, begin, keys, values, next_keys);
   }
-  for (int32_t head = 0; head < task.kv_heads; ++head) {
-    const RowState state(states + head * floats, rows, head_dim);
-    for (int32_t row = 0; row < rows; ++row) {
-      const Row source = row_of(task, task.kv_head + head, group, row);
-      const RowTarget target = target_of(task, source);
-      const float factor = finish_row(p, target, source.q_head, state.largest[row], state.sum[row]);
-      const float* acc = state.acc + row * head_dim;
-      for (int32_t d = 0; d < head_dim; d += kLanes) {
-        store_as<kLanes>(target.dtype, target.base, target.element + d, Simd<kLanes>::load(acc + d) * factor);
-      }
+  for (int32_t row = 0; row < rows; ++row) {
+    const Row source = row_of(task, group, row);
+    const RowTarget target = target_of(task, source);
+    const float factor = finish_row(p, target, source.q_head, state.largest[row], state.sum[row]);
+    const float* acc = state.acc + row * head_dim;
+    for (int32_t d = 0; d < head_dim; d += kLanes) {
+      store_as<kLanes>(target.dtype, target.base, target.element + d, Simd<kLanes>::load(acc + d) * factor);
     }
   }
 }

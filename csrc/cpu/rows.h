@@ -21,9 +21,9 @@ struct Row {
   int32_t q_head;
 };
 
-PREFIXPACK_INLINE Row row_of(const ItemTask& task, int32_t kv_head, int32_t group, int32_t row) {
+PREFIXPACK_INLINE Row row_of(const ItemTask& task, int32_t group, int32_t row) {
   const int32_t query = row / group;
-  return {task.item->query_begin + query, kv_head * group + (row - query * group)};
+  return {task.item->query_begin + query, task.kv_head * group + (row - query * group)};
 }
 
 // First and last KV position that a query sees.

@@ -39,16 +39,16 @@ class Scratch {
   size_t capacity_ = 0;
 };
 
-// One work item for some neighbouring KV heads.
+// One work item for one KV head.
 struct ItemTask {
   const Plan* plan;
   const AttentionParams* params;
   const WorkItem* item;
   const int32_t* positions;  // [plan->num_queries] of every query
   const int32_t* slots;      // req_to_token row: KV slot by position
-  int32_t kv_head;           // the first
-  int32_t kv_heads;          // how many
-  int32_t kv_begin;          // the part of the item's range that a query sees; empty if none does
+  int32_t kv_head;
+  bool next_head_follows;  // this thread runs the same item for kv_head + 1 next: worth asking for its keys
+  int32_t kv_begin;        // the part of the item's range that a query sees; empty if none does
   int32_t kv_end;
 };
 

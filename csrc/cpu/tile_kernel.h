@@ -41,8 +41,7 @@ struct TileBlock {
   using F = typename S::F;
   static constexpr int kRows = W * V;
 
-  static inline void start(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row,
-                           int32_t rows) {
+  static inline void start(const ItemTask& task, const TileState& state, int32_t group, int32_t row, int32_t rows) {
     const AttentionParams& p = *task.params;
     const float factor = query_factor(p);
     const int32_t head_dim = p.head_dim;
@@ -52,7 +51,7 @@ struct TileBlock {
       for (int lane = 0; lane < W; ++lane) {
         const int32_t index = row + v * W + lane;
         // Lanes beyond the last row repeat it.
-        const Row source = row_of(task, kv_head, group, index < row + rows ? index : row + rows - 1);
+        const Row source = row_of(task, group, index < row + rows ? index : row + rows - 1);
         state.first[index] = first_visible(task, source.query);
         state.last[index] = last_visible(task, source.query);
         load_query_row<W>(task, source, factor, gathered + lane * head_dim);
@@ -123,8 +122,7 @@ struct TileBlock {
     }
   }
 
-  static inline void finish(const ItemTask& task, const TileState& state, int32_t kv_head, int32_t group, int32_t row,
-                            int32_t rows) {
+  static inline void finish(const ItemTask& task, const TileState& state, int32_t group, int32_t row, int32_t rows) {
     const AttentionParams& p = *task.params;
     const int32_t head_dim = p.head_dim;
     const float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
@@ -135,7 +133,7 @@ struct TileBlock {
       RowTarget targets[W];
       alignas(64) float factors[W] = {};
       for (int32_t i = 0; i < count; ++i) {
-        const Row source = row_of(task, kv_head, group, begin + i);
+        const Row source = row_of(task, group, begin + i);
         targets[i] = target_of(task, source);
         factors[i] = finish_row(p, targets[i], source.q_head, state.largest[begin + i], state.sum[begin + i]);
       }
@@ -233,18 +231,15 @@ struct TileBlock {
   }
 };
 
-// dst[i] = row of slots[i] as fp32, i < count. Meanwhile asks for the rows of `next_slots` in `next`, which are read
-// next.
+// dst[i] = rows[i] as fp32. Meanwhile asks for the rows of `next`, which are read next.
 template <DType kType>
-inline void convert_rows(const void* base, int64_t slot_stride, int32_t head_dim, const int32_t* slots, int32_t count,
-                         float* dst, const char* next, int64_t next_stride_bytes, const int32_t* next_slots,
-                         int32_t next_count) {
+inline void convert_rows(KvRows rows, KvRows next, int32_t head_dim, float* dst) {
   constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
-  for (int32_t i = 0; i < count; ++i) {
-    if (i < next_count) prefetch_row(next + next_slots[i] * next_stride_bytes, head_dim * kBytes);
-    const int64_t element = slots[i] * slot_stride;
+  for (int32_t i = 0; i < rows.count; ++i) {
+    if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
+    const char* row = rows[i];
     for (int32_t d = 0; d < head_dim; d += kLanes) {
-      Simd<kLanes>::store(dst + d, load_as_float<kType, kLanes>(base, element + d));
+      Simd<kLanes>::store(dst + d, load_as_float<kType, kLanes>(row, d));
     }
     dst += kKvStride;
   }
@@ -268,34 +263,26 @@ PREFIXPACK_INLINE void for_each_block(int32_t rows, Visit visit) {
 }
 
 template <DType kType>
-inline void run_tile_head(const ItemTask& task, int32_t kv_head, Scratch& scratch) {
+inline void run_tile(const ItemTask& task, Scratch& scratch) {
   constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
   const TileState state(scratch, rows, p.head_dim);
-  for_each_block(rows,
-                 [&](auto block, int32_t row, int32_t count) { block.start(task, state, kv_head, group, row, count); });
+  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.start(task, state, group, row, count); });
 
-  const char* k = static_cast<const char*>(p.k) + kv_head * p.k_head_stride * kBytes;
-  const char* v = static_cast<const char*>(p.v) + kv_head * p.v_head_stride * kBytes;
+  const char* k = static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes;
+  const char* v = static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes;
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kTileKeys) {
     const int32_t count = task.kv_end - begin < kTileKeys ? task.kv_end - begin : kTileKeys;
-    const int32_t left = task.kv_end - begin - count;
     const int32_t* slots = task.slots + begin;
-    convert_rows<kType>(k, p.k_slot_stride, p.head_dim, slots, count, state.k, v, p.v_slot_stride * kBytes, slots,
-                        count);
-    convert_rows<kType>(v, p.v_slot_stride, p.head_dim, slots, count, state.v, k, p.k_slot_stride * kBytes,
-                        slots + count, left);
+    const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
+    const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
+    convert_rows<kType>(keys, values, p.head_dim, state.k);
+    convert_rows<kType>(values, keys_after(task, kTileKeys, begin + count, k, kBytes), p.head_dim, state.v);
     for_each_block(rows, [&](auto block, int32_t row, int32_t) {
       block.add_keys(task, state, row, KeyBlock{begin, begin + count});
     });
   }
-  for_each_block(
-      rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, kv_head, group, row, count); });
-}
-
-template <DType kType>
-inline void run_tile(const ItemTask& task, Scratch& scratch) {
-  for (int32_t head = 0; head < task.kv_heads; ++head) run_tile_head<kType>(task, task.kv_head + head, scratch);
+  for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, group, row, count); });
 }

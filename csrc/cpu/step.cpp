@@ -1,0 +1,65 @@
+#include "cpu/step.h"
+
+#include <algorithm>
+
+namespace prefixpack {
+namespace {
+
+// Query row times KV position, with what a position costs to fetch counted as so many rows. Heads of an item lie side
+// by side in memory, so one thread should take several of them; but no more than this, for balance at the end.
+constexpr int64_t kFetchRows = 8;
+constexpr int64_t kTicketWork = 1 << 16;
+constexpr int64_t kTicketsPerThread = 8;
+
+// What hides behind the window or the causal mask for all queries of an item is not read.
+KvRange visible_range(const AttentionParams& params, const int32_t* positions, const WorkItem& item) {
+  const int32_t* begin = positions + item.query_begin;
+  const int32_t* end = begin + item.query_count;
+  const int32_t last = *std::max_element(begin, end);
+  const int32_t stop = item.kv_end == kOpenEnd ? end[-1] + 1 : item.kv_end;
+  KvRange range{item.kv_begin, std::min(stop, last + 1)};
+  if (params.window_left >= 0) {
+    range.begin = std::max(range.begin, *std::min_element(begin, end) - params.window_left);
+  }
+  range.end = std::max(range.begin, range.end);
+  return range;
+}
+
+}  // namespace
+
+void find_ranges(const Plan& plan, const AttentionParams& params, Step& step) {
+  step.positions.resize(plan.num_queries);
+  for (int32_t query = 0; query < plan.num_queries; ++query) {
+    const int64_t length = params.seq_lens[plan.query_request[query]];
+    step.positions[query] = static_cast<int32_t>(length - 1 - plan.query_back[query]);
+  }
+  step.ranges.resize(plan.items.size());
+  for (size_t i = 0; i < plan.items.size(); ++i) {
+    step.ranges[i] = visible_range(params, step.positions.data(), plan.items[i]);
+  }
+}
+
+void Step::lay_out(const Plan& plan, const AttentionParams& params, int threads) {
+  find_ranges(plan, params, *this);
+  const int64_t group = params.q_heads / params.kv_heads;
+  const auto work_of_head = [&](size_t i) {
+    return (ranges[i].end - ranges[i].begin) * (plan.items[i].query_count * group + kFetchRows);
+  };
+  int64_t work = 0, row_tokens = 0;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    work += work_of_head(i);
+    row_tokens += (ranges[i].end - ranges[i].begin) * (plan.items[i].query_count * group);
+  }
+  multiply_adds = 2 * row_tokens * params.kv_heads * params.head_dim;
+  const int64_t ticket_work = std::min(kTicketWork, work * params.kv_heads / (threads * kTicketsPerThread));
+  tickets.clear();
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const int64_t fitting = ticket_work / std::max<int64_t>(1, work_of_head(i));
+    const auto heads = static_cast<int32_t>(std::clamp<int64_t>(fitting, 1, params.kv_heads));
+    for (int32_t head = 0; head < params.kv_heads; head += heads) {
+      tickets.push_back({static_cast<int32_t>(i), head, std::min(heads, params.kv_heads - head)});
+    }
+  }
+}
+
+}  // namespace prefixpack
