@@ -16,7 +16,7 @@ POOL = 60
 
 
 def conversations(requests: int, seed: int = 1) -> list[Prompt]:
-    """Conversations that go on after 15 to 30 other requests, among prompts that nobody asks again; block 0 is common."""
+    """Conversations that go on after 15 to 30 other requests, among prompts that nobody asks again."""
     dice = random.Random(seed)
     number = 1
     due: dict[int, tuple[int, ...]] = {}
