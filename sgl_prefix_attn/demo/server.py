@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -24,11 +23,6 @@ import psutil
 POLL_SECONDS = 0.25
 STOP_SECONDS = 8.0
 ERROR_LINES = 40
-
-
-# Loaded here because little is safe to do between fork and exec.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -133,7 +127,7 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
 
     `on_wait` is called with the seconds waited so far while the server starts. Raises ServerError when the process ends
     or is not healthy within `options.start_seconds`. The log file is kept when something failed, else removed.
-    Call this from a thread that outlives the server: the server is killed when that thread ends.
+    Should this process be killed, its servers are killed too.
     """
     log = _new_log(options)
     port = free_port()
@@ -145,24 +139,16 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
-    server = Server(options, port, process, log)
-    try:
-        _wait_until_healthy(server, on_wait or (lambda seconds: None))
-        yield server
-    except BaseException:
-        stop(process)
-        raise
-    stop(process)
+    with _killed_with_us(process):
+        server = Server(options, port, process, log)
+        try:
+            _wait_until_healthy(server, on_wait or (lambda seconds: None))
+            yield server
+        finally:
+            stop(process)
     if options.log_folder is None:
         log.unlink(missing_ok=True)
-
-
-def _die_with_parent() -> None:
-    """In the child: have the kernel kill it when this process ends, however that happens (Linux only)."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -193,6 +179,26 @@ def log_tail(log: Path, lines: int = ERROR_LINES) -> str:
     starts = [number for number, line in enumerate(text[:end]) if "Traceback (most recent call last)" in line]
     traceback = text[starts[-1] : min(starts[-1] + lines, end)] if starts else []
     return "\n".join([f"--- {log} ---", *traceback, *(["..."] if traceback else []), *text[end:]])
+
+
+@contextlib.contextmanager
+def _killed_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Have a bystander kill the process's group when this process ends without cleaning up.
+
+    It waits for the end of a pipe whose other end only this process has.
+    """
+    script = 'cat >/dev/null; kill -9 "-$0"'
+    with subprocess.Popen(
+        ["/bin/sh", "-c", script, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as bystander:
+        try:
+            yield
+        finally:
+            bystander.kill()
 
 
 def _new_log(options: ServerOptions) -> Path:

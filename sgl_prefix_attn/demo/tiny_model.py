@@ -19,7 +19,9 @@ from typing import Any
 CONTEXT_LENGTH = 8192
 VOCABULARY = 1024
 RESERVED_TOKENS = 10  # ids below it are kept out of prompts: padding, begin and end of sequence
-_SEED = 0
+# Of the first few seeds, the one with which greedy decoding of the shipped workloads meets the fewest near ties:
+# among 18,000 tokens no two best logits are nearer than 7e-5, where rounding in fp32 moves their difference by 4e-6.
+_SEED = 4
 _SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -47,6 +49,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 20.0,
             "query_pre_attn_scalar": 32,
             "final_logit_softcapping": None,
+            "hidden_act": "gelu_pytorch_tanh",  # as SGLang calls transformers' hidden_activation
         },
     ),
 }

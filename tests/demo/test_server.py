@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def test_it_ends_after_an_error_in_the_block(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert [child.is_running() for child in children] == [False, False]
+
+
+def test_it_ends_when_this_process_is_killed() -> None:
+    owner = """
+import time
+from tests.demo.test_server import HEALTHY, StandIn, child_of, serve
+with serve(StandIn(HEALTHY, None)) as server:
+    print(server.process.pid, child_of(server).pid, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        orphans = [psutil.Process(int(pid)) for pid in killed.stdout.readline().split()]
+        killed.kill()
+    _, alive = psutil.wait_procs(orphans, timeout=10)
+    assert len(orphans) == 2
+    assert alive == []
 
 
 def test_the_log_is_removed_unless_a_folder_is_given() -> None:

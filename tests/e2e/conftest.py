@@ -1,8 +1,7 @@
 """Real servers for the end-to-end tests, shared by as many tests as possible: starting one takes most of the time.
 
 Every comparison is with the stock `torch_native` backend on one server with SGLang's default schedule, whatever the
-schedule of the server under test: greedy tokens must not depend on it. How far the two best logits of these prompts are
-apart is seen to by `test_margins.py`.
+schedule of the server under test: greedy tokens must not depend on it. `test_reference.py` checks that server.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -75,10 +76,8 @@ def test_16_samples_that_diverge(server: Server, expected: Expected, vocabulary:
 def test_a_late_request_splits_a_node_that_others_run_on(
     server: Server, expected: Expected, vocabulary: Vocabulary
 ) -> None:
-    shared = vocabulary.tokens(400, 11)
-    running = [Request(f"running-{i}", shared + vocabulary.tokens(3, 11, 1, i), 120) for i in range(6)]
-    late = [Request("late", shared[:250] + vocabulary.tokens(4, 11, 2), 60)]
-    replay(server.url, [Request("first", shared, 1)])
+    running, late = workloads.late_split(vocabulary)
+    replay(server.url, [dataclasses.replace(running[0], prompt=running[0].prompt[:400], max_new_tokens=1)])
     with packing(server) as done:
         answers = replay_while_decoding(server.url, running, late)
     assert tokens_of(answers) == expected(running + late)
@@ -87,7 +86,7 @@ def test_a_late_request_splits_a_node_that_others_run_on(
 
 
 def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.diverging(vocabulary, prompt_tokens=350, max_new_tokens=160)
+    requests = workloads.to_abort(vocabulary)
     victims = {f"sample-{number}" for number in (0, 3, 4, 15)}
     told: set[str] = set()
 

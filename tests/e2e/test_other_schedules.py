@@ -48,7 +48,7 @@ def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary,
 
 def test_requests_retracted_mid_run(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
     """The pool holds a third of what 16 requests need in the end: SGLang takes running ones back and restarts them."""
-    requests = workloads.diverging(vocabulary, prompt_tokens=64, max_new_tokens=200)
+    requests = workloads.to_retract(vocabulary)
     with launch(BACKEND, "--schedule-conservativeness", "0.01", pool_tokens=1100) as server:
         with packing(server) as done:
             answers = replay(server.url, requests)

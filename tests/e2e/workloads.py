@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
@@ -38,8 +40,18 @@ def samples(vocabulary: Vocabulary) -> list[Request]:
     return sample_group(vocabulary, prompt_tokens=500, max_new_tokens=32, samples=16, seed=8)
 
 
-def diverging(vocabulary: Vocabulary, *, prompt_tokens: int = 300, max_new_tokens: int = 48) -> list[Request]:
-    return diverging_group(vocabulary, prompt_tokens, max_new_tokens, samples=16, seed=9)
+def diverging(vocabulary: Vocabulary) -> list[Request]:
+    return diverging_group(vocabulary, prompt_tokens=300, max_new_tokens=48, samples=16, seed=9)
+
+
+def to_abort(vocabulary: Vocabulary) -> list[Request]:
+    """Long enough that requests can be aborted while they and others run."""
+    return diverging_group(vocabulary, prompt_tokens=350, max_new_tokens=160, samples=16, seed=9)
+
+
+def to_retract(vocabulary: Vocabulary) -> list[Request]:
+    """Short prompts and long outputs: a small pool admits them all and cannot hold them to the end."""
+    return diverging_group(vocabulary, prompt_tokens=64, max_new_tokens=200, samples=16, seed=9)
 
 
 def prefill_beside_decode(vocabulary: Vocabulary) -> tuple[list[Request], list[Request]]:
@@ -48,3 +60,23 @@ def prefill_beside_decode(vocabulary: Vocabulary) -> tuple[list[Request], list[R
     decoding = [Request(f"decode-{i}", shared + vocabulary.tokens(5, 10, 1, i), 160) for i in range(4)]
     arriving = [Request(f"prefill-{i}", shared + vocabulary.tokens(400 + 37 * i, 10, 2, i), 16) for i in range(4)]
     return decoding, arriving
+
+
+def late_split(vocabulary: Vocabulary) -> tuple[list[Request], list[Request]]:
+    """Six requests that run on one radix node, and a late one that ends within it."""
+    shared = vocabulary.tokens(400, 11)
+    running = [Request(f"running-{i}", shared + vocabulary.tokens(3, 11, 1, i), 120) for i in range(6)]
+    late = [Request("late", shared[:250] + vocabulary.tokens(4, 11, 2), 60)]
+    return running, late
+
+
+ALL: dict[str, Callable[[Vocabulary], list[Request]]] = {
+    "three_levels": three_levels,
+    "ragged": ragged,
+    "samples": samples,
+    "diverging": diverging,
+    "to_abort": to_abort,
+    "to_retract": to_retract,
+    "prefill_beside_decode": lambda vocabulary: [*chain(*prefill_beside_decode(vocabulary))],
+    "late_split": lambda vocabulary: [*chain(*late_split(vocabulary))],
+}
