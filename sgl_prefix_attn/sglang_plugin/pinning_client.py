@@ -64,7 +64,7 @@ class EnginePins:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
         """
         manager = self._engine.tokenizer_manager
-        ids = _one_of(manager, token_ids, text)
+        ids = _one_of(manager, None if token_ids is None else list(token_ids), text)
         command = PinCommand(
             token_ids=ids, ttl_steps=ttl_steps, label=label, extra_key=extra_key, cache_salt=cache_salt
         )
@@ -82,7 +82,7 @@ class EnginePins:
         """Ends one pin by its number, or all pins of exactly one prefix."""
         if pin_id is not None:
             return self._run(ReleaseCommand(id=pin_id))
-        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
+        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
         return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
 
     def pins(self) -> list[dict[str, Any]]:
@@ -125,13 +125,14 @@ def add_routes(app: Any, manager_of: Any) -> None:
     """Adds our addresses to SGLang's FastAPI application.
 
     GET lists, POST pins {"text" | "token_ids", "ttl_steps", "label", "extra_key", "cache_salt"}, DELETE releases
-    {"id" | "text" | "token_ids"}. API keys are asked for as by SGLang's own addresses.
+    {"id" | "text" | "token_ids"}. They ask for the admin API key where SGLang's own /flush_cache does.
 
     Args:
         manager_of: called without arguments for the tokenizer manager, at the time of a request.
     """
     from fastapi import Request
     from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def answered(make: Any) -> Any:
         try:
@@ -164,9 +165,8 @@ def add_routes(app: Any, manager_of: Any) -> None:
     # Annotations are strings here, and FastAPI would look for this function's local name among the module's.
     for endpoint in (pin, release):
         endpoint.__annotations__["request"] = Request
-    app.add_api_route(PATH, list_pins, methods=["GET"])
-    app.add_api_route(PATH, pin, methods=["POST"])
-    app.add_api_route(PATH, release, methods=["DELETE"])
+    for method, endpoint in (("GET", list_pins), ("POST", pin), ("DELETE", release)):
+        app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
 
 
 def add_routes_to_server() -> None:
@@ -177,10 +177,15 @@ def add_routes_to_server() -> None:
         add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager)
 
 
-def _one_of(manager: Any, token_ids: Sequence[int] | None, text: str | None) -> list[int]:
+def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
+    """The token ids, of the text if that is given; whether they are such is for the command to see."""
     if (token_ids is None) == (text is None):
         raise ValueError("say which prefix: either text or token_ids")
-    return token_ids_of(manager, text) if text is not None else list(token_ids or ())
+    if text is None:
+        return token_ids
+    if not isinstance(text, str):
+        raise ValueError(f"text is {text!r}: it has to be a string")
+    return token_ids_of(manager, text)
 
 
 def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:

@@ -55,4 +55,6 @@ PINNING_TARGETS = (
     *_read("managers.tokenizer_manager.TokenizerManager", "tokenizer"),
     Target("managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", Use.CALL),
     *_read("entrypoints.http_server", "app _global_state"),
+    Target("utils.auth.auth_level", Use.CALL, ("level",)),
+    *_read("utils.auth.AuthLevel", "ADMIN_OPTIONAL"),
 )

@@ -1,0 +1,81 @@
+"""The HTTP addresses without a server behind them: what is sent to the schedulers, and how answers come back."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+fastapi = pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from fastapi.testclient import TestClient  # noqa: E402
+
+from sgl_prefix_attn.sglang_plugin import pinning_client, pinning_commands  # noqa: E402
+
+
+class Manager:
+    """What the addresses use of SGLang's tokenizer manager."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = answers
+        self.commands: list[dict[str, Any]] = []
+        self.tokenizer: Any = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+        self.commands.append(json.loads(request.rid.removeprefix(pinning_commands.ID_PREFIX)))
+        return [SimpleNamespace(internal_state=answer) for answer in self.answers]
+
+
+def client(manager: Manager) -> TestClient:
+    app = fastapi.FastAPI()
+    pinning_client.add_routes(app, lambda: manager)
+    return TestClient(app)
+
+
+def answer(**fields: Any) -> dict[str, Any]:
+    return {pinning_commands.ANSWER_KEY: fields}
+
+
+def test_text_becomes_tokens_and_every_scheduler_answers() -> None:
+    manager = Manager(answer(pinned_tokens=2), answer(pinned_tokens=2))
+    response = client(manager).post(pinning_client.PATH, json={"text": "ab", "ttl_steps": 5})
+    assert (response.status_code, response.json()) == (200, {"schedulers": [{"pinned_tokens": 2}] * 2})
+    assert manager.commands == [{"command": "pin", "token_ids": [97, 98], "ttl_steps": 5, "label": ""}]
+
+
+def test_one_refusing_scheduler_refuses() -> None:
+    manager = Manager(answer(pinned_tokens=2), answer(error={"kind": "budget", "message": "too much"}))
+    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
+    assert response.status_code == 409
+    assert response.json() == {"error": {"kind": "budget", "message": "too much"}}
+
+
+def test_schedulers_that_do_not_know_the_command_are_named() -> None:
+    response = client(Manager({})).get(pinning_client.PATH)
+    assert response.status_code == 503
+    assert "PREFIXPACK_PIN_BUDGET_PERCENT" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"text": "a", "token_ids": [1]}', b'{"id": "x"}', b'{"text": 3}', b'{"token_ids": 5}']
+)
+def test_bad_bodies_reach_no_scheduler(body: bytes) -> None:
+    manager = Manager(answer())
+    response = client(manager).request("DELETE", pinning_client.PATH, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["kind"] == "invalid"
+    assert manager.commands == []
+
+
+def test_a_server_without_tokenizer_takes_only_tokens() -> None:
+    manager = Manager(answer())
+    manager.tokenizer = None
+    assert "give token_ids" in client(manager).post(pinning_client.PATH, json={"text": "a"}).json()["error"]["message"]
+    assert client(manager).post(pinning_client.PATH, json={"token_ids": [1]}).status_code == 200
