@@ -163,9 +163,10 @@ def add_routes(app: Any, manager_of: Any) -> None:
         )
 
     # Annotations are strings here, and FastAPI would look for this function's local name among the module's.
-    for endpoint in (pin, release):
-        endpoint.__annotations__["request"] = Request
-    for method, endpoint in (("GET", list_pins), ("POST", pin), ("DELETE", release)):
+    for with_body in (pin, release):
+        with_body.__annotations__["request"] = Request
+    endpoints: tuple[tuple[str, Any], ...] = (("GET", list_pins), ("POST", pin), ("DELETE", release))
+    for method, endpoint in endpoints:
         app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
 
 
