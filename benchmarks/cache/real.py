@@ -37,9 +37,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """Attributes:
-    saved: share of blocks saved.
-    keeper_seconds: time spent in our code, all requests together.
+    """What a replay saved.
+
+    Attributes:
+        saved: share of blocks saved.
+        keeper_seconds: time spent in our code, all requests together.
+        evictions_avoided: as in PinningCounters, in blocks.
     """
 
     saved: float

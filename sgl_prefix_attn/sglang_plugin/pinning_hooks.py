@@ -60,34 +60,36 @@ class PinningSettings:
 
 
 class _Process:
-    """The keeper of this scheduler process; made for one cache object, and anew for another."""
+    """The keepers of this scheduler process: one for each prefix cache that a hook has seen, as a rule one."""
 
     def __init__(self, settings: PinningSettings) -> None:
         self.settings = settings
         self.metrics: PinningMetrics | None = None
-        self._cache: Any = None
-        self._keeper: CacheKeeper | None = None
+        # By the cache's id, which stays its own because the cache is held.
+        self._keepers: dict[int, tuple[Any, CacheKeeper | None]] = {}
         self._steps = 0
 
     def keeper(self, cache: Any) -> CacheKeeper | None:
         """The keeper of this cache, None if it cannot be pinned."""
-        if cache is not self._cache:
-            self._cache = cache
-            self._keeper = self._make(cache)
-        return self._keeper
+        known = self._keepers.get(id(cache))
+        if known is None:
+            known = self._keepers[id(cache)] = (cache, self._make(cache))
+        return known[1]
 
-    def flush_metrics(self, scheduler: Any = None) -> None:
-        """Updates the metrics; with a scheduler, every `flush_steps` calls."""
-        if scheduler is not None:
-            self._steps += 1
-            if self._steps < self.settings.flush_steps:
-                return
+    def step_done(self, scheduler: Any, keeper: CacheKeeper) -> None:
+        """Updates the metrics every `flush_steps` steps."""
+        self._steps += 1
+        if self._steps >= self.settings.flush_steps:
             self._steps = 0
             if self.metrics is None:
                 exporter = MetricsExporter.for_runner(scheduler.tp_worker.model_runner)
                 self.metrics = None if exporter is None else PinningMetrics(exporter.labels)
-        if self.metrics is not None and self._keeper is not None:
-            self.metrics.update(self._keeper.counters)
+            self.flush_metrics(keeper)
+
+    def flush_metrics(self, keeper: CacheKeeper) -> None:
+        """Brings the metrics up to date, once the first update has made them."""
+        if self.metrics is not None:
+            self.metrics.update(keeper.counters)
 
     def _make(self, cache: Any) -> CacheKeeper | None:
         tree = lockable_tree(cache)
@@ -196,7 +198,7 @@ def after_run_batch(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> N
         return
     try:
         keeper.step()
-        _process.flush_metrics(scheduler)
+        _process.step_done(scheduler, keeper)
     except Exception:  # the one guard of this hook
         keeper.counters.failed()
 
@@ -218,10 +220,9 @@ def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv
     keeper = keeper_of(scheduler.tree_cache)
     if not pinning_commands.is_command(request_id):
         result = original(scheduler, recv_req)
-        if keeper is not None:
+        if keeper is not None and _process is not None:
             result.internal_state["prefixpack_pinning"] = keeper.counters.as_dict()
-            if _process is not None:
-                _process.flush_metrics()
+            _process.flush_metrics(keeper)
         return result
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 

@@ -123,6 +123,7 @@ class CacheKeeper:
 
     def step(self) -> None:
         """A scheduler step was run: pins whose time is over end."""
+        self._check_root()
         for pin in self.ledger.advance():
             self._unlock_pin(self._held.pop(pin.id))
             self.counters.pins_expired += 1

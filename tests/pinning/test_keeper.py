@@ -195,6 +195,13 @@ def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
     assert [pin.tokens[0] for pin in server.keeper.ledger.pins()] == [2000]
 
 
+def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
+    first, second = (SmallServer(kind, slots=64, settings=pinning()) for _ in range(2))
+    pin = first.keeper.pin(prompt(1))
+    assert second.keeper.ledger.pins() == []
+    assert first.keeper.ledger.pins() == [pin]
+
+
 def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = SmallServer(kind, slots=64, settings=retention())
     run(server, prompt(1))
