@@ -8,6 +8,8 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError
@@ -87,7 +89,11 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
     for number in range(args.engines):
         log = logs / f"engine-{number}.log"
         log.unlink(missing_ok=True)
-        more = ("--base-gpu-id", str(number)) if device == "cuda" and args.engines > 1 else ()
+        more = (
+            ("--base-gpu-id", str(number * _gpus_per_engine(arguments)))
+            if device == "cuda" and args.engines > 1
+            else ()
+        )
         engines.append(EngineArguments(arguments + more, environment, log))
     options = BatchOptions(
         args.input,
@@ -118,9 +124,18 @@ def _server_arguments(text: str, device: str) -> list[str]:
     return given
 
 
-def _without_tokenizer(options: BatchOptions) -> BatchOptions:
-    from dataclasses import replace
+def _gpus_per_engine(arguments: Sequence[str]) -> int:
+    """Tensor times pipeline parallel size."""
+    gpus = 1
+    for names in (("--tp-size", "--tp", "--tensor-parallel-size"), ("--pp-size", "--pp", "--pipeline-parallel-size")):
+        for place, argument in enumerate(arguments):
+            name, _, value = argument.partition("=")
+            if name in names:
+                gpus *= int(value or arguments[place + 1])
+    return gpus
 
+
+def _without_tokenizer(options: BatchOptions) -> BatchOptions:
     engines = tuple(replace(e, arguments=(*e.arguments, "--skip-tokenizer-init")) for e in options.engines)
     return replace(options, engines=engines)
 

@@ -12,8 +12,8 @@ from sgl_prefix_attn.offline.batch_file import BatchRequest
 from sgl_prefix_attn.offline.engines import Task
 from sgl_prefix_attn.offline.group_order import GroupOrder, shards
 from sgl_prefix_attn.offline.output_lengths import OutputLengths
-from sgl_prefix_attn.offline.prefix_tree import PrefixTree, consecutive_sharing
-from sgl_prefix_attn.offline.prompts import Int64Array, Prompts
+from sgl_prefix_attn.offline.prefix_tree import PrefixTree
+from sgl_prefix_attn.offline.prompts import Int32Array, Int64Array, Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 
 
@@ -69,6 +69,7 @@ class EngineQueue:
         self._name = name
         self._grouped = grouped
         self._version = plan.lengths.version
+        self._estimates = plan.lengths.estimates()
         self._last: int | None = None
         self._handed_out = 0
         self.left = len(part)
@@ -85,14 +86,11 @@ class EngineQueue:
         if self._order is None:
             return self._task(next(self._in_file_order), None)
         if self._version != plan.lengths.version:
-            self._version = plan.lengths.version
+            self._version, self._estimates = plan.lengths.version, plan.lengths.estimates()
             self._order.update(plan.decode_tokens())
         request = next(self._order)
-        shared = 0
-        if self._last is not None:
-            shared = int(consecutive_sharing(work.prompts, np.array([self._last, request]))[1])
-        decode = round(float(plan.lengths.estimates()[request]))
-        place = Place(self._name, self._handed_out, shared, decode)
+        shared = 0 if self._last is None else _in_common(work.prompts[self._last], work.prompts[request])
+        place = Place(self._name, self._handed_out, shared, round(float(self._estimates[request])))
         self._last = request
         self._handed_out += 1
         return self._task(request, place)
@@ -104,3 +102,9 @@ class EngineQueue:
         if place is not None:
             sampling["custom_params"] = {CUSTOM_PARAMETER: place.encode()}
         return Task(request, work.prompts[request], sampling)
+
+
+def _in_common(a: Int32Array, b: Int32Array) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if different.size else length

@@ -1,0 +1,67 @@
+"""Arguments of the batch command that cannot be used are said so before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from sgl_prefix_attn.offline import cli
+from tests.offline import batches
+
+
+def parsed(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args([*map(str, arguments), "--model", "m", "--device", "cpu"])
+
+
+@pytest.fixture
+def source(tmp_path):
+    return batches.write(tmp_path / "in.jsonl", [batches.line(0, [1])])
+
+
+def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
+    existing = tmp_path / "existing.jsonl"
+    existing.touch()
+    for arguments, message in (
+        ([tmp_path / "none", tmp_path / "out"], "no such file"),
+        ([source, tmp_path / "out", "--engines", 0], "--engines 0: expected at least 1"),
+        ([source, tmp_path / "out", "--window", -1], "--window -1: expected at least 1"),
+        ([source, source], "must be three different files"),
+        ([source, tmp_path / "out", "--errors", source], "must be three different files"),
+        ([source, existing], "existing.jsonl exists; --overwrite replaces it"),
+    ):
+        assert cli.run(parsed(*arguments)) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_output_with_its_journal_is_one_to_go_on_with(source, tmp_path):
+    existing = tmp_path / "out.jsonl"
+    existing.touch()
+    (tmp_path / "out.jsonl.journal").touch()
+    assert cli._options(parsed(source, existing), tmp_path).output == existing
+
+
+def test_the_engines_arguments(source, tmp_path):
+    text = "--attention-backend torch_native --dtype=bfloat16"
+    options = cli._options(parsed(source, tmp_path / "o.jsonl", "--engines", 2, "--server-args", text), tmp_path)
+    first, second = (engine.arguments for engine in options.engines)
+    assert first == second
+    assert "prefixpack" not in first
+    assert first.count("--dtype") == 0
+    assert first[:2] == ("--model-path", "m")
+    assert "--device" in first
+    assert options.errors == tmp_path / "o.errors.jsonl"
+    assert [engine.log for engine in options.engines] == [tmp_path / "engine-0.log", tmp_path / "engine-1.log"]
+
+
+def test_engines_have_gpus_of_their_own(source, tmp_path):
+    args = parsed(source, tmp_path / "o", "--engines", 3, "--server-args", "--tp-size 2 --pp=2")
+    args.device = "cuda"
+    options = cli._options(args, tmp_path)
+    assert [engine.arguments[-2:] for engine in options.engines] == [
+        ("--base-gpu-id", "0"),
+        ("--base-gpu-id", "4"),
+        ("--base-gpu-id", "8"),
+    ]
