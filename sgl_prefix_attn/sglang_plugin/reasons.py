@@ -15,7 +15,6 @@ BEAM_ROWS: Final = "beam_rows"
 NO_RADIX_CACHE: Final = "no_radix_cache"
 UNKNOWN_TREE: Final = "unknown_tree"
 NO_HOST_LENGTHS: Final = "no_host_lengths"
-NO_CACHED_PREFIX: Final = "no_cached_prefix"
 MODE: Final = "mode"
 IDLE: Final = "idle"
 SPECULATIVE: Final = "speculative"
@@ -46,7 +45,6 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_RADIX_CACHE: "the radix cache is off, so no request shares KV with another one",
     UNKNOWN_TREE: "no reader for this kind of prefix cache",
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
-    NO_CACHED_PREFIX: "no request of this prefill has a cached prefix: there is nothing to share or to read again",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
     SPECULATIVE: "speculative decoding: draft, verify and draft-extend steps belong to the inner backend",

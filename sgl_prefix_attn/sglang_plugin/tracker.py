@@ -185,8 +185,6 @@ class BatchTracker:
         self._prefilled.update(map(id, requests))
         # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
         num_decode = len(batch.decoding_reqs or ())
-        if num_decode == 0 and not any(batch.prefix_lens):
-            return reasons.NO_CACHED_PREFIX
         forest, _ = mirror.forest(
             list(map(_LAST_NODE, requests)),
             np.array(batch.prefix_lens, dtype=np.int64),

@@ -89,6 +89,12 @@ class TestPackedSteps:
         assert world.fallbacks == {reasons.DISABLED: 1}
 
 
+def test_a_prefill_of_nothing_but_new_prompts_runs_packed_too() -> None:
+    world = World([[], [], []], [40, 3, 17], [40, 3, 17])
+    assert_same(world.run(), world.run_stock())
+    assert world.fallbacks == {}
+
+
 class TestAttentionVariants:
     def test_sliding_window(self) -> None:
         for make in (decode, extend, mixed):

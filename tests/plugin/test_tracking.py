@@ -104,8 +104,7 @@ class RandomHistory:
         decoding = scheduler.running if self.random.random() < 0.3 else []
         if decoding:
             scheduler.decode()
-        if decoding or any(request.extend_range.start for request in joining):
-            check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
+        check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
         for request in joining:
             while request.extend_range.end < len(request.full_untruncated_fill_ids):
                 scheduler.prefill_done(request, chunked=True)
