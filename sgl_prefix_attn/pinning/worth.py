@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from sgl_prefix_attn.pinning.lookahead import Lookahead
 from sgl_prefix_attn.pinning.reuse import ReuseMemory
 
+SPENT = -1.0  # below what nothing is known of
+
 
 class PrefixWorth:
     """Brings together what is known of the future and what is remembered of the past.
@@ -14,7 +16,7 @@ class PrefixWorth:
     A use that is known to come in `d` requests is worth 1/d: the nearest first, which is what the offline optimum
     keeps. A prefix of an announced group is worth its remaining uses, since the members of a group run together. What
     no request in sight uses is worth what the memory of reuse says, given that none of them uses it. A prefix whose
-    last announced use is over is worth nothing until it is used again.
+    last announced use is over is the first to go until it is used again.
 
     Args:
         memory: None: only the future counts, and prefixes without a known use are worth 0.
@@ -61,7 +63,7 @@ class PrefixWorth:
         if announced is not None:
             return float(announced)
         if key in self._spent and not self.lookahead.uses(key):
-            return 0.0
+            return SPENT
         ahead = self.lookahead.next_use(key)
         if ahead is not None:
             return 1.0 / ahead

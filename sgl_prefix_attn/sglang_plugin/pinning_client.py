@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from sgl_prefix_attn.sglang_plugin.pinning_commands import (
     ANSWER_KEY,
+    AnnounceCommand,
     Command,
     ListCommand,
     PinCommand,
@@ -84,6 +85,22 @@ class EnginePins:
             return self._run(ReleaseCommand(id=pin_id))
         ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
         return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
+
+    def announce(
+        self,
+        uses: int,
+        token_ids: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Says that `uses` requests are still to come that share this prefix, and then no more (with retention).
+
+        Until the last of them is scheduled the prefix is kept before all others; then it is the first to go.
+        """
+        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
+        return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
 
     def pins(self) -> list[dict[str, Any]]:
         """All pins."""

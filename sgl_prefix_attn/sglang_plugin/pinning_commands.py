@@ -60,6 +60,13 @@ class ReleaseCommand(BaseModel):
         return self
 
 
+class AnnounceCommand(_Prefix):
+    """Say that `uses` requests of an offline group are still to come that share this prefix, and then no more."""
+
+    command: Literal["announce"] = "announce"
+    uses: Annotated[int, Field(ge=1)]
+
+
 class ListCommand(BaseModel):
     """List the pins."""
 
@@ -68,8 +75,9 @@ class ListCommand(BaseModel):
     command: Literal["list"] = "list"
 
 
-Command = PinCommand | ReleaseCommand | ListCommand
-_COMMANDS: dict[str, type[PinCommand] | type[ReleaseCommand] | type[ListCommand]] = {
+Command = PinCommand | ReleaseCommand | AnnounceCommand | ListCommand
+_COMMANDS: dict[str, type[PinCommand] | type[ReleaseCommand] | type[AnnounceCommand] | type[ListCommand]] = {
+    "announce": AnnounceCommand,
     "pin": PinCommand,
     "release": ReleaseCommand,
     "list": ListCommand,
@@ -105,12 +113,17 @@ def answer(request_id: str, keeper: CacheKeeper | None) -> dict[str, Any]:
         return _error("budget", str(error))
     except UnknownPinError as error:
         return _error("unknown", str(error))
+    except ValueError as error:
+        return _error("invalid", str(error))
 
 
 def _carry_out(command: Command, keeper: CacheKeeper) -> dict[str, Any]:
     if isinstance(command, PinCommand):
         pin = keeper.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
         return {"pin": _describe(pin, keeper), **_totals(keeper)}
+    if isinstance(command, AnnounceCommand):
+        keeper.announce(command.token_ids, command.uses, command.namespace)
+        return _totals(keeper)
     if isinstance(command, ListCommand):
         return {"pins": [_describe(pin, keeper) for pin in keeper.ledger.pins()], **_totals(keeper)}
     if command.id is not None:

@@ -129,6 +129,15 @@ class CacheKeeper:
             self.counters.pins_expired += 1
             self._count_pins()
 
+    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN) -> None:
+        """So many requests of an offline group are still to come that share this prefix, and then no more.
+
+        Raises ValueError if retention is off.
+        """
+        if not self.retention:
+            raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
+        self.worth.announce(keys_of(tokens, self._block, namespace.text), uses)
+
     # What happens in the scheduler ------------------------------------------------------------------------------------
 
     def queue(self, waiting: Iterable[Any]) -> None:

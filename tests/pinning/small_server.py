@@ -139,7 +139,8 @@ class SmallServer:
             running.batch_is_full = True
             return False
         pinning_hooks.after_calc_priority(None, self, self.waiting)
-        adder = PrefillAdder(1, self.cache, self.allocator, running, 0.5, 4096, None)
+        # A low ratio: more is admitted than fits to its end, so that decode has to retract.
+        adder = PrefillAdder(1, self.cache, self.allocator, running, 0.1, 4096, None)
         for request in self.waiting:
             if len(adder.can_run_list) >= self.pool.available_size():
                 running.batch_is_full = True

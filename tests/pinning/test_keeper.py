@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks
-from sgl_prefix_attn.sglang_plugin.pinning_commands import ListCommand, PinCommand, ReleaseCommand
+from sgl_prefix_attn.sglang_plugin.pinning_commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
 from tests.pinning.small_server import CACHES, SmallServer
@@ -152,24 +152,26 @@ def test_what_is_computed_again_is_counted(kind: str) -> None:
     assert server.keeper.counters.recomputed_tokens == 20 - cached
 
 
-def test_a_group_is_given_up_after_its_last_member(kind: str) -> None:
+def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
-    keeper = server.keeper
-    shared = prompt(1)
-    run(server, prompt(9, 2))
-    keys = keeper.worth.memory and list(map(int, pinning_keys(shared)))
-    assert keys
-    keeper.worth.announce(keys, uses=2)
-    run(server, [*shared, 1])
-    assert keeper.worth.of(keys[-1]) == 1.0
-    run(server, [*shared, 2])
-    assert keeper.worth.of(keys[-1]) == 0.0
+    run(server, prompt(1))
+    command = AnnounceCommand(token_ids=prompt(1), uses=2)
+    assert "error" not in pinning_commands.answer(pinning_commands.encode(command), server.keeper)
+    for name in (2, 3, 4):
+        run(server, prompt(name))
+    assert run(server, [*prompt(1), 7]) == 20
+    for name in (2, 3, 4):
+        run(server, prompt(name))
+    assert run(server, [*prompt(1), 8]) == 20
+    run(server, prompt(5))
+    run(server, prompt(6))
+    assert run(server, [*prompt(1), 9]) < 20
 
 
-def pinning_keys(tokens: list[int]) -> list[int]:
-    from sgl_prefix_attn.pinning import prefix_keys
-
-    return prefix_keys(tokens, 1)
+def test_groups_are_announced_only_to_retention(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    answer = pinning_commands.answer(pinning_commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.keeper)
+    assert answer["error"] == {"kind": "invalid", "message": "retention is off: set PREFIXPACK_RETENTION=reuse"}
 
 
 def test_a_flush_forgets_pins_and_their_locks(kind: str) -> None:

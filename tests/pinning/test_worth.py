@@ -138,14 +138,14 @@ class TestPrefixWorth:
             queue.add(name, [key])
         assert worth.of(100) > worth.of(101) > worth.of(102) > worth.of(3) > 0
 
-    def test_a_group_is_worth_its_remaining_members_and_nothing_after_the_last(self) -> None:
+    def test_a_group_is_worth_its_remaining_members_and_less_than_the_unknown_after_the_last(self) -> None:
         worth = PrefixWorth(ReuseMemory())
         worth.announce([7, 8], uses=2)
         assert worth.of(7) == 2.0
         assert worth.scheduled("a", [7, 8]) == []
         assert worth.of(8) == 1.0
         assert worth.scheduled("b", [7, 8]) == [7, 8]
-        assert worth.of(7) == 0.0
+        assert worth.of(7) < worth.of(12345)
 
     def test_what_is_used_again_after_its_group_counts_again(self) -> None:
         queue = Lookahead(4)
