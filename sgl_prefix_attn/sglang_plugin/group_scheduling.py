@@ -94,15 +94,19 @@ class GroupScheduler:
         self._turns.clear()
 
     def _unreserved_growth(self, adder: Any) -> float:
-        """KV tokens that running requests are expected to need beyond what the adder has reserved for them."""
+        """KV tokens that running requests of jobs are expected to need beyond what the adder has reserved for them.
+
+        What others may need is SGLang's own estimate: their limits are often far from what they use.
+        """
         if self._growth[0] is not adder:  # one adder for each round of admission
             growth = 0.0
             for request in () if adder.running_batch is None else adder.running_batch.reqs:
+                place = place_of(request)
+                if place is None:
+                    continue
                 generated = len(request.output_ids)
                 limit = max(0, request.sampling_params.max_new_tokens - generated)
-                place = place_of(request)
-                expected = limit if place is None else min(limit, max(0, place.decode - generated))
-                growth += expected - limit * adder.new_token_ratio
+                growth += min(limit, max(0, place.decode - generated)) - limit * adder.new_token_ratio
             self._growth = (adder, max(0.0, growth))
         return self._growth[1]
 

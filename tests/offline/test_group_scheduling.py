@@ -174,19 +174,19 @@ def test_memory_of_members_that_wait_is_not_given_away():
     assert group_scheduling.active().held_back == {"memory": 1}
 
 
-def test_the_whole_expected_growth_of_what_runs_is_left_free():
+def test_the_whole_expected_growth_of_running_members_is_left_free():
     queue = in_job(0)
     arranged(queue)
     adder = Adder()
-    # Of nobody's job, with 30 tokens to go; of a job, expected to end after 5 more. SGLang has reserved a quarter of
-    # the 30 and 35 to which they are limited.
-    online, member = Request("x", output=10), Request("j", place=Place("job", 9, 0, 10), output=5)
-    adder.running_batch.reqs = [online, member]
-    beyond = (30 - 30 / 4) + (5 - 35 / 4)
+    # Two members, expected to end after 30 and 5 more tokens; SGLang has reserved a quarter of the 35 to which each is
+    # limited still. What a request of nobody's job may need is left to SGLang.
+    members = [Request("j", place=Place("job", 9, 0, decode), output=5) for decode in (35, 10)]
+    adder.running_batch.reqs = [Request("x", output=10), *members]
+    beyond = (30 - 35 / 4) + (5 - 35 / 4)
     adder.rem_total_tokens = 105 + beyond - 1
     assert admit(adder, queue[0]) == "OTHER"
     again = Adder()
-    again.running_batch.reqs = [online, member]
+    again.running_batch.reqs = adder.running_batch.reqs
     again.rem_total_tokens = 105 + beyond
     assert admit(again, queue[0]) == "CONTINUE"
 
