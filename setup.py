@@ -38,7 +38,8 @@ def find_nvcc() -> str | None:
 
 def cuda_library_dirs(nvcc: str) -> list[str]:
     """Where nvcc links from; asked of nvcc itself, which may be a wrapper script far from its toolkit."""
-    steps = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=True).stderr
+    command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
+    steps = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     libraries = re.search(r"^#\$ LIBRARIES=(.*)$", steps, re.MULTILINE)
     return re.findall(r"-L([^\s\"]+)", libraries.group(1)) if libraries else []
 
@@ -67,7 +68,8 @@ class BuildNative(build_ext):
         if nvcc is not None:
             ext.define_macros.append(("PREFIXPACK_WITH_CUDA", "1"))
             with ThreadPoolExecutor(build_jobs()) as pool:
-                ext.extra_objects = list(pool.map(lambda source: self._compile_cuda(nvcc, source), sources("cuda", ".cu")))
+                objects = pool.map(lambda source: self._compile_cuda(nvcc, source), sources("cuda", ".cu"))
+                ext.extra_objects = list(objects)
             ext.library_dirs += cuda_library_dirs(nvcc)
             ext.libraries += ["cudart_static", "dl", "rt"]
         super().build_extension(ext)
@@ -104,7 +106,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "sgl_prefix_attn._native",
-            sources("plan", ".cpp") + sources("cpu", ".cpp") + sources("cuda", ".cpp") + sources("offline", ".cpp") + sources("bindings", ".cpp"),
+            [source for room in ("plan", "cpu", "cuda", "offline", "bindings") for source in sources(room, ".cpp")],
             include_dirs=["csrc"],
             extra_compile_args=CXX_FLAGS,
             extra_link_args=["-pthread"],

@@ -13,4 +13,4 @@ if shutil.which("nvidia-smi") is None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "versions: the quick end-to-end set that `make test-versions` runs on each SGLang")
+    config.addinivalue_line("markers", "versions: the quick end-to-end set that `make test-versions` runs")

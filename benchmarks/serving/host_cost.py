@@ -65,7 +65,7 @@ def main() -> None:
         print(f"written: {options.out}")
 
 
-# In the real scheduler process -----------------------------------------------------------------------------------------
+# In the real scheduler process --------------------------------------------------------------------------------------
 
 
 def measure_server(counts: list[int], steps: int, changes: int, window: float) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def make_prompts(generator: random.Random, count: int) -> list[list[int]]:
     return [system + groups[index // GROUP_SIZE] + tokens(OWN_PROMPT) for index in range(count)]
 
 
-# Without a server ------------------------------------------------------------------------------------------------------
+# Without a server ----------------------------------------------------------------------------------------------------
 
 
 def measure_tree(kind: str, count: int, steps: int, changes: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def measure_tree(kind: str, count: int, steps: int, changes: int) -> dict[str, A
     }
 
 
-# Output ----------------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:

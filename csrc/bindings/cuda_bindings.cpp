@@ -46,10 +46,9 @@ struct StepAddresses {
 
 void bind_launches(py::module_& m) {
   py::class_<StepAddresses>(m, "StepAddresses")
-      .def(py::init([](uintptr_t words, uintptr_t item_bounds, uintptr_t query_position, uintptr_t kv_slots,
-                       uintptr_t tickets) {
-             return StepAddresses{words, item_bounds, query_position, kv_slots, tickets};
-           }),
+      .def(py::init(
+               [](uintptr_t words, uintptr_t item_bounds, uintptr_t query_position, uintptr_t kv_slots,
+                  uintptr_t tickets) { return StepAddresses{words, item_bounds, query_position, kv_slots, tickets}; }),
            py::arg("words"), py::arg("item_bounds"), py::arg("query_position"), py::arg("kv_slots"),
            py::arg("tickets"));
   m.def(
@@ -74,9 +73,8 @@ void bind_launches(py::module_& m) {
       [](const StepAddresses& step, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k,
          int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
          uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
-         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads,
-         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float logit_cap, int32_t blocks,
-         uintptr_t stream) {
+         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads, int32_t kv_heads,
+         int32_t head_dim, int32_t window_left, float scale, float logit_cap, int32_t blocks, uintptr_t stream) {
         KernelParams params{};
         step.fill(params);
         AttentionParams& attention = params.attention;
