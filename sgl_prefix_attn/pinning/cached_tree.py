@@ -131,7 +131,12 @@ class CachedTree:
         return node.keys[index] if index < len(node.keys) else None
 
     def give_up(
-        self, tokens: int, worth: Callable[[int | None], float], keep: Callable[[CachedNode], bool] | None = None
+        self,
+        tokens: int,
+        worth: Callable[[int | None], float],
+        keep: Callable[[CachedNode], bool] | None = None,
+        *,
+        spent: bool = False,
     ) -> list[CachedNode]:
         """The nodes to evict for `tokens` tokens, in order: the least worth first, then the least recently used.
 
@@ -139,8 +144,20 @@ class CachedTree:
 
         Args:
             keep: nodes that cannot go.
+            spent: whether nodes can have a negative worth. Nothing below such a node is worth more than it: who uses
+                that would have to use the node as well.
         """
-        heap = [self._rank(node, worth) for node in self.leaves() if keep is None or not keep(node)]
+
+        def rank(node: CachedNode) -> tuple[float, int, int, int]:
+            value = worth(self.key(node))
+            above = self._nodes.get(node.parent) if spent else None
+            while value >= 0 and above is not None:
+                inherited = worth(self.key(above))
+                value = inherited if inherited < 0 else value
+                above = self._nodes.get(above.parent)
+            return (value, node.used, -node.begin, node.id)
+
+        heap = [rank(node) for node in self.leaves() if keep is None or not keep(node)]
         heapq.heapify(heap)
         gone: dict[int, int] = {}  # node -> children given up
         chosen: list[CachedNode] = []
@@ -153,11 +170,8 @@ class CachedTree:
                 continue
             gone[parent.id] = gone.get(parent.id, 0) + 1
             if gone[parent.id] == len(parent.children) and (keep is None or not keep(parent)):
-                heapq.heappush(heap, self._rank(parent, worth))
+                heapq.heappush(heap, rank(parent))
         return chosen
-
-    def _rank(self, node: CachedNode, worth: Callable[[int | None], float]) -> tuple[float, int, int, int]:
-        return (worth(self.key(node)), node.used, -node.begin, node.id)
 
     def _put(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any, used: int) -> list[int]:
         parent = ROOT

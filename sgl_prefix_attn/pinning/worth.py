@@ -29,6 +29,11 @@ class PrefixWorth:
         self._announced: dict[int, int] = {}
         self._spent: dict[int, None] = {}
 
+    @property
+    def any_spent(self) -> bool:
+        """Whether the last announced use of some prefix is over, so that its worth is below zero."""
+        return bool(self._spent)
+
     def announce(self, keys: Iterable[int], uses: int) -> None:
         """A group's prefix will be used `uses` times more, and then no more. Raises ValueError if uses is below 1."""
         if uses < 1:

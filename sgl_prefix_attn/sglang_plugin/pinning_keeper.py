@@ -241,7 +241,7 @@ class CacheKeeper:
         self._forget_evicted()
         # In decode little is asked for at a time, but step after step: several steps' worth goes at once.
         wanted = max(tokens, self._allocator.size // _QUANTA)
-        chosen = self._cached.give_up(wanted, self.worth.of, self._in_use)
+        chosen = self._cached.give_up(wanted, self.worth.of, self._in_use, spent=self.worth.any_spent)
         if not chosen:
             return
         going = {node.id for node in chosen}

@@ -61,3 +61,11 @@ def test_a_remainder_shorter_than_a_block_has_no_key() -> None:
     tree = CachedTree(block=4)
     tree.used([stretch(1, 0, 4), stretch(2, 4, 6, leaf=True)], [10])
     assert [tree.key(leaf) for leaf in tree.leaves()] == [None]
+
+
+def test_nothing_below_a_spent_prefix_is_worth_more_than_it() -> None:
+    tree = CachedTree(block=4)
+    tree.used([stretch(1, 0, 4, leaf=True)], [10])
+    tree.used([stretch(2, 0, 4), stretch(3, 4, 8, leaf=True)], [20, 21])
+    spent = {20: -1.0, 10: 0.5, 21: 0.9}
+    assert [node.id for node in tree.give_up(8, lambda key: spent.get(key or 0, 0.0), spent=True)] == [3, 2]
