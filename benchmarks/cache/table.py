@@ -66,6 +66,7 @@ class Results:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(9, 5.5))
+        axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
         for row, cells in self.rows.items():
             points = sorted((int(pool) * BLOCK_TOKENS / 1e6, 100 * cell["saved"]) for pool, cell in cells.items())
             style = "--" if row.startswith("limit") else "-"
