@@ -7,21 +7,19 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
-from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, ModelShape, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, reasons, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
 from sgl_prefix_attn.sglang_plugin.delegation import delegate
-from sgl_prefix_attn.sglang_plugin.handover import Kind
+from sgl_prefix_attn.sglang_plugin.handover import Handed, Kind
 from sgl_prefix_attn.sglang_plugin.inner import build_inner, inner_name, is_cpu
 from sgl_prefix_attn.sglang_plugin.layers import (
     DTYPES,
@@ -36,6 +34,11 @@ from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 
 logger = logging.getLogger(__name__)
 
+NO_KV_TOKENS = KvTokens(0, 0, 0)
+# A plan stays right at any lengths: its tails are open-ended. Only its balance drifts as they grow, slowly, so in a
+# steady decode the planner is asked every so many steps.
+STEPS_WITHOUT_A_LOOK = 8
+
 
 @dataclass(frozen=True)
 class _LayerFacts:
@@ -43,30 +46,53 @@ class _LayerFacts:
 
     Attributes:
         obstacle: why the layer never runs packed, None if it does.
-        shape: None with an obstacle.
+        slot: index of its shape's planner and plan; -1 with an obstacle.
     """
 
     layer: Any
     obstacle: str | None
-    shape: ModelShape | None
+    slot: int
 
 
 @dataclass
 class _PackedStep:
-    """A step that runs packed: made with the metadata, used by every layer.
+    """A step that runs packed: set up with the metadata, used by every layer. Steady decode steps reuse the object.
 
     Attributes:
         num_tokens: rows of q.
         rows: [num_requests] int64 rows of req_to_token.
-        seq_lens: [num_requests] int64 KV lengths, the step's own tokens included; `host_seq_lens` the same.
+        seq_lens: [num_requests] int64 KV lengths, the step's own tokens included.
+        plans: by slot of the planner.
+        kv_tokens: KV reads of the step that the planner was last asked for.
+        age: steps since then.
     """
 
     paths: StepPaths
+    forward_mode: Any
     num_tokens: int
     rows: torch.Tensor
     seq_lens: torch.Tensor
-    host_seq_lens: Int64Array
-    plans: dict[ModelShape, Plan] = field(default_factory=dict)
+    plans: list[Plan]
+    kv_tokens: KvTokens
+    age: int = 0
+
+    def continues_with(self, forward_batch: Any) -> bool:
+        """Takes over a decode batch that has the same paths; False if the planner has to see it."""
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if (
+            self.age + 1 >= STEPS_WITHOUT_A_LOOK
+            or self.paths.query_lens is not None
+            or forward_batch.forward_mode is not self.forward_mode
+            or forward_batch.batch_size != self.paths.num_requests
+            or forward_batch.spec_info is not None
+            or forward_batch.tbo_parent_token_range is not None
+            or rows.dtype is not torch.int64
+            or seq_lens.dtype is not torch.int64
+        ):
+            return False
+        self.rows, self.seq_lens = rows, seq_lens
+        self.age += 1
+        return True
 
 
 @delegate(AttentionBackend, "inner")
@@ -91,7 +117,7 @@ class PrefixPackBackend(AttentionBackend):
         self._counters = runtime.counters
         self._settings = runtime.settings
         self._never = _never_packed(runner)
-        self._planners: dict[ModelShape, Planner] = {}
+        self._planners: list[Planner] = []
         self._layers: dict[int, _LayerFacts] = {}
         self._layers_seen = False
         self._any_layer_falls_back = False
@@ -127,22 +153,26 @@ class PrefixPackBackend(AttentionBackend):
         self._inner_ready = True
 
     def _begin(self, forward_batch: Any, *, in_graph: bool) -> None:
-        """Decides how the step runs, and plans it if packed."""
+        """Decides how the step runs, and plans it if packed. Every step pays for this: few calls, no copies."""
         start = time.perf_counter()
-        self._inner_ready = False
-        decided = self._decide(forward_batch, in_graph)
-        self._step = None
-        if isinstance(decided, str):
-            self._counters.fallback(decided)
-        else:
-            self._step = decided
-            self._runtime.last_packed = (decided.paths, decided.host_seq_lens)
-        self._counters.host_seconds += time.perf_counter() - start
-        self._runtime.step_done()
-
-    def _decide(self, forward_batch: Any, in_graph: bool) -> _PackedStep | str:
-        # First, because it must not stay for a later forward.
+        # Taken in any case: it must not stay for a later forward.
         handed = self._runtime.handover.take()
+        last, self._step, self._inner_ready = self._step, None, False
+        if last is not None and handed.step is last.paths and not in_graph and last.continues_with(forward_batch):
+            self._step = last
+            self._runtime.last_packed = handed
+            self._counters.packed_on(last.paths.num_requests, last.kv_tokens, last.age)
+        else:
+            admitted = self._admit(handed.step, forward_batch, in_graph)
+            reason = admitted if isinstance(admitted, str) else self._plan_step(admitted, handed, forward_batch)
+            if reason is not None:
+                self._counters.fallback(reason)
+        self._counters.host_seconds += time.perf_counter() - start
+        if self._runtime.exporter is not None:
+            self._runtime.step_done()
+
+    def _admit(self, paths: StepPaths | str, forward_batch: Any, in_graph: bool) -> StepPaths | str:
+        """The paths if this kind of step can run packed, else the reason why not."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return reasons.IDLE
@@ -150,70 +180,57 @@ class PrefixPackBackend(AttentionBackend):
             return self._never
         if in_graph:
             return reasons.GRAPH
-        paths = handed.step
         if isinstance(paths, str):
             return paths
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return reasons.TWO_BATCH_OVERLAP
         if forward_batch.spec_info is not None:
             return reasons.SPECULATIVE
-        if getattr(forward_batch, "encoder_lens", None) is not None:
+        if forward_batch.encoder_lens is not None:
             return reasons.ENCODER_DECODER
-        rows = forward_batch.req_pool_indices
-        if (
-            mode.is_decode() != (paths.mode == "decode")
-            or rows.shape[0] != paths.num_requests
-            or not torch.equal(rows, handed.rows)
-        ):
+        if mode.is_decode() != (paths.mode == "decode"):
             return reasons.ROW_MISMATCH
         if not getattr(self._settings, f"pack_{paths.mode}"):
             return reasons.DISABLED
-        return self._packed_step(forward_batch, paths)
-
-    def _packed_step(self, forward_batch: Any, paths: StepPaths) -> _PackedStep | str:
         if not self._layers_seen:
             self._look_at_layers()
-        seq_lens = forward_batch.seq_lens.to(torch.int64).contiguous()
-        step = _PackedStep(
-            paths=paths,
-            num_tokens=paths.num_requests if paths.query_lens is None else int(paths.query_lens.sum()),
-            rows=forward_batch.req_pool_indices.to(torch.int64).contiguous(),
-            seq_lens=seq_lens,
-            # A copy: the runner writes the next step's lengths into the same buffer.
-            host_seq_lens=np.array(seq_lens.numpy()),
-        )
+        return paths
+
+    def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any) -> str | None:
+        """Makes the step packed; returns a reason if that cannot be."""
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if rows.shape[0] != paths.num_requests or not torch.equal(rows, handed.rows):
+            return reasons.ROW_MISMATCH
+        rows, seq_lens = _as_int64(rows), _as_int64(seq_lens)
+        host_lens = seq_lens.numpy()
         try:
-            for shape in self._planners:
-                self._plan(step, shape)
+            plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in self._planners]
         except ValueError:
             self._counters.plan_refused()
             return reasons.PLAN_REFUSED
-        return step
+        tokens = paths.num_requests if paths.query_lens is None else int(paths.query_lens.sum())
+        kv_tokens = self._planners[0].kv_tokens if self._planners else NO_KV_TOKENS
+        self._step = _PackedStep(paths, forward_batch.forward_mode, tokens, rows, seq_lens, plans, kv_tokens)
+        self._counters.packed(paths.mode, kv_tokens)
+        self._runtime.planner = self._planners[0] if self._planners else None
+        self._runtime.last_packed = handed
+        return None
 
     def _look_at_layers(self) -> None:
         """Learns from the model, once, which layers there are, so that planning happens before the forward."""
         self._layers_seen = True
         for layer in attention_layers(getattr(self._runner, "model", None)):
-            shape = self._facts(layer).shape
-            if shape is not None:
-                self._planner(shape)
+            self._facts(layer)
 
-    def _plan(self, step: _PackedStep, shape: ModelShape) -> Plan:
-        planner = self._planner(shape)
-        plan = planner.plan(step.paths.forest, step.host_seq_lens, step.paths.query_lens)
-        if not step.plans:
-            self._counters.packed(step.paths.mode, planner.kv_tokens)
-            self._runtime.shape, self._runtime.device = planner.shape, planner.device
-        step.plans[shape] = plan
-        return plan
-
-    def _planner(self, shape: ModelShape) -> Planner:
-        planner = self._planners.get(shape)
-        if planner is None:
-            planner = Planner(shape, cpu_device(self._settings), max_growth=self._settings.replan_growth)
-            self._planners[shape] = planner
-            self._counters.planners.append(planner)
-        return planner
+    def _slot(self, shape: ModelShape) -> int:
+        """Index of the planner for a shape."""
+        for slot, planner in enumerate(self._planners):
+            if planner.shape == shape:
+                return slot
+        planner = Planner(shape, cpu_device(self._settings), max_growth=self._settings.replan_growth)
+        self._planners.append(planner)
+        self._counters.planners.append(planner)
+        return len(self._planners) - 1
 
     # Layers ---------------------------------------------------------------------------------------------------------
 
@@ -254,11 +271,11 @@ class PrefixPackBackend(AttentionBackend):
         if step is not None:
             facts = self._facts(layer)
             reason = facts.obstacle or _call_obstacle(step, q, layer, kwargs)
-            if reason is None and facts.shape is not None:
+            if reason is None:
                 if save_kv_cache and k is not None and v is not None:
                     self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-                return self._packed(step, facts.shape, q, layer, kwargs.get("sinks"))
-            self._counters.fallback(reason or reasons.LAYER_VARIANT)
+                return self._packed(step, facts.slot, q, layer, kwargs.get("sinks"))
+            self._counters.fallback(reason)
             if not self._inner_ready:
                 self._init_inner(forward_batch)
         return inner_forward(
@@ -266,17 +283,16 @@ class PrefixPackBackend(AttentionBackend):
         )
 
     def _packed(
-        self, step: _PackedStep, shape: ModelShape, q: torch.Tensor, layer: Any, sinks: torch.Tensor | None
+        self, step: _PackedStep, slot: int, q: torch.Tensor, layer: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        query = q.reshape(step.num_tokens, shape.q_heads, shape.head_dim)
-        plan = step.plans.get(shape)
-        if plan is None:  # a layer that the model did not show beforehand
-            plan = self._plan(step, shape)
+        while slot >= len(step.plans):  # the layer was not among those that the model showed beforehand
+            planner = self._planners[len(step.plans)]
+            step.plans.append(planner.plan(step.paths.forest, step.seq_lens.numpy(), step.paths.query_lens))
         out = packed_attention(
-            query,
+            q.reshape(step.num_tokens, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            plan,
+            step.plans[slot],
             req_to_token=self.req_to_token_pool.req_to_token,
             req_pool_indices=step.rows,
             seq_lens=step.seq_lens,
@@ -295,10 +311,14 @@ class PrefixPackBackend(AttentionBackend):
             k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             obstacle = unsupported_layer(layer) or unsupported_buffers(layer, k_cache, v_cache)
-            facts = _LayerFacts(layer, obstacle, None if obstacle else layer_shape(layer, k_cache.dtype))
+            facts = _LayerFacts(layer, obstacle, -1 if obstacle else self._slot(layer_shape(layer, k_cache.dtype)))
             self._layers[id(layer)] = facts
             self._any_layer_falls_back |= obstacle is not None
         return facts
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64).contiguous()
 
 
 def _call_obstacle(step: _PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:

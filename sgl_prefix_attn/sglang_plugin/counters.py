@@ -33,12 +33,22 @@ class Counters:
     steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0))
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
+    plans_kept: int = 0
 
     def packed(self, mode: str, kv_tokens: KvTokens) -> None:
         self.steps_packed[mode] += 1
         self.kv_tokens_read += kv_tokens.packed
         self.kv_tokens_per_request += kv_tokens.per_request
         self.kv_tokens_unique += kv_tokens.unique
+
+    def packed_on(self, num_requests: int, kv_tokens: KvTokens, steps: int) -> None:
+        """Counts a decode step that runs the plan of `steps` steps ago, which read `kv_tokens`, without the planner."""
+        grown = num_requests * steps
+        self.plans_kept += 1
+        self.steps_packed["decode"] += 1
+        self.kv_tokens_read += kv_tokens.packed + grown
+        self.kv_tokens_per_request += kv_tokens.per_request + grown
+        self.kv_tokens_unique += kv_tokens.unique + grown
 
     def fallback(self, reason: str) -> None:
         """Counts a fallback; the first one of each reason is logged with what it means."""
@@ -67,7 +77,7 @@ class Counters:
 
     @property
     def plans_reused(self) -> int:
-        return sum(planner.plans_reused for planner in self.planners)
+        return self.plans_kept + sum(planner.plans_reused for planner in self.planners)
 
     @property
     def plan_seconds(self) -> float:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.counters import Counters
@@ -25,17 +24,18 @@ Kind = Literal["hooks", "patch"]
 _ATTRIBUTE = "_prefixpack_handed"
 
 
-@dataclass(frozen=True)
-class Handed:
+class Handed(NamedTuple):
     """What is handed over for one forward.
 
     Attributes:
         step: the paths, or the reason why there are none.
         rows: the batch's req_pool_indices, to recognise the batch by.
+        seq_lens: the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
     """
 
     step: StepPaths | str
     rows: Any = None
+    seq_lens: Any = None
 
 
 NOTHING = Handed(reasons.NO_PATHS)
@@ -54,7 +54,7 @@ class Handover:
         """Reads a batch's paths; never raises."""
         start = time.perf_counter()
         try:
-            handed = Handed(self._tracker.step(batch), batch.req_pool_indices)
+            handed = Handed(self._tracker.step(batch), batch.req_pool_indices, batch.seq_lens_cpu)
         except Exception:  # the one guard of the hook bodies: it counts, logs once, and the step is stock
             self._counters.hook_failed()
             handed = Handed(reasons.HOOK_FAILED)

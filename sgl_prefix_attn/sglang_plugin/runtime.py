@@ -6,14 +6,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import handover as handover_module
 from sgl_prefix_attn.sglang_plugin.counters import Counters
-from sgl_prefix_attn.sglang_plugin.handover import Handover, Kind
+from sgl_prefix_attn.sglang_plugin.handover import Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.metrics import MetricsExporter
-from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +22,8 @@ class Runtime:
     """Shared by the backends of one process.
 
     Attributes:
-        shape, device: of the last packed step's planner; None before the first.
-        last_packed: paths and KV lengths of the last packed step.
+        planner: of the last packed step; None before the first.
+        last_packed: what the last packed step was handed.
     """
 
     settings: Settings
@@ -33,9 +32,8 @@ class Runtime:
     handover: Handover
     exporter: MetricsExporter | None = None
     inner_backend: str = ""
-    shape: ModelShape | None = None
-    device: DeviceModel | None = None
-    last_packed: tuple[StepPaths, Int64Array] | None = None
+    planner: Planner | None = None
+    last_packed: Handed | None = None
     _steps: int = field(default=0, repr=False)
 
     def step_done(self) -> None:

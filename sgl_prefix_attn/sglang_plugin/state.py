@@ -15,11 +15,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, Segment
+from sgl_prefix_attn.core.forest import PrefixForest, Segment
 from sgl_prefix_attn.sglang_plugin import runtime
-from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.handover import Handed
 
 KEY = "prefixpack"
 VERSION = 1
@@ -39,29 +37,31 @@ def paths_of(forest: PrefixForest) -> list[list[Segment]]:
     return paths
 
 
-def batch_state(step: StepPaths, seq_lens: Int64Array) -> dict[str, Any]:
+def batch_state(handed: Handed) -> dict[str, Any] | None:
     """The last packed batch as JSON-able values."""
-    query_lens = np.ones_like(seq_lens) if step.query_lens is None else step.query_lens
+    step = handed.step
+    if isinstance(step, str):
+        return None
     return {
         "mode": step.mode,
-        "seq_lens": seq_lens.tolist(),
-        "query_lens": query_lens.tolist(),
+        "seq_lens": handed.seq_lens.tolist(),
+        "query_lens": [1] * step.num_requests if step.query_lens is None else step.query_lens.tolist(),
         "paths": [[list(segment) for segment in path] for path in paths_of(step.forest)],
     }
 
 
 def process_state(current: runtime.Runtime) -> dict[str, Any]:
     """State of a process that built at least one backend."""
-    last = current.last_packed
+    planner, last = current.planner, current.last_packed
     return {
         "version": VERSION,
         "counters": current.counters.as_dict(),
         "handover": current.handover.kind,
         "inner_backend": current.inner_backend,
         "sglang": current.sglang_version,
-        "shape": None if current.shape is None else asdict(current.shape),
-        "device": None if current.device is None else asdict(current.device),
-        "batch": None if last is None else batch_state(*last),
+        "shape": None if planner is None else asdict(planner.shape),
+        "device": None if planner is None else asdict(planner.device),
+        "batch": None if last is None else batch_state(last),
     }
 
 

@@ -104,7 +104,7 @@ class World:
             None if query_lens is None else np.array(query_lens, dtype=np.int64),
         )
         self.batch = self._batch()
-        self.handed = Handed(self.step, self.batch.req_pool_indices)
+        self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
 
     @property
     def handover(self) -> Handover:

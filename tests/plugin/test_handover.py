@@ -18,7 +18,7 @@ from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handover
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 
 STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
-BATCH = SimpleNamespace(req_pool_indices="rows")
+BATCH = SimpleNamespace(req_pool_indices="rows", seq_lens_cpu="lengths")
 TARGET = SimpleNamespace(is_draft_worker=False)
 DRAFT = SimpleNamespace(is_draft_worker=True)
 
@@ -148,7 +148,7 @@ class TestNativeSeam:
     def test_the_latest_announcement_counts(self) -> None:
         active, _ = started("patch")
         active.prepare(BATCH)
-        active.prepare(SimpleNamespace(req_pool_indices="other rows"))
+        active.prepare(SimpleNamespace(req_pool_indices="other rows", seq_lens_cpu="lengths"))
         assert active.take().rows == "other rows"
 
     def test_an_exception_does_not_reach_the_server(self) -> None:
