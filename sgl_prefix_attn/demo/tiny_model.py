@@ -37,7 +37,8 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Gemma 2 brings a soft cap of the attention logits and layers with a sliding window.
+# Gemma 2 brings layers with a sliding window. Its soft cap of the attention logits is set out of reach, because
+# SGLang's torch_native backend ignores it, so that on a CPU there would be nothing to compare with.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {}),
@@ -46,14 +47,19 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         {
             "sliding_window": 64,
-            "attn_logit_softcapping": 20.0,
+            "attn_logit_softcapping": 1e4,
             "query_pre_attn_scalar": 32,
             "final_logit_softcapping": None,
             "hidden_act": "gelu_pytorch_tanh",  # as SGLang calls transformers' hidden_activation
+            "tie_word_embeddings": True,
         },
     ),
 }
 VARIANTS = tuple(_VARIANTS)
+# Gemma 2 normalises what each layer adds. At the initial weights, with tied embeddings, that would be too little to
+# outweigh the input: the model would repeat its last token.
+_BRANCH_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_GEMMA_BRANCH_WEIGHT = 9.0
 
 
 def tiny_model(variant: str = "llama", *, cache: Path | None = None) -> Path:
@@ -65,7 +71,7 @@ def tiny_model(variant: str = "llama", *, cache: Path | None = None) -> Path:
     if variant not in _VARIANTS:
         raise ValueError(f"no tiny model variant {variant!r}; there are {', '.join(VARIANTS)}")
     architecture, extra = _VARIANTS[variant]
-    recipe = json.dumps([architecture, _SHAPE, extra, _SEED], sort_keys=True)
+    recipe = json.dumps([architecture, _SHAPE, extra, _SEED, _GEMMA_BRANCH_WEIGHT], sort_keys=True)
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl-prefix-attn"
     folder = root / f"tiny-{variant}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not folder.exists():
@@ -87,6 +93,11 @@ def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = model_class(model_class.config_class(**values, dtype="float32"))
+    if architecture.startswith("Gemma"):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith(_BRANCH_NORMS):
+                    weight.fill_(_GEMMA_BRANCH_WEIGHT)
     model.save_pretrained(folder)
 
 

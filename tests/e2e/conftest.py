@@ -96,10 +96,15 @@ Launch = Callable[..., contextlib.AbstractContextManager[Server]]
 
 @pytest.fixture(scope="session")
 def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """launch(backend, *server arguments, environment=..., pool_tokens=...): a server as a context manager."""
+    """launch(backend, *arguments, model=..., environment=..., pool_tokens=...): a server as a context manager."""
+    usual_model = model
 
     def start(
-        backend: str, *extra: str, environment: dict[str, str] | None = None, pool_tokens: int = POOL_TOKENS
+        backend: str,
+        *extra: str,
+        model: Path = usual_model,
+        environment: dict[str, str] | None = None,
+        pool_tokens: int = POOL_TOKENS,
     ) -> contextlib.AbstractContextManager[Server]:
         sizes = ("--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", str(pool_tokens))
         options = ServerOptions(

@@ -1,0 +1,32 @@
+"""What transformers computes for the same model and prompts: a reference that shares no code with SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sgl_prefix_attn.demo.workload import Request
+
+# Greedy tokens of two correct backends may differ where the two best logits are as near to each other as fp32 rounding
+# moves them. For the tiny models that is about 4e-6 (root mean square), so the prompts must keep a distance from it.
+SMALLEST_MARGIN = 4e-5
+
+
+class Reference:
+    """The model in `folder`, run by transformers in fp32 without a KV cache."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def check(self, request: Request, tokens: list[int]) -> None:
+        """Asserts that `tokens` is the greedy continuation of the request, with no near tie on the way."""
+        with torch.no_grad():
+            scores = self._model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
+            for token, bias in request.logit_bias:
+                scores[:, token] += bias
+        best = scores.topk(2)
+        assert tokens == best.indices[:, 0].tolist(), request.name
+        assert (best.values[:, 0] - best.values[:, 1]).min() > SMALLEST_MARGIN, request.name
