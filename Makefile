@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 SETUP = $(PYTHON) tests/support/setup_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions lint bench clean
+.PHONY: help setup demo test test-slow test-versions lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,11 @@ setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's w
 demo: setup ## real server, trace slice and RL group, prefixpack against the stock backend
 	@$(BIN)/python -m sgl_prefix_attn demo $(DEMO_ARGS)
 
-test: setup ## all tests, with the real server
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## all tests but the slow ones, with the real server
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup ## what takes minutes to hours: 10,000 schedules, 20 kills, page size 16, registers of the GPU kernels
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-versions: ## the quick end-to-end tests on other SGLang releases, each in an environment of its own
 	@set -e; for version in $(VERSIONS); do \

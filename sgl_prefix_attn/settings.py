@@ -56,7 +56,7 @@ class Settings(BaseModel):
         "the native seam of `python -m sgl_prefix_attn patch`. auto: the patch where it is applied, else hooks.",
     )
     pack_decode: bool = Field(True, description="Run decode batches packed.")
-    pack_extend: bool = Field(True, description="Run extend (prefill over a cached prefix) batches packed.")
+    pack_extend: bool = Field(True, description="Run extend (prefill) batches packed.")
     pack_mixed: bool = Field(True, description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed.")
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
