@@ -39,8 +39,8 @@ class TreeMirror:
         prefix_lens: Int64Array,
         live: npt.NDArray[np.bool_] | None,
         settled: Set[int] = frozenset(),
-    ) -> tuple[PrefixForest, list[int]]:
-        """The forest of a batch, and each request's node id.
+    ) -> tuple[PrefixForest, set[int]]:
+        """The forest of a batch, and the ids of its requests' nodes.
 
         Args:
             handles: each request's `last_node`.
@@ -71,16 +71,15 @@ class TreeMirror:
 
     def _forest(
         self, handles: list[Any], prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None, settled: Set[int]
-    ) -> tuple[PrefixForest, list[int]]:
+    ) -> tuple[PrefixForest, set[int]]:
         ids = self._reader.ids(handles)
-        fresh = set(ids)
-        fresh -= settled
-        fresh.discard(-1)
-        unknown = [node for node in fresh if not self._mirror.known(node) and node not in self._roots]
+        present = set(ids)
+        present.discard(-1)
+        unknown = [node for node in present - settled if not self._mirror.known(node) and node not in self._roots]
         gone = self._learn(unknown, ids, handles) if unknown else set()
         nowhere = gone | self._roots
         last_nodes = ids if nowhere.isdisjoint(ids) else [-1 if node in nowhere else node for node in ids]
-        return self._mirror.forest(np.array(last_nodes, dtype=np.int64), prefix_lens, live), ids
+        return self._mirror.forest(np.array(last_nodes, dtype=np.int64), prefix_lens, live), present
 
     def _learn(self, unknown: list[int], ids: list[int], handles: list[Any]) -> set[int]:
         """Reads the paths of new nodes; returns those that the tree does not have."""

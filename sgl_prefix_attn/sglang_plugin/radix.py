@@ -145,7 +145,7 @@ class PathInfoReader:
         return found
 
     def _collect(self, handles: Sequence[Any]) -> list[Any]:
-        if all(type(handle) is int for handle in handles):
+        if _only_ints(handles):
             try:
                 return list(self._core.collect_path_info(handles))
             except KeyError:
@@ -210,8 +210,12 @@ def _is_node(handle: Any) -> bool:
     return hasattr(handle, "parent") and hasattr(handle, "key") and hasattr(handle, "id")
 
 
+def _only_ints(handles: Sequence[Any]) -> bool:
+    return set(map(type, handles)) == {int}
+
+
 def _int_ids(handles: Sequence[Any]) -> list[int]:
-    if all(type(handle) is int for handle in handles):
+    if _only_ints(handles):
         return list(handles)
     return [handle if type(handle) is int else -1 for handle in handles]
 

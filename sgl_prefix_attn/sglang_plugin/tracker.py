@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.sglang_plugin import reasons
@@ -47,27 +48,37 @@ class StepPaths:
 # A request that finished may have lost its KV. The scheduler drops it before the next step; should it ever not, that
 # matters at once only if its KV slots stand for others, so those are looked at every step, and all others in turn.
 _JOIN_STEPS = 4
-_TURN_STEPS = 16
+_TURN_STEPS = 32
+# Requests that only prefill are not to be remembered for ever.
+_MOST_PREFILLED = 4096
 
 
 @dataclass
 class _DecodeState:
-    """The last decode batch, as far as its forest depends on it."""
+    """The last decode batch, as far as its forest depends on it.
+
+    Attributes:
+        finished: each request's finish reason; None if there is none.
+        node_ids: what the mirror knows already.
+        joined: requests that were not in the batch before, and their nodes.
+        standing: the live requests whose KV slots stand for others.
+    """
 
     requests: list[Any]
+    members: frozenset[Any]
     handles: list[Any]
-    finished: list[Any]
-    node_ids: frozenset[int]
+    finished: list[Any] | None
+    node_ids: set[int]
     step: StepPaths
-    joined: list[int]  # batch indices
-    standing: list[Any]  # the live requests whose KV slots stand for others
-    request_ids: frozenset[int]
+    joined: list[Any]
+    joined_handles: list[Any]
+    standing: list[Any]
     age: int = 0
     turn: int = 0
 
     def moved(self) -> bool:
         """Whether a request that is due for a look has another node or has finished."""
-        if any(map(_FINISHED, self.standing)):
+        if self.finished is None and any(map(_FINISHED, self.standing)):
             return True
         begin = self.turn
         end = begin + len(self.requests) // _TURN_STEPS + 1
@@ -75,12 +86,11 @@ class _DecodeState:
         due = self.requests[begin:end]
         if list(map(_LAST_NODE, due)) != self.handles[begin:end]:
             return True
-        if list(map(_FINISHED, due)) != self.finished[begin:end]:
+        finished = list(map(_FINISHED, due))
+        if any(finished) if self.finished is None else finished != self.finished[begin:end]:
             return True
         self.age += 1
-        if self.age > _JOIN_STEPS:
-            return False
-        return any(self.requests[index].last_node != self.handles[index] for index in self.joined)
+        return self.age <= _JOIN_STEPS and list(map(_LAST_NODE, self.joined)) != self.joined_handles
 
 
 _LAST_NODE = operator.attrgetter("last_node")
@@ -95,7 +105,7 @@ class BatchTracker:
         self._mirror: TreeMirror | None = None
         self._no_mirror = reasons.UNKNOWN_TREE
         self._decode: _DecodeState | None = None
-        self._prefilled: set[int] = set()  # ids of requests prefilled since the last decode step
+        self._prefilled: set[Any] = set()  # requests prefilled since the last change of the decode batch
 
     @property
     def restarts(self) -> int:
@@ -148,7 +158,7 @@ class BatchTracker:
         return (
             requests == last.requests
             and len(batch.seq_lens) == len(requests)
-            and self._prefilled.isdisjoint(last.request_ids)
+            and self._prefilled.isdisjoint(last.members)
             and not last.moved()
         )
 
@@ -157,24 +167,25 @@ class BatchTracker:
             return reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
         handles = list(map(_LAST_NODE, requests))
-        finished = list(map(_FINISHED, requests))
+        finished = _finished(requests)
         last = self._decode
         prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
         settled = last.node_ids if last is not None else frozenset()
         forest, node_ids = mirror.forest(handles, prefix_lens, _live(finished), settled)
-        request_ids = list(map(id, requests))
-        before = last.request_ids - self._prefilled if last is not None else frozenset()
-        self._prefilled.clear()
         step = StepPaths(forest, "decode", len(requests), len(requests))
+        members = frozenset(requests)
+        joined = list(members - last.members | members & self._prefilled) if last is not None else requests
+        self._prefilled.clear()
         self._decode = _DecodeState(
             requests=requests,
+            members=members,
             handles=handles,
             finished=finished,
-            node_ids=frozenset(node_ids),
+            node_ids=node_ids,
             step=step,
-            joined=[index for index, request in enumerate(request_ids) if request not in before],
+            joined=joined,
+            joined_handles=list(map(_LAST_NODE, joined)),
             standing=[requests[index] for index in set(forest.node_request.tolist())],
-            request_ids=frozenset(request_ids),
         )
         return step
 
@@ -182,20 +193,26 @@ class BatchTracker:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
             return reasons.NO_HOST_LENGTHS
         requests = batch.reqs
-        self._prefilled.update(map(id, requests))
+        self._prefilled.update(requests)
+        if len(self._prefilled) > _MOST_PREFILLED:
+            self._prefilled.clear()
+            self._decode = None
         # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
         num_decode = len(batch.decoding_reqs or ())
         forest, _ = mirror.forest(
             list(map(_LAST_NODE, requests)),
             np.array(batch.prefix_lens, dtype=np.int64),
-            _live(list(map(_FINISHED, requests))),
+            _live(_finished(requests)),
         )
         query_lens = np.array(batch.extend_lens, dtype=np.int64)
         return StepPaths(forest, "mixed" if num_decode else "extend", len(requests), num_decode, query_lens)
 
 
-def _live(finished: list[Any]) -> Any:
-    """None if no request is finished, else a bool array that is False for those that are."""
-    if finished.count(None) == len(finished):
-        return None
-    return np.array([reason is None for reason in finished], dtype=np.bool_)
+def _finished(requests: list[Any]) -> list[Any] | None:
+    """Finish reasons by batch index, None if nobody has one."""
+    return list(map(_FINISHED, requests)) if any(map(_FINISHED, requests)) else None
+
+
+def _live(finished: list[Any] | None) -> npt.NDArray[np.bool_] | None:
+    """None if all requests are live, else a bool array that is False for those that are finished."""
+    return None if finished is None else np.array([reason is None for reason in finished], dtype=np.bool_)

@@ -236,7 +236,7 @@ class TestKnownSituations:
         scheduler.decode()
         check(scheduler, tracker, scheduler.decode_batch())
         scheduler.finish(scheduler.running[2])
-        for _ in range(16):
+        for _ in range(32):
             step = check(scheduler, tracker, scheduler.decode_batch())
         assert paths_of(step.forest) == [[(0, 0, 30)], [(0, 0, 30)], []]
 
@@ -246,7 +246,7 @@ class TestKnownSituations:
         for _ in range(20):
             check(scheduler, tracker, scheduler.decode_batch())
         scheduler.running[1].last_node = None
-        for _ in range(16):
+        for _ in range(32):
             step = tracker.step(scheduler.decode_batch())
         assert isinstance(step, StepPaths)
         assert step.forest.num_nodes == 0
