@@ -62,12 +62,13 @@ def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.
         if number % 4 == 3:
             time.sleep(rng.random() * 15)  # while it loads
         else:
-            share = (total - before) // (kills - number)
+            # Never beyond half of what is left, so that a fast machine is not done before the signal arrives.
+            share = (total - before) // (kills - number + 1)
             until = before + 1 + rng.randrange(max(1, share))
             deadline = time.monotonic() + RUN_SECONDS
             while process.poll() is None and journal_lines(output) < until and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(rng.random() * 0.2)
+            time.sleep(rng.random() * 0.05)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
         _, alive = psutil.wait_procs(processes(mark), timeout=20)
