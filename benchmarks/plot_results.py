@@ -2,14 +2,15 @@
 
     python benchmarks/plot_results.py [--results benchmarks/results] [--out docs/img]
 
-cpu_packed.json becomes cpu_packed.png; plan_time.json and host_cost.json together become host_time.png. What was not
-measured is left out.
+cpu_packed.json becomes cpu_packed.png; plan_time.json and host_cost.json together become host_time.png;
+gpu_attention.json becomes gpu_attention.png. What was not measured is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.kernel.gpu_plot import draw_pat
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED, LIMIT, TARGET = "#2b8cbe", "#404040", "#d95f0e"
@@ -34,13 +38,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
     packed, plan, host = (read(args.results / f"{name}.json") for name in ("cpu_packed", "plan_time", "host_cost"))
-    if packed is None and plan is None and host is None:
-        raise SystemExit(f"{args.results} has none of cpu_packed.json, plan_time.json, host_cost.json")
+    gpu = read(args.results / "gpu_attention.json")
+    if packed is None and plan is None and host is None and gpu is None:
+        raise SystemExit(
+            f"{args.results} has none of cpu_packed.json, plan_time.json, host_cost.json, gpu_attention.json"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     if packed is not None:
         save(draw_packed(packed), args.out / "cpu_packed.png")
     if plan is not None or host is not None:
         save(draw_host(plan, host), args.out / "host_time.png")
+    figure = draw_pat(gpu) if gpu is not None else None
+    if figure is not None:
+        save(figure, args.out / "gpu_attention.png")
 
 
 def read(path: Path) -> dict[str, Any] | None:

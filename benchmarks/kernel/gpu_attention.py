@@ -1,0 +1,310 @@
+"""Decode attention on a GPU, one layer's step: prefixpack against what is installed of FlashInfer, FA3 and SGLang.
+
+    python -m benchmarks.kernel.gpu_attention --out build/gpu_attention.json
+    python -m benchmarks.kernel.gpu_attention --quick
+    python -m benchmarks.kernel.gpu_attention --cases 'pat/0*' 'none/*' --heads 32/8 64/8
+
+bf16, head size 128, KV pool of page size 1, slots of a batch in random order. Every result is compared with ours and,
+for some requests, with dense float32 attention; a wrong or failing way is recorded and not timed. Three times each:
+CUDA graph with a cold L2, CUDA graph with a warm L2, and planning plus launch on the host's clock. Copy bandwidth is
+measured first; limits (see gpu_limits.py) rest on it. The file is rewritten after every case: a killed run keeps what
+it has, and --resume goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel.gpu_cases import HEAD_DIM, Case, Heads, select
+from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
+from benchmarks.kernel.gpu_report import OURS, Results, summary_lines, table
+from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
+from benchmarks.kernel.gpu_ways import Way
+from benchmarks.kernel.gpu_world import KvPool, World, relative_error
+
+TOLERANCE = 1.5e-2  # of the norm; bf16 outputs and weights round to about 3e-3
+SAMPLED_REQUESTS = 3
+PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
+Makers = dict[str, Callable[[torch.device], Way]]
+
+
+def makers(overrides: dict[str, Any]) -> Makers:
+    """Every way by name; making one raises what its import raises."""
+    from benchmarks.kernel import gpu_flashinfer, gpu_ours, gpu_sglang
+
+    return {
+        OURS: lambda device: gpu_ours.PrefixPack(device, overrides),
+        "flashinfer_decode_cc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=False),
+        "flashinfer_decode_tc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=True),
+        "flashinfer_batch_attention": gpu_flashinfer.BatchAttention,
+        "flashinfer_cascade": gpu_flashinfer.Cascade,
+        "fa3": gpu_sglang.Fa3,
+        "fa3_two_pass": gpu_sglang.Fa3TwoPass,
+        "triton": gpu_sglang.TritonDecode,
+    }
+
+
+def make_ways(names: list[str], overrides: dict[str, Any], device: torch.device) -> tuple[list[Way], dict[str, str]]:
+    """The ways that are installed, and why the others are not."""
+    ways, absent = [], {}
+    for name, make in makers(overrides).items():
+        if name not in names:
+            continue
+        try:
+            ways.append(make(device))
+        except Exception as error:  # an import of another project's package may raise anything
+            absent[name] = described(error)
+            print(f"{name}: not available: {absent[name]}", file=sys.stderr)
+    return ways, absent
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+class CaseRun:
+    """One case over all ways: checks first, then times."""
+
+    def __init__(self, case: Case, ways: list[Way], pool: KvPool, timer: Timer, bandwidth: float) -> None:
+        self.case, self.ways, self.timer = case, ways, timer
+        self.world = World(case, pool, timer.device)
+        self.limits = limits(case, bandwidth)
+        last = len(case.seq_lens) - 1
+        self.sample = sorted({0, last, max(range(last + 1), key=lambda request: case.seq_lens[request])})
+        self.dense = torch.stack([self.world.dense(request) for request in self.sample[:SAMPLED_REQUESTS]])
+        self.ours: torch.Tensor | None = None
+        self.device_lost = False
+
+    def row(self) -> dict[str, Any]:
+        case = self.case
+        ways: dict[str, dict[str, Any]] = {}
+        for way in self.ways:
+            result = None if self.device_lost else self.measure(way)
+            if result is not None:
+                ways[way.name] = result
+        return {
+            "key": case.key, "case": case.name, "heads": f"{case.heads[0]}/{case.heads[1]}",
+            "q_heads": case.heads[0], "kv_heads": case.heads[1], "requests": len(case.seq_lens),
+            "tokens": case.tokens, "unique_tokens": case.unique_tokens, "reuse": case.tokens / case.unique_tokens,
+            "kv_bytes": case.kv_bytes(),
+            "limits": {
+                name: round(getattr(self.limits, name), 3)
+                for name in ("unique_us", "leafmerge_us", "mma_us", "per_request_us", "limit_us")
+            },
+            "ways": ways,
+        }  # fmt: skip
+
+    def measure(self, way: Way) -> dict[str, Any] | None:
+        """Times and error of a way, or why there are none; None if the case is not for it."""
+        try:
+            options = way.bind(self.world)
+            if not options:
+                return None
+            error, option = self.choose(way, options)
+            way.use(option)
+            way.plan()
+            way.run()
+            result: dict[str, Any] = {**self.timer.measure(way.plan, way.run).as_dict(), "error": error}
+            if way.name == OURS:
+                result["step_launch_us"] = round(self.steady(way), 3)
+            return {**result, **way.facts()}
+        except Exception as failure:  # a baseline that fails in one case must not end the run; the row says why
+            self.device_lost = self.timer.device_is_lost()
+            return {"failed": described(failure)}
+        finally:
+            way.release()
+
+    def choose(self, way: Way, options: list[Any]) -> tuple[float, Any]:
+        """(error, option) of the fastest option whose result is right."""
+        right: list[tuple[float, float, Any]] = []
+        failures = []
+        for option in options:
+            try:
+                way.use(option)
+                way.plan()
+                error = self.check(way)
+                right.append((self.timer.quick(way.run) if len(options) > 1 else 0.0, error, option))
+            except Exception as failure:  # an option among several; the last failure is reported if none works
+                failures.append(failure)
+        if not right:
+            raise failures[-1]
+        _, error, option = min(right, key=lambda entry: entry[0])
+        return error, option
+
+    def check(self, way: Way) -> float:
+        """Largest relative error against dense float32 attention and, once it is known, our result.
+
+        Raises:
+            ArithmeticError: beyond the tolerance.
+        """
+        self.world.out.fill_(torch.nan)
+        result = way.run().clone()
+        error = relative_error(result[self.sample[:SAMPLED_REQUESTS]], self.dense)
+        if self.ours is not None:
+            error = max(error, relative_error(result, self.ours))
+        if not error <= TOLERANCE:
+            raise ArithmeticError(f"wrong result: relative error {error:.2e}")
+        if way.name == OURS:
+            self.ours = result
+        return error
+
+    def steady(self, way: Any) -> float:
+        """Wall time of a step that keeps forest and plan."""
+        return min(self.timer.plan_and_launch(way.prepare, way.run) for _ in range(7))
+
+
+def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "gpu": properties.name, "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1), "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
+        "copy_bandwidth": copy_bandwidth(device), "matrix_rate": MATRIX_RATE,
+        "graph_floor_us": round(timer.graph_floor_us(), 2),
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+    }  # fmt: skip
+
+
+def git_commit() -> str | None:
+    answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def run_cases(cases: list[Case], ways: list[Way], results: Results, timer: Timer, args: argparse.Namespace) -> int:
+    """Adds a row for each case; 3 if the device was lost on the way, else 0."""
+    bandwidth = results.header["machine"]["copy_bandwidth"]
+    begin = time.monotonic()
+    pool: KvPool | None = None
+    pool_heads = 0
+    gc.freeze()
+    for done, case in enumerate(cases):
+        if time.monotonic() - begin > args.seconds:
+            print(f"stopping after {args.seconds:.0f} s; {len(cases) - done} cases left (--resume)", file=sys.stderr)
+            break
+        if pool is None or pool_heads != case.heads[1]:
+            pool = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            pool_heads = case.heads[1]
+            pool = KvPool(pool_heads, max(c.unique_tokens for c in cases if c.heads[1] == pool_heads), timer.device)
+        print(f"[{done + 1}/{len(cases)} {time.monotonic() - begin:.0f}s] {case.key}", file=sys.stderr, flush=True)
+        run = CaseRun(case, ways, pool, timer, bandwidth)
+        results.add(run.row())
+        if run.device_lost:
+            print(f"{case.key} left the device unusable; go on with --resume", file=sys.stderr)
+            return 3
+    return 0
+
+
+def head_setting(text: str) -> Heads:
+    q_heads, slash, kv_heads = text.partition("/")
+    if not slash or not q_heads.isdigit() or not kv_heads.isdigit() or int(q_heads) % max(1, int(kv_heads)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected query heads / KV heads, e.g. 32/8")
+    return int(q_heads), int(kv_heads)
+
+
+def override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected field=value, e.g. reread=0.1")
+    return name, ast.literal_eval(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel.gpu_attention", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    result.add_argument("--cases", nargs="+", default=[], metavar="GLOB", help="names, e.g. 'pat/*' (default: all)")
+    result.add_argument(
+        "--heads",
+        nargs="+",
+        type=head_setting,
+        metavar="Q/KV",
+        help="head settings for every case (default: those its family is published with)",
+    )
+    result.add_argument(
+        "--ways",
+        nargs="+",
+        default=list(makers({})),
+        metavar="NAME",
+        choices=list(makers({})),
+        help=f"default: all of {', '.join(makers({}))}",
+    )
+    result.add_argument("--quick", action="store_true", help="a dozen cases of every kind at 32/8")
+    result.add_argument("--max-kv-gib", type=float, default=40.0, help="leave out cases with more KV (default 40)")
+    result.add_argument(
+        "--device-model",
+        nargs="+",
+        type=override,
+        default=[],
+        metavar="FIELD=VALUE",
+        help="replace fields of DeviceModel.gpu, e.g. reread=0.1 tile_rows='(16,64,128)'",
+    )
+    result.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    result.add_argument("--out", type=Path, help="JSON file of results")
+    result.add_argument("--resume", action="store_true", help="skip the cases that --out already has")
+    result.add_argument("--commit", default=git_commit(), help="commit to record (default: git's)")
+    result.add_argument("--list", action="store_true", help="print the chosen cases and their limits at 4.3 TB/s")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.resume and args.out is None:
+        parser().error("--resume needs --out")
+    cases = select(args.cases, args.heads, args.quick)
+    too_large = [case for case in cases if case.kv_bytes() > args.max_kv_gib * 2**30]
+    cases = [case for case in cases if case not in too_large]
+    if not cases:
+        parser().error(f"no case matches {args.cases} within {args.max_kv_gib} GiB of KV; see --list")
+    if args.list:
+        for case in cases:
+            print(
+                f"{case.key:<36} {len(case.seq_lens):>5} requests {case.kv_bytes() / 2**30:>7.2f} GiB "
+                f"{limits(case, 4.3e12).limit_us:>8.1f} us"
+            )
+        return 0
+    if not torch.cuda.is_available():
+        print("gpu_attention: no CUDA device; this benchmark measures on one (try --list)", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    timer = Timer(device)
+    ways, absent = make_ways(args.ways, dict(args.device_model), device)
+    header = {
+        "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM, "absent": absent,
+        "left_out": [case.key for case in too_large], "device_model": dict(args.device_model),
+    }  # fmt: skip
+    print(f"{header['machine']['gpu']}: copies move {header['machine']['copy_bandwidth'] / 1e12:.3f} TB/s", flush=True)
+    results = Results(args.out, header, resume=args.resume)
+    with torch.inference_mode():
+        status = run_cases([case for case in cases if not results.done(case.key)], ways, results, timer, args)
+    print(table(results.rows))
+    print("\n".join(summary_lines(results.rows)))
+    for name, reason in absent.items():
+        print(f"absent: {name}: {reason}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

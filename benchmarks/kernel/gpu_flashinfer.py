@@ -1,0 +1,162 @@
+"""FlashInfer's kernels as baselines (signatures of 0.6.14): decode, cascade by levels, BatchAttention.
+
+Plans get their index pointers on the host, where a server knows them, so that none pays a blocking copy back; indices
+are on the device. Wrappers are kept over the cases. Outputs go to buffers made once per case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.kernel.gpu_cases import HEAD_DIM
+from benchmarks.kernel.gpu_flatten import Cuts, Level, candidates, levels_of
+from benchmarks.kernel.gpu_ways import Way
+from benchmarks.kernel.gpu_world import World
+
+WORKSPACE_BYTES = 768 << 20
+MOST_CUTS = 4
+TENSOR_CORE_GROUP = 4  # SGLang's rule for decoding with tensor cores
+RANK_BANDWIDTH = 4.3e12  # for ranking flattenings only
+BF16 = torch.bfloat16
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def workspace(device: torch.device) -> torch.Tensor:
+    """One buffer for all wrappers: they run one after the other on one stream."""
+    if device not in _workspaces:
+        _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _workspaces[device]
+
+
+def host_ints(values: object) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def paged(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as pages of one token: [slots, 1, kv_heads, head_dim]."""
+    return world.k.unsqueeze(1), world.v.unsqueeze(1)
+
+
+class Decode(Way):
+    """BatchDecodeWithPagedKVCacheWrapper, with CUDA cores or with tensor cores."""
+
+    def __init__(self, device: torch.device, tensor_cores: bool) -> None:
+        import flashinfer
+
+        self.name = f"flashinfer_decode_{'tc' if tensor_cores else 'cc'}"
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace(device), "NHD", use_tensor_cores=tensor_cores
+        )
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        self.indptr, self.last = world.kv_indptr.cpu(), host_ints([1] * len(world.case.seq_lens))
+        return [None]
+
+    def plan(self) -> None:
+        q_heads, kv_heads = self.world.heads
+        self.wrapper.plan(
+            self.indptr, self.world.kv_indices, self.last, q_heads, kv_heads, HEAD_DIM, 1,
+            q_data_type=BF16, kv_data_type=BF16,
+        )  # fmt: skip
+
+    def run(self) -> torch.Tensor:
+        return self.wrapper.run(self.world.q, paged(self.world), out=self.world.out)
+
+
+class BatchAttention(Way):
+    """The holistic persistent kernel."""
+
+    name = "flashinfer_batch_attention"
+
+    def __init__(self, device: torch.device) -> None:
+        import flashinfer
+
+        self.wrapper = flashinfer.BatchAttention("NHD", str(device))
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        requests = len(world.case.seq_lens)
+        self.qo_indptr, self.indptr = torch.arange(requests + 1, dtype=torch.int32), world.kv_indptr.cpu()
+        self.lens = host_ints(world.case.seq_lens)
+        self.lse = torch.empty(requests, world.heads[0], device=world.device)
+        return [None]
+
+    def plan(self) -> None:
+        q_heads, kv_heads = self.world.heads
+        self.wrapper.plan(
+            self.qo_indptr, self.indptr, self.world.kv_indices, self.lens, q_heads, kv_heads, HEAD_DIM, HEAD_DIM, 1,
+            causal=False, q_data_type=BF16, kv_data_type=BF16,
+        )  # fmt: skip
+
+    def run(self) -> torch.Tensor:
+        return self.wrapper.run(self.world.q, paged(self.world), out=self.world.out, lse=self.lse)[0]
+
+
+class Cascade(Way):
+    """Cascade attention: paged prefill with the fa2 template for every shared level, decode for the rest, merges.
+
+    What MultiLevelCascadeAttentionWrapper does, but for its choice of the fa3 template, which is slow here, its fresh
+    zeroed outputs, and prefill kernels for the last level. The best flattening of the forest is found by timing the
+    likeliest of each number of levels. Not for cases without sharing.
+    """
+
+    name = "flashinfer_cascade"
+    levels = "shared"
+
+    def __init__(self, device: torch.device) -> None:
+        import flashinfer
+
+        self.merge = flashinfer.merge_state_in_place
+        self.prefills = [
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="fa2")
+            for _ in range(MOST_CUTS)
+        ]
+        self.rests = {
+            tensor_cores: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace(device), "NHD", use_tensor_cores=tensor_cores
+            )
+            for tensor_cores in (False, True)
+        }
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        self.rest = self.rests[world.heads[0] // world.heads[1] >= TENSOR_CORE_GROUP]
+        lse_shape = (len(world.case.seq_lens), world.heads[0])
+        self.lse, self.other_lse = (torch.empty(lse_shape, device=world.device) for _ in range(2))
+        self.other_out = torch.empty_like(world.q)
+        return list(candidates(world.case, RANK_BANDWIDTH, MOST_CUTS))
+
+    def use(self, option: Cuts) -> None:
+        self.cuts = option
+        *shared, last = (self._tensors(level) for level in levels_of(self.world.case, option))
+        self.shared, self.last = shared, last
+
+    def _tensors(self, level: Level) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(qo_indptr, kv_indptr, last page lengths) on the host and the indices on the device."""
+        lens = torch.tensor([end - begin for begin, end in level.kv_ranges])
+        kv_indptr = torch.cat([torch.zeros(1, dtype=torch.long), lens.cumsum(0)])
+        requests = level.query_bounds[:-1]
+        ranges = [(request, *kv_range) for request, kv_range in zip(requests, level.kv_ranges, strict=True)]
+        indices = self.world.slots_of(ranges)
+        return host_ints(level.query_bounds), kv_indptr.int(), lens.clamp(max=1).int(), indices
+
+    def plan(self) -> None:
+        shape = (*self.world.heads, HEAD_DIM, 1)
+        for wrapper, (qo_indptr, kv_indptr, last, indices) in zip(self.prefills, self.shared, strict=False):
+            wrapper.plan(qo_indptr, kv_indptr, indices, last, *shape, causal=False, q_data_type=BF16, kv_data_type=BF16)
+        _, kv_indptr, last, indices = self.last
+        self.rest.plan(kv_indptr, indices, last, *shape, q_data_type=BF16, kv_data_type=BF16)
+
+    def run(self) -> torch.Tensor:
+        world, cache = self.world, paged(self.world)
+        self.rest.run(world.q, cache, out=world.out, lse=self.lse, return_lse=True)
+        for wrapper in self.prefills[: len(self.shared)]:
+            wrapper.run(world.q, cache, out=self.other_out, lse=self.other_lse, return_lse=True)
+            self.merge(world.out, self.lse, self.other_out, self.other_lse)
+        return world.out
+
+    def facts(self) -> dict[str, Any]:
+        return {"cuts": list(self.cuts)}

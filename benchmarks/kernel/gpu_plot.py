@@ -1,0 +1,58 @@
+"""Figures of the results of gpu_attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from benchmarks.kernel.gpu_report import OURS, best_of, fraction_of_limit, pat_number, ratio
+
+OURS_COLOUR, BASELINE, LIMIT = "#2b8cbe", "#bdbdbd", "#404040"
+
+
+def draw_pat(result: dict[str, Any]) -> Figure | None:
+    """Times on PAT's trees by head setting, cold L2: ours, the best baseline and the limit. None without such rows."""
+    rows = [row for row in result["rows"] if pat_number(row) and OURS in row["ways"]]
+    settings = list(dict.fromkeys(row["heads"] for row in rows))
+    if not rows:
+        return None
+    figure = Figure(figsize=(11, 1.4 + 2.2 * len(settings)), layout="constrained")
+    every_axes = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, heads in zip(every_axes, settings, strict=True):
+        panel = [row for row in rows if row["heads"] == heads and "cold_us" in row["ways"][OURS]]
+        for row in panel:
+            place, ours, best = pat_number(row), row["ways"][OURS]["cold_us"], best_of(row)
+            axes.bar(place - 0.2, ours, width=0.38, color=OURS_COLOUR, label="prefixpack")
+            if best:
+                axes.bar(place + 0.2, best[1], width=0.38, color=BASELINE, label="best baseline")
+            axes.hlines(
+                row["limits"]["limit_us"], place - 0.42, place + 0.42, color=LIMIT, linewidth=1.2, label="limit"
+            )
+            gain, share = ratio(row), fraction_of_limit(row)
+            note = "\n".join(([] if gain is None else [f"{gain:.1f}x"]) + ([] if share is None else [f"{share:.0%}"]))
+            top = max(ours, best[1] if best else 0)
+            axes.annotate(note, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=6.5)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_ylim(top=axes.get_ylim()[1] * 2.5)
+        axes.set_ylabel("us", fontsize=9)
+        axes.set_title(f"{heads} heads", fontsize=10, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    handles, labels = every_axes[0].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    every_axes[0].legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=3, loc="lower right",
+                         bbox_to_anchor=(1, 1))  # fmt: skip
+    every_axes[-1].set_xticks(sorted({pat_number(row) for row in rows}))
+    every_axes[-1].set_xlabel(
+        "tree of PAT's Figure 9 (above: gain over the best baseline, share of the limit)", fontsize=9
+    )
+    machine = result["machine"]
+    figure.suptitle(
+        f"{machine['gpu']}: one decode step of one layer, bf16, page size 1, CUDA graph, cold L2; "
+        f"copies move {machine['copy_bandwidth'] / 1e12:.2f} TB/s",
+        fontsize=9, x=0.01, ha="left",
+    )  # fmt: skip
+    return figure

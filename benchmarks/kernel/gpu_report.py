@@ -1,0 +1,154 @@
+"""Rows of `gpu_attention`: the file they are kept in, what follows from them, and the tables that are printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+OURS = "prefixpack"
+MULTI_LEVEL = ("flashinfer_cascade", "fa3_two_pass")
+REQUEST_WISE_DECODE = ("flashinfer_decode_cc", "flashinfer_decode_tc")
+Row = dict[str, Any]
+
+
+class Results:
+    """The result file, rewritten whole after every row, so that a killed run keeps what it has."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any], *, resume: bool = False) -> None:
+        self.path, self.header = path, header
+        self.rows: list[Row] = []
+        if resume and path is not None and path.exists():
+            self.rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    def done(self, key: str) -> bool:
+        return any(row["key"] == key for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**self.header, "summary": summary(self.rows), "rows": self.rows}
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+
+def time_of(row: Row, way: str, timing: str = "cold_us") -> float | None:
+    """Microseconds of a way in a row; None where it was not measured."""
+    return row["ways"].get(way, {}).get(timing)
+
+
+def best_of(row: Row, ways: Iterable[str] | None = None, timing: str = "cold_us") -> tuple[str, float] | None:
+    """Name and time of the fastest baseline, of `ways` or of all."""
+    measured = [
+        (name, result[timing])
+        for name, result in row["ways"].items()
+        if name != OURS and timing in result and (ways is None or name in ways)
+    ]
+    return min(measured, key=lambda entry: entry[1], default=None)
+
+
+def fraction_of_limit(row: Row) -> float | None:
+    ours = time_of(row, OURS)
+    return row["limits"]["limit_us"] / ours if ours else None
+
+
+def ratio(row: Row, ways: Iterable[str] | None = None, timing: str = "cold_us") -> float | None:
+    """Time of the fastest of the baselines `ways` over ours: above 1, ours is faster."""
+    best, ours = best_of(row, ways, timing), time_of(row, OURS, timing)
+    return best[1] / ours if best and ours else None
+
+
+def geomean(values: Iterable[float | None]) -> float | None:
+    logs = [math.log(value) for value in values if value]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def pat_number(row: Row) -> int:
+    return int(row["case"].split("/")[1]) if row["case"].startswith("pat/") else 0
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Figures over rows, cold L2, by head setting where it says so; None where nothing was measured."""
+    shared: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if 1 <= pat_number(row) <= 18:
+            shared[row["heads"]].append(row)
+    deep = [row for row in rows if 9 <= pat_number(row) <= 18]
+    timed = [(ratio(row), row["key"]) for row in rows if ratio(row)]
+    saving = [(ratio(row), row["key"]) for row in rows if ratio(row) and row["reuse"] > 1.3]
+    return {
+        "fraction_of_limit_pat_1_18": {heads: geomean(map(fraction_of_limit, of)) for heads, of in shared.items()},
+        "over_best_baseline_pat_1_18": {heads: geomean(map(ratio, of)) for heads, of in shared.items()},
+        "over_best_multi_level_pat_9_18": geomean(ratio(row, MULTI_LEVEL) for row in deep),
+        "over_flashinfer_decode_pat_9_18": geomean(ratio(row, REQUEST_WISE_DECODE) for row in deep),
+        "worst_over_best_baseline": min(timed, default=None),
+        "worst_over_best_baseline_where_sharing_saves_1.3x": min(saving, default=None),
+        "bandwidth_fraction_no_sharing": {
+            row["key"]: row["limits"]["unique_us"] / row["ways"][OURS]["cold_us"]
+            for row in rows
+            if row["reuse"] == 1 and time_of(row, OURS)
+        },
+        "wrong_or_failed": [
+            f"{row['key']}: {way}: {result['failed']}"
+            for row in rows
+            for way, result in row["ways"].items()
+            if "failed" in result
+        ],
+    }
+
+
+def table(rows: list[Row], timing: str = "cold_us") -> str:
+    """One line a row: ours, its share of the limit, and the best baseline."""
+    lines = [
+        f"{'case':<28} {'heads':>6} {'reuse':>6} {'ours us':>9} {'GB/s':>6} {'limit us':>9} {'of limit':>8}"
+        f" {'best us':>9} {'x best':>7} {'x multi':>7} {'plan+launch':>11} {'x best':>7}  best baseline"
+    ]
+    for row in rows:
+        ours, best = time_of(row, OURS, timing), best_of(row, timing=timing)
+        limit = row["limits"]["limit_us"]
+        lines.append(
+            f"{row['case']:<28} {row['heads']:>6} {row['reuse']:>6.2f} {number(ours, '9.1f')}"
+            f" {number(row['kv_bytes'] / ours / 1e3 if ours else None, '6.0f')} {limit:>9.1f}"
+            f" {number(limit / ours if ours else None, '8.2f')} {number(best[1] if best else None, '9.1f')}"
+            f" {number(ratio(row, timing=timing), '7.2f')} {number(ratio(row, MULTI_LEVEL, timing), '7.2f')}"
+            f" {number(time_of(row, OURS, 'plan_launch_us'), '11.0f')}"
+            f" {number(ratio(row, timing='plan_launch_us'), '7.2f')}  {best[0] if best else ''}"
+            f"{failure_note(row)}"
+        )
+    return "\n".join(lines)
+
+
+def failure_note(row: Row) -> str:
+    failed = row["ways"].get(OURS, {}).get("failed")
+    return f"  OURS: {failed[:80]}" if failed else ""
+
+
+def number(value: float | None, form: str) -> str:
+    return "-".rjust(int(form.split(".")[0])) if value is None else format(value, form)
+
+
+def summary_lines(rows: list[Row]) -> list[str]:
+    figures = summary(rows)
+    lines = []
+    for name in ("fraction_of_limit_pat_1_18", "over_best_baseline_pat_1_18"):
+        values = ", ".join(f"{heads} {value:.3f}" for heads, value in figures[name].items() if value)
+        lines.append(f"{name}: {values or 'not measured'}")
+    for name in ("over_best_multi_level_pat_9_18", "over_flashinfer_decode_pat_9_18"):
+        lines.append(f"{name}: {'not measured' if figures[name] is None else round(figures[name], 3)}")
+    for name in ("worst_over_best_baseline", "worst_over_best_baseline_where_sharing_saves_1.3x"):
+        worst = figures[name]
+        lines.append(f"{name}: {'not measured' if worst is None else f'{worst[0]:.3f} ({worst[1]})'}")
+    failed = figures["wrong_or_failed"]
+    lines.append(f"wrong or failed: {len(failed)}")
+    lines.extend(f"  {entry[:160]}" for entry in failed[:12])
+    return lines

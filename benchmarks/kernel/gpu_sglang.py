@@ -1,0 +1,174 @@
+"""SGLang's own decode kernels as baselines: sgl-kernel's FlashAttention 3 (0.4.5) and the Triton kernels (0.5.16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.kernel.gpu_cases import HEAD_DIM
+from benchmarks.kernel.gpu_flashinfer import RANK_BANDWIDTH, paged
+from benchmarks.kernel.gpu_flatten import Cuts, candidates, levels_of
+from benchmarks.kernel.gpu_ways import Way
+from benchmarks.kernel.gpu_world import SCALE, World
+
+TRITON_MAX_SPLITS = 8  # --triton-attention-num-kv-splits
+
+
+class Fa3Call:
+    """flash_attn_with_kvcache for groups of consecutive queries that see all of their group's page-size-1 table.
+
+    Args:
+        bounds: [groups + 1] int32 query offsets; one query per group is plain decode.
+        lens: [groups] int32 KV lengths.
+        causal: as SGLang's decode passes it; the same result at one query per group.
+    """
+
+    def __init__(
+        self, world: World, table: torch.Tensor, bounds: torch.Tensor, lens: torch.Tensor, *, causal: bool
+    ) -> None:
+        self.world, self.table, self.bounds, self.lens, self.causal = world, table, bounds, lens, causal
+        self.longest_query = int((bounds[1:] - bounds[:-1]).max())
+        self.metadata: torch.Tensor | None = None
+
+    def plan(self) -> None:
+        from sgl_kernel.flash_attn import get_scheduler_metadata
+
+        q_heads, kv_heads = self.world.heads
+        self.metadata = get_scheduler_metadata(
+            batch_size=len(self.lens), max_seqlen_q=self.longest_query, max_seqlen_k=self.table.shape[1],
+            num_heads=q_heads, num_heads_k=kv_heads, headdim=HEAD_DIM, cache_seqlens=self.lens,
+            qkv_dtype=torch.bfloat16, cu_seqlens_q=self.bounds, page_size=1, causal=self.causal, num_splits=0,
+        )  # fmt: skip
+
+    def run(self, out: torch.Tensor) -> torch.Tensor:
+        """Writes `out`; returns the natural-log lse, float32 [q_heads, queries]."""
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        k, v = paged(self.world)
+        _, lse, *_ = flash_attn_with_kvcache(
+            q=self.world.q, k_cache=k, v_cache=v, page_table=self.table, cache_seqlens=self.lens,
+            cu_seqlens_q=self.bounds, max_seqlen_q=self.longest_query, softmax_scale=SCALE, causal=self.causal,
+            scheduler_metadata=self.metadata, num_splits=0, return_softmax_lse=True, out=out,
+        )  # fmt: skip
+        return lse
+
+
+def single_queries(world: World) -> torch.Tensor:
+    return torch.arange(len(world.case.seq_lens) + 1, dtype=torch.int32, device=world.device)
+
+
+class Fa3(Way):
+    """What SGLang decodes with on Hopper by default; scheduler metadata once per step, if that is the faster."""
+
+    name = "fa3"
+
+    def __init__(self, device: torch.device) -> None:
+        import sgl_kernel.flash_attn
+
+        self.module = sgl_kernel.flash_attn
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        self.call = Fa3Call(world, world.table, single_queries(world), world.lens, causal=True)
+        return ["metadata", "no metadata"]
+
+    def use(self, option: str) -> None:
+        self.option = option
+        self.call.metadata = None
+
+    def plan(self) -> None:
+        if self.option == "metadata":
+            self.call.plan()
+
+    def run(self) -> torch.Tensor:
+        self.call.run(self.world.out)
+        return self.world.out
+
+    def facts(self) -> dict[str, Any]:
+        return {"option": self.option}
+
+
+class Fa3TwoPass(Way):
+    """FA3 over the shared prefix, one sequence of queries per group, FA3 over the rest, and merge_state_v2."""
+
+    name = "fa3_two_pass"
+    levels = "shared"
+
+    def __init__(self, device: torch.device) -> None:
+        import sgl_kernel.flash_attn
+
+        self.module, self.merge = sgl_kernel.flash_attn, sgl_kernel.merge_state_v2
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        self.prefix_out, self.rest_out = torch.empty_like(world.q), torch.empty_like(world.q)
+        self.lse = torch.empty(world.q.shape[:2], device=world.device)
+        return [
+            (cuts, metadata)
+            for cuts in candidates(world.case, RANK_BANDWIDTH, most_cuts=1, keep=2)
+            for metadata in (True, False)
+        ]
+
+    def use(self, option: tuple[Cuts, bool]) -> None:
+        cuts, self.with_metadata = self.option = option
+        world = self.world
+        self.passes = []
+        for level in levels_of(world.case, cuts):
+            ranges = [(request, *kv) for request, kv in zip(level.query_bounds[:-1], level.kv_ranges, strict=True)]
+            bounds = torch.tensor(level.query_bounds, dtype=torch.int32, device=world.device)
+            lens = torch.tensor([end - begin for _, begin, end in ranges], dtype=torch.int32, device=world.device)
+            self.passes.append(Fa3Call(world, world.padded(ranges), bounds, lens, causal=False))
+
+    def plan(self) -> None:
+        if self.with_metadata:
+            for call in self.passes:
+                call.plan()
+
+    def run(self) -> torch.Tensor:
+        prefix, rest = self.passes
+        prefix_lse = prefix.run(self.prefix_out).T.contiguous()
+        rest_lse = rest.run(self.rest_out).T.contiguous()
+        self.merge(self.prefix_out, prefix_lse, self.rest_out, rest_lse, self.world.out, self.lse)
+        return self.world.out
+
+    def facts(self) -> dict[str, Any]:
+        return {"cuts": list(self.option[0]), "option": "metadata" if self.with_metadata else "no metadata"}
+
+
+class TritonDecode(Way):
+    """SGLang's `triton` backend: split-KV decode; the number of splits is made on the device once per step."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        import triton
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+
+        self.next_power = triton.next_power_of_2
+        self.forward, self.count_splits = decode_attention_fwd, get_num_kv_splits_triton
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def bind(self, world: World) -> list[Any]:
+        self.world = world
+        shape = (len(world.case.seq_lens), world.heads[0], TRITON_MAX_SPLITS)
+        self.partials = torch.empty(*shape, HEAD_DIM, device=world.device)
+        self.partial_lse = torch.empty(shape, device=world.device)
+        self.splits = torch.empty(shape[0], dtype=torch.int32, device=world.device)
+        return [None]
+
+    def plan(self) -> None:
+        requests, (q_heads, kv_heads) = len(self.splits), self.world.heads
+        self.count_splits[(1,)](
+            self.splits, self.world.lens64, requests, 1, q_heads, kv_heads, TRITON_MAX_SPLITS, self.multiprocessors,
+            MAX_NUM_SEQ=max(256, self.next_power(requests)),
+        )  # fmt: skip
+
+    def run(self) -> torch.Tensor:
+        world = self.world
+        self.forward(
+            world.q, world.k, world.v, world.out, world.kv_indptr, world.kv_indices, self.partials, self.partial_lse,
+            self.splits, TRITON_MAX_SPLITS, SCALE, 1.0, 1.0,
+        )  # fmt: skip
+        return world.out
