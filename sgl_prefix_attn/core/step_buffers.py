@@ -1,0 +1,73 @@
+"""Device memory of packed steps, whichever kernels run them."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn._native import Plan
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.planner import ModelShape
+
+_STAGING_BUFFERS = 2
+_HEADER_WORDS = 12
+
+
+class StepBuffers:
+    """A plan's words, what a step makes of them (csrc/cuda/kernel_params.h) and partial results, at fixed addresses.
+
+    Args:
+        shape: attention shape.
+        device: a GPU, or the CPU for interpreted kernels.
+        limits: sizes of the buffers.
+    """
+
+    def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
+        self.shape, self.device, self.limits = shape, device, limits
+        num_words = _HEADER_WORDS + 8 * limits.items + 5 * limits.queries + limits.partial_slots + 1
+        self._words = self._ints(num_words)
+        self._bounds = self._ints(3 * limits.items)
+        self._positions = self._ints(limits.queries)
+        self._kv_slots = self._ints(limits.kv_slots)
+        self._tickets = self._ints(2)
+        self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
+        self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
+        # The host runs ahead of a GPU: a buffer is written again only when its last copy is over.
+        on_gpu = device.type != "cpu"
+        self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_STAGING_BUFFERS)]
+        self._copied = [torch.cuda.Event() if on_gpu else None for _ in range(_STAGING_BUFFERS)]
+        self._turn = 0
+
+    def _ints(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
+        """Brings a plan to the device.
+
+        Args:
+            plan: made for this shape.
+            seq_lens: [num_requests] int64 on the host, the lengths the plan was made for.
+            growth: tokens by which tails may grow before another plan is loaded.
+
+        Raises:
+            PlanTooLarge: nothing was changed.
+        """
+        words, kv_slots = _native.plan_words(plan, seq_lens, growth)
+        for name, needed in (
+            ("queries", plan.num_queries),
+            ("items", len(plan.items)),
+            ("kv_slots", kv_slots),
+            ("partial_slots", plan.num_slots),
+        ):
+            limit = getattr(self.limits, name)
+            if needed > limit:
+                raise PlanTooLarge(f"the plan needs {needed} {name}; the buffers hold {limit}")
+        self._turn = (self._turn + 1) % _STAGING_BUFFERS
+        staging, copied = self._staging[self._turn], self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        staging.numpy()[: len(words)] = words
+        self._words[: len(words)].copy_(staging[: len(words)], non_blocking=True)
+        if copied is not None:
+            copied.record()

@@ -1,0 +1,361 @@
+"""The GPU kernels in Triton: what csrc/cuda does, for GPUs and builds that have no nvcc. Same plan words, same slots.
+
+Launched by `core.triton_step`, which documents the arguments. Triton decides when this module is imported whether its
+kernels are compiled or interpreted (TRITON_INTERPRET=1).
+"""
+# Kernels are typed by Triton when they are launched.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+from sgl_prefix_attn.core import planner
+
+# PlanHeader of csrc/cuda/kernel_params.h.
+_NUM_ITEMS, _NUM_QUERIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ITEMS_AT, _ITEM_SLOTS_AT = tl.constexpr(3), tl.constexpr(4)
+_QUERY_TOKEN_AT, _QUERY_REQUEST_AT, _QUERY_BACK_AT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_MERGE_QUERY_AT, _MERGE_OFFSET_AT, _MERGE_SLOT_AT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+# WorkItem of csrc/plan/plan.h.
+_ITEM_WORDS = tl.constexpr(7)
+_QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(planner.QUERY_COUNT)
+_REQUEST, _SLOT_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.SLOT_BEGIN)
+_KV_BEGIN, _KV_END = tl.constexpr(planner.KV_BEGIN), tl.constexpr(planner.KV_END)
+_OPEN_END, _WRITE_THROUGH = tl.constexpr(planner.OPEN_END), tl.constexpr(planner.WRITE_THROUGH)
+# ItemBounds of csrc/cuda/kernel_params.h.
+_BOUNDS_WORDS = tl.constexpr(3)
+_BOUND_END, _BOUND_LOWEST, _BOUND_HIGHEST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_FURTHEST = tl.constexpr(2**31 - 1)
+_SMALL_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def _item_of(words, item):
+    return words + tl.load(words + _ITEMS_AT) + item * _ITEM_WORDS
+
+
+@triton.jit
+def _position_of(words, seq_lens, query, valid):
+    request = tl.load(words + tl.load(words + _QUERY_REQUEST_AT) + query, mask=valid, other=0)
+    back = tl.load(words + tl.load(words + _QUERY_BACK_AT) + query, mask=valid, other=0)
+    return tl.load(seq_lens + request, mask=valid, other=1).to(tl.int32) - 1 - back
+
+
+@triton.jit
+def prepare_step(
+    words,
+    item_bounds,
+    query_position,
+    kv_slots,
+    req_to_token,
+    req_to_token_stride,
+    req_pool_indices,
+    seq_lens,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Once per step: positions of the queries, bounds and KV slots of the items."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lanes = tl.arange(0, BLOCK)
+    num_queries = tl.load(words + _NUM_QUERIES)
+    for begin in range(program * BLOCK, num_queries, programs * BLOCK):
+        query = begin + lanes
+        valid = query < num_queries
+        tl.store(query_position + query, _position_of(words, seq_lens, query, valid), mask=valid)
+
+    for item in range(program, tl.load(words + _NUM_ITEMS), programs):
+        item_words = _item_of(words, item)
+        first = tl.load(item_words + _QUERY_BEGIN)
+        past = first + tl.load(item_words + _QUERY_COUNT)
+        lowest, highest = past * 0 + _FURTHEST, past * 0 - 1
+        for begin in range(first, past, BLOCK):
+            valid = begin + lanes < past
+            position = _position_of(words, seq_lens, begin + lanes, valid)
+            lowest = tl.minimum(lowest, tl.min(tl.where(valid, position, _FURTHEST), axis=0))
+            highest = tl.maximum(highest, tl.max(tl.where(valid, position, -1), axis=0))
+        kv_begin = tl.load(item_words + _KV_BEGIN)
+        kv_end = tl.load(item_words + _KV_END)
+        if kv_end == _OPEN_END:
+            kv_end = _position_of(words, seq_lens, past - 1, past > first) + 1
+        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_END, kv_end)
+        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_LOWEST, lowest)
+        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_HIGHEST, highest)
+
+        row = tl.load(req_pool_indices + tl.load(item_words + _REQUEST)).to(tl.int64)
+        source = req_to_token + row * req_to_token_stride
+        target = kv_slots + tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item) - kv_begin
+        for begin in range(kv_begin, kv_end, BLOCK):
+            position = begin + lanes
+            valid = position < kv_end
+            tl.store(target + position, tl.load(source + position, mask=valid), mask=valid)
+
+
+@triton.jit
+def _safe_max(maximum):
+    # Exponents are taken against this, so that a row that has seen nothing yields 2^-inf = 0 and not NaN.
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _reciprocal(total):
+    # Of a row that has seen nothing the output is zeros as it is.
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _attend_rows(
+    words,
+    item_words,
+    item_slots,
+    kv_end,
+    lowest,
+    query_position,
+    first_row,
+    num_rows,
+    kv_head,
+    q,
+    q_token_stride,
+    q_head_stride,
+    k,
+    k_slot_stride,
+    k_head_stride,
+    v,
+    v_slot_stride,
+    v_head_stride,
+    o,
+    o_token_stride,
+    o_head_stride,
+    lse,
+    lse_token_stride,
+    sinks,
+    partial_o,
+    partial_lse,
+    q_heads,
+    scale,
+    logit_cap,
+    window_left,
+    GROUP: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    PADDED_DIM: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+    HAS_CAP: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    PRODUCT: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    """ROWS rows (query, head of the group) of an item, from `first_row` on, against its KV range.
+
+    Products are taken in type PRODUCT, sums in fp32.
+    """
+    query_begin = tl.load(item_words + _QUERY_BEGIN)
+    kv_begin = tl.load(item_words + _KV_BEGIN)
+    slot_begin = tl.load(item_words + _SLOT_BEGIN)
+
+    row = first_row + tl.arange(0, ROWS)
+    valid = row < num_rows
+    query = query_begin + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query, mask=valid, other=0).to(tl.int64)
+    position = tl.load(query_position + query, mask=valid, other=0)
+    dim = tl.arange(0, PADDED_DIM)
+    in_head = dim < HEAD_DIM
+    queries = tl.load(
+        q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    ).to(PRODUCT)
+
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    past_key = tl.minimum(position + 1, kv_end)
+    first_key = kv_begin
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_key, lowest - window_left)
+    key_head = k + kv_head * k_head_stride + dim[None, :]
+    value_head = v + kv_head * v_head_stride + dim[None, :]
+    to_base_2 = scale * _LOG2E
+    for begin in range(first_key, kv_end, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        present = key < kv_end
+        slot = tl.load(item_slots + (key - kv_begin), mask=present, other=0).to(tl.int64)
+        loaded = present[:, None]
+        if HEAD_DIM < PADDED_DIM:
+            loaded = loaded & in_head[None, :]
+        keys = tl.load(key_head + slot[:, None] * k_slot_stride, mask=loaded, other=0.0).to(PRODUCT)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if HAS_CAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1)
+            twice = tl.exp2(scores * (2.0 * to_base_2 / logit_cap))
+            scores = logit_cap * _LOG2E * (1.0 - 2.0 / (twice + 1.0))
+        else:
+            scores = scores * to_base_2
+        visible = key[None, :] < past_key[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] >= (position - window_left)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        base = _safe_max(new_maximum)
+        rescale = tl.exp2(maximum - base)
+        weights = tl.exp2(scores - base[:, None])
+        total = total * rescale + tl.sum(weights, axis=1)
+        values = tl.load(value_head + slot[:, None] * v_slot_stride, mask=loaded, other=0.0)
+        output = tl.dot(weights.to(PRODUCT), values.to(PRODUCT), output * rescale[:, None], input_precision=PRECISION)
+        maximum = new_maximum
+
+    if slot_begin == _WRITE_THROUGH:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=valid, other=0.0) * _LOG2E
+            with_sink = tl.maximum(maximum, sink)
+            base = _safe_max(with_sink)
+            rescale = tl.exp2(maximum - base)
+            total = total * rescale + tl.exp2(sink - base)
+            output = output * rescale[:, None]
+            maximum = with_sink
+        result = output * _reciprocal(total)[:, None]
+        target = o + token[:, None] * o_token_stride + head[:, None] * o_head_stride + dim[None, :]
+        tl.store(target, result.to(o.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
+        if lse is not None:
+            # log2(0) is -inf.
+            tl.store(lse + token * lse_token_stride + head, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
+    else:
+        result = output * _reciprocal(total)[:, None]
+        partial = (slot_begin + row // GROUP).to(tl.int64) * q_heads + head
+        tl.store(
+            partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :]
+        )
+        tl.store(partial_lse + partial, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
+
+
+# What differs between layers of one model must not compile another kernel.
+@triton.jit(do_not_specialize=["window_left", "scale", "logit_cap"])
+def attend_packed(
+    words,
+    item_bounds,
+    query_position,
+    kv_slots,
+    tickets,
+    q,
+    q_token_stride,
+    q_head_stride,
+    k,
+    k_slot_stride,
+    k_head_stride,
+    v,
+    v_slot_stride,
+    v_head_stride,
+    o,
+    o_token_stride,
+    o_head_stride,
+    lse,
+    lse_token_stride,
+    sinks,
+    partial_o,
+    partial_lse,
+    kv_heads,
+    scale,
+    logit_cap,
+    window_left,
+    GROUP: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    PADDED_DIM: tl.constexpr,  # noqa: N803
+    WIDE_ROWS: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+    HAS_CAP: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    PRODUCT: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    """The queue: programs take units (item, KV head) until none is left. Who takes which changes no bit."""
+    num_units = tl.load(words + _NUM_ITEMS) * kv_heads
+    ticket = tl.atomic_add(tickets, 1)
+    while ticket < num_units:
+        item = ticket // kv_heads
+        kv_head = ticket % kv_heads
+        item_words = _item_of(words, item)
+        item_slots = kv_slots + tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item)
+        kv_end = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_END)
+        lowest = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_LOWEST)
+        num_rows = tl.load(item_words + _QUERY_COUNT) * GROUP
+        if num_rows <= _SMALL_ROWS:
+            _attend_rows(
+                words, item_words, item_slots, kv_end, lowest, query_position, 0, num_rows, kv_head,
+                q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
+                o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
+                kv_heads * GROUP, scale, logit_cap, window_left,
+                GROUP, HEAD_DIM, PADDED_DIM, _SMALL_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
+            )  # fmt: skip
+        else:
+            # A plan for wider tiles takes several passes.
+            for first_row in range(0, num_rows, WIDE_ROWS):
+                _attend_rows(
+                    words, item_words, item_slots, kv_end, lowest, query_position, first_row, num_rows, kv_head,
+                    q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
+                    o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
+                    kv_heads * GROUP, scale, logit_cap, window_left,
+                    GROUP, HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
+                )  # fmt: skip
+        ticket = tl.atomic_add(tickets, 1)
+    # The last program to leave makes the counters ready for the next launch, so that a captured graph can be replayed.
+    if tl.atomic_add(tickets + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(tickets, 0)
+        tl.store(tickets + 1, 0)
+
+
+@triton.jit
+def merge_partials(
+    words,
+    partial_o,
+    partial_lse,
+    o,
+    o_token_stride,
+    o_head_stride,
+    lse,
+    lse_token_stride,
+    sinks,
+    q_heads,
+    HEADS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    PADDED_DIM: tl.constexpr,  # noqa: N803
+):
+    """Queries with several partials: HEADS heads at a time, added in ascending KV order."""
+    head_blocks = tl.cdiv(q_heads, HEADS)
+    dim = tl.arange(0, PADDED_DIM)
+    offsets = words + tl.load(words + _MERGE_OFFSET_AT)
+    slots = words + tl.load(words + _MERGE_SLOT_AT)
+    for unit in range(tl.program_id(0), tl.load(words + _NUM_MERGES) * head_blocks, tl.num_programs(0)):
+        merge = unit // head_blocks
+        head = unit % head_blocks * HEADS + tl.arange(0, HEADS)
+        valid = head < q_heads
+        stored = valid[:, None] & (dim < HEAD_DIM)[None, :]
+        query = tl.load(words + tl.load(words + _MERGE_QUERY_AT) + merge)
+        token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query).to(tl.int64)
+        first, past = tl.load(offsets + merge), tl.load(offsets + merge + 1)
+        maximum = tl.full([HEADS], float("-inf"), tl.float32)
+        for i in range(first, past):
+            partial = tl.load(slots + i).to(tl.int64) * q_heads + head
+            maximum = tl.maximum(maximum, tl.load(partial_lse + partial, mask=valid, other=float("-inf")))
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=valid, other=0.0)
+            maximum = tl.maximum(maximum, sink)
+        base = _safe_max(maximum)
+        total = tl.zeros([HEADS], tl.float32)
+        output = tl.zeros([HEADS, PADDED_DIM], tl.float32)
+        for i in range(first, past):
+            partial = tl.load(slots + i).to(tl.int64) * q_heads + head
+            theirs = tl.load(partial_lse + partial, mask=valid, other=float("-inf"))
+            weight = tl.exp2((theirs - base) * _LOG2E)
+            total += weight
+            output += weight[:, None] * tl.load(
+                partial_o + partial[:, None] * HEAD_DIM + dim[None, :], mask=stored, other=0.0
+            )
+        if sinks is not None:
+            total += tl.exp2((sink - base) * _LOG2E)
+        result = output * _reciprocal(total)[:, None]
+        target = o + token * o_token_stride + head[:, None] * o_head_stride + dim[None, :]
+        tl.store(target, result.to(o.dtype.element_ty), mask=stored)
+        if lse is not None:
+            tl.store(lse + token * lse_token_stride + head, base + tl.log2(total) * _LN2, mask=valid)

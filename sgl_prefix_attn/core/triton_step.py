@@ -1,0 +1,192 @@
+"""Running plans with Triton's kernels: a drop-in for `core.gpu.GpuStep` on builds without nvcc and on other GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from sgl_prefix_attn.core import triton_kernels
+from sgl_prefix_attn.core.gpu import StepLimits
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.core.step_buffers import StepBuffers
+
+MAX_HEAD_DIM = 256
+# What `DeviceModel.gpu` is to be told for the best plans; plans for wider tiles run as well.
+MAX_TILE_ROWS = 64
+_TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+DTYPES = tuple(_TRITON_TYPE)
+# The interpreter multiplies no bf16: it takes all products in fp32.
+INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
+_INTERPRETED_PROGRAMS = 3  # more than one, so that they share the queue
+_PREPARE_BLOCK = 512
+_MERGED_VALUES = 2048  # of a merge program at a time
+_KEY_TILE_BYTES = 16 << 10
+# K and V tiles in flight need this much shared memory per program.
+_THREE_STAGES_FROM_BYTES = 160 << 10
+
+
+def attend_constants(
+    shape: ModelShape,
+    product: torch.dtype,
+    has_cap: bool,
+    has_window: bool,
+    *,
+    amd: bool = torch.version.hip is not None,
+) -> dict[str, Any]:
+    """What `attend_packed` is compiled for; `product` is the type in which products are taken."""
+    padded_dim = _padded(shape.head_dim)
+    return {
+        "GROUP": shape.q_heads // shape.kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "PADDED_DIM": padded_dim,
+        "WIDE_ROWS": MAX_TILE_ROWS,
+        "KEYS": min(64, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
+        "HAS_CAP": has_cap,
+        "HAS_WINDOW": has_window,
+        "PRODUCT": _TRITON_TYPE[product],
+        # Three products of TF32 parts are as exact as one of fp32; AMD's matrix units multiply fp32 themselves.
+        "PRECISION": "ieee" if amd else "tf32x3",
+        # The sums of a wide head do not fit the registers of four warps of 32 lanes.
+        "num_warps": 8 if padded_dim > 128 and not amd else 4,
+    }
+
+
+def merge_constants(shape: ModelShape) -> dict[str, Any]:
+    """What `merge_partials` is compiled for."""
+    padded_dim = _padded(shape.head_dim)
+    heads = min(triton.next_power_of_2(shape.q_heads), max(1, _MERGED_VALUES // padded_dim))
+    return {"HEADS": heads, "HEAD_DIM": shape.head_dim, "PADDED_DIM": padded_dim}
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+class TritonStep(StepBuffers):
+    """As `GpuStep`: `load` when the plan is a new one, `prepare` once per step, `attend` for every layer.
+
+    No address ever changes and the grids are fixed, so `attend` may be captured into CUDA graphs, once it has run
+    with the same variant (types, layouts; with or without lse, sinks, cap, window): the first time compiles.
+
+    Plans of any `DeviceModel` are run; those with `max_tile_rows=MAX_TILE_ROWS` fit best.
+
+    Args:
+        shape: attention shape; head_dim up to 256, best a power of two.
+        dtype: of queries and output: bfloat16, float16 or float32. KV of another of these types is taken as well;
+            then, and in float32, products cost several times as much.
+        device: a GPU; or the CPU, if TRITON_INTERPRET=1 was set when this module was imported.
+        limits: sizes of the buffers.
+
+    Raises:
+        ValueError: an unsupported shape, type or device.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
+        if not 0 < shape.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {shape.head_dim}; the Triton kernels support 1 to {MAX_HEAD_DIM}")
+        if shape.q_heads % shape.kv_heads:
+            raise ValueError(f"{shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; the Triton kernels support bfloat16, float16 and float32")
+        if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+            raise ValueError(
+                f"device is {device}; the Triton kernels run on a GPU, or on the CPU in Triton's interpreter if "
+                "TRITON_INTERPRET=1 is set before Python starts"
+            )
+        super().__init__(shape, device, limits)
+        self.dtype = dtype
+        self._num_stages = 2
+        self.blocks = _INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self.blocks = 2 * properties.multi_processor_count
+            shared = getattr(properties, "shared_memory_per_block_optin", 0)
+            self._num_stages = 3 if shared >= _THREE_STAGES_FROM_BYTES else 2
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self.device.type == "cpu":
+            yield
+        else:
+            with torch.cuda.device(self.device):
+                yield
+
+    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Gathers the step's KV slots, ends and positions, so that the layers read nothing of the scheduler's.
+
+        Args:
+            req_to_token: int32 [rows, context] on the device.
+            req_pool_indices: int64 [num_requests] on the device.
+            seq_lens: int64 [num_requests] on the device, the step's own tokens included.
+
+        Raises:
+            ValueError: a tensor of the wrong type, layout or device.
+        """
+        for name, tensor, dtype in (
+            ("req_to_token", req_to_token, torch.int32),
+            ("req_pool_indices", req_pool_indices, torch.int64),
+            ("seq_lens", seq_lens, torch.int64),
+        ):
+            if tensor.dtype is not dtype or tensor.device != self.device or tensor.stride(-1) != 1:
+                raise ValueError(f"{name} must be a contiguous {dtype} tensor on {self.device}")
+        with self._on_device():
+            triton_kernels.prepare_step[(self.blocks,)](
+                self._words, self._bounds, self._positions, self._kv_slots,
+                req_to_token, req_to_token.stride(0), req_pool_indices, seq_lens, BLOCK=_PREPARE_BLOCK,
+            )  # fmt: skip
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        lse: torch.Tensor | None = None,
+        logit_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of one layer; arguments as in `core.attention.packed_attention`.
+
+        Raises:
+            ValueError: a tensor of the wrong shape, type or layout.
+        """
+        q_heads, kv_heads, head_dim = self.shape.q_heads, self.shape.kv_heads, self.shape.head_dim
+        kv_dtype = k_cache.dtype if k_cache.dtype in DTYPES else self.dtype
+        for name, tensor, heads, dtype in (
+            ("q", q, q_heads, self.dtype), ("k_cache", k_cache, kv_heads, kv_dtype),
+            ("v_cache", v_cache, kv_heads, kv_dtype), ("out", out, q_heads, self.dtype),
+        ):  # fmt: skip
+            if tuple(tensor.shape[1:]) != (heads, head_dim) or tensor.dtype is not dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} [*, {heads}, {head_dim}]"
+                )
+            if tensor.stride(2) != 1:
+                raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+        product = self.dtype if kv_dtype is self.dtype and not INTERPRETED else torch.float32
+        lse_stride = 0 if lse is None else lse.stride(0)
+        with self._on_device():
+            triton_kernels.attend_packed[(self.blocks,)](
+                self._words, self._bounds, self._positions, self._kv_slots, self._tickets,
+                q, q.stride(0), q.stride(1),
+                k_cache, k_cache.stride(0), k_cache.stride(1),
+                v_cache, v_cache.stride(0), v_cache.stride(1),
+                out, out.stride(0), out.stride(1),
+                lse, lse_stride, sinks, self._partial_o, self._partial_lse,
+                kv_heads, scale, logit_cap, window_left,
+                **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0),
+                num_stages=self._num_stages,
+            )  # fmt: skip
+            triton_kernels.merge_partials[(self.blocks,)](
+                self._words, self._partial_o, self._partial_lse,
+                out, out.stride(0), out.stride(1), lse, lse_stride, sinks,
+                q_heads, **merge_constants(self.shape),
+            )  # fmt: skip

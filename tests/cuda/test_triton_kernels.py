@@ -1,0 +1,300 @@
+"""The Triton kernels against dense attention: on a GPU, or in Triton's interpreter (see test_triton_interpreter.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.core.reference import reference_attention
+from tests.cuda.cases import Case, Result, check, make_case
+
+triton_step = pytest.importorskip("sgl_prefix_attn.core.triton_step")
+
+INTERPRETED = triton_step.INTERPRETED
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or TRITON_INTERPRET=1 and patience"),
+]
+# numpy, in the interpreter, warns of what the kernels rely on: log2(0) = -inf, 2^1000 = inf.
+IN_INTERPRETER = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = IN_INTERPRETER if INTERPRETED else ON_GPU
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+
+GROWTH = 8
+LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+
+
+class Runner:
+    """A case with its tensors on the device, and all that the kernels are to write poisoned before each run."""
+
+    def __init__(self, case: Case, limits: StepLimits = LIMITS, growth: int = GROWTH) -> None:
+        self.case, self.growth = case, growth
+        self.step = triton_step.TritonStep(case.shape, case.q.dtype, DEVICE, limits)
+        pool = case.pool
+        self.q = case.q.to(DEVICE)
+        self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
+        self.req_to_token = pool.req_to_token.to(DEVICE)
+        self.rows = pool.req_pool_indices.to(DEVICE)
+        self.seq_lens = pool.seq_lens.to(DEVICE)
+        self.out = torch.full_like(self.q, torch.nan)
+        self.lse = torch.full(self.q.shape[:2], torch.nan, device=DEVICE)
+        self.variant = {
+            key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in case.variant.items()
+        }
+
+    def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
+        slots, heads, head_dim = cache.shape
+        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype, device=DEVICE)
+        storage[:, :heads, :head_dim] = cache.to(DEVICE)
+        return storage[:, :heads, :head_dim]
+
+    def prepare(self) -> None:
+        self.step.load(self.case.plan, self.case.planned_lens, self.growth)
+        self.step.prepare(self.req_to_token, self.rows, self.seq_lens)
+
+    def attend(self) -> None:
+        self.step.attend(self.q, self.k_cache, self.v_cache, self.out, lse=self.lse, **self.variant)
+
+    def run(self) -> Result:
+        for written in (self.out, self.lse, self.step._partial_o, self.step._partial_lse):
+            written.fill_(torch.nan)
+        self.step._kv_slots.fill_(len(self.k_cache) - 1)  # a slot of NaN, or of somebody else
+        self.prepare()
+        self.attend()
+        return self.out.clone(), self.lse.clone()
+
+
+def run(case: Case, **options: Any) -> Result:
+    return Runner(case, **options).run()
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (5, 1), (7, 1), (16, 1), (20, 1), (64, 2)], ids=str)
+def test_groups(heads: tuple[int, int]) -> None:
+    case = make_case(heads[0], heads=heads, requests=5, multiprocessors=4)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_head_sizes_and_types(head_dim: int, dtype: torch.dtype) -> None:
+    case = make_case(head_dim, head_dim=head_dim, dtype=dtype, requests=4, tokens=60)
+    check(case, run(case))
+
+
+def test_float32_is_as_exact_as_float32() -> None:
+    case = make_case(3, head_dim=64, dtype=torch.float32, requests=4, multiprocessors=8)
+    out, lse = run(case)
+    torch.testing.assert_close(out.double().cpu(), case.expected[0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double().cpu(), case.expected[1], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 16))
+def test_random_ragged_forests(seed: int) -> None:
+    """Decode, extend rows and both in one batch; on a GPU larger ones."""
+    rng = np.random.default_rng(seed)
+    size: dict[str, Any] = (
+        {"heads": (4, 1), "requests": 8, "levels": 4, "tokens": 40, "max_new_tokens": [1, 30][seed % 2],
+         "multiprocessors": 3}
+        if INTERPRETED
+        else {"heads": (32, 8), "head_dim": 128, "requests": int(rng.integers(1, 513)),
+              "levels": int(rng.integers(1, 9)), "tokens": int(rng.choice([20, 200, 600])),
+              "max_new_tokens": int(rng.choice([1, 5, 200])), "multiprocessors": 132}
+    )  # fmt: skip
+    case = make_case(seed, **size)
+    check(case, run(case, limits=LIMITS if INTERPRETED else StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)))
+
+
+@pytest.mark.parametrize("queries", [3, 4, 5, 16, 17, 33])
+def test_every_number_of_passes(queries: int) -> None:
+    """`queries` requests of group 4 share one node: 12 rows and up, in a plan for tiles wider than the kernel's."""
+    lens = 600 + np.arange(1, queries + 1, dtype=np.int64)
+    case = make_case(queries, heads=(4, 1), batch=([[(0, 0, 600)]] * queries, lens, np.ones_like(lens)))
+    assert (case.plan.items[:, 1] * 4 > triton_step.MAX_TILE_ROWS).any() == (queries > 16)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129, 700])
+def test_lengths_around_the_kv_tile(length: int) -> None:
+    lens = np.array([length, 1], dtype=np.int64)
+    case = make_case(length, heads=(4, 1), batch=([[], []], lens, np.ones_like(lens)))
+    check(case, run(case))
+
+
+def test_partials_of_one_query_are_merged() -> None:
+    """A long request cut into many parts."""
+    lens = np.array([40, 4000], dtype=np.int64)
+    case = make_case(1, heads=(5, 1), head_dim=256, batch=([[], []], lens, np.ones_like(lens)), multiprocessors=4)
+    assert np.diff(case.plan.merge_offset).tolist() == [case.plan.num_slots]
+    assert case.plan.num_slots > 2
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 64, 100])
+def test_sliding_window_reads_nothing_outside(window: int) -> None:
+    case = make_case(window, window_left=window, max_new_tokens=20, levels=0, requests=4)
+    seen = []
+    new_tokens = np.bincount(case.plan.query_request, minlength=4)
+    for request, new in enumerate(new_tokens.tolist()):
+        slots = case.pool.slots_of(request)
+        seen.append(slots[max(0, len(slots) - new - window) :])
+    case.pool.poison_all_but(torch.cat(seen))
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("window", [3, 40])
+def test_sliding_window_over_shared_nodes(window: int) -> None:
+    """Partials of parts that some rows, or all, see nothing of."""
+    case = make_case(window, window_left=window, requests=8, multiprocessors=4)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("cap", [0.01, 3.0, 50.0])
+def test_soft_cap(cap: float) -> None:
+    case = make_case(1, logit_cap=cap, max_new_tokens=3)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("level", [-200.0, 0.0, 200.0])
+@pytest.mark.parametrize("merged", [False, True], ids=["written through", "merged"])
+def test_sinks_count_once(merged: bool, level: float) -> None:
+    """A sink far above all scores takes all the weight; one far below takes none."""
+    queries = 17 if merged else 3
+    lens = (600 if merged else 40) + np.arange(1, queries + 1, dtype=np.int64)
+    batch = ([[(0, 0, 600 if merged else 40)]] * queries, lens, np.ones_like(lens))
+    case = make_case(2, heads=(4, 1), with_sinks=True, batch=batch)
+    case.variant["sinks"] += level
+    pool = case.pool
+    case.expected = reference_attention(
+        case.q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
+        seq_lens=pool.seq_lens, query_lens=[1] * queries, **case.variant,
+    )
+    assert (case.plan.num_slots > 0) == merged
+    check(case, run(case))
+
+
+def test_a_plan_serves_the_steps_that_follow() -> None:
+    for grown in (0, 1, GROWTH):
+        case = make_case(3, grown=grown)
+        assert (case.pool.seq_lens.numpy() == case.planned_lens + grown).all()
+        check(case, run(case))
+
+
+def test_rows_that_no_query_names_are_left_alone() -> None:
+    runner = Runner(make_case(4))
+    runner.q = torch.cat([runner.q, torch.ones_like(runner.q[:3])])
+    runner.out = torch.full_like(runner.q, 7.0)
+    runner.lse = torch.full(runner.q.shape[:2], 7.0, device=DEVICE)
+    runner.prepare()
+    runner.attend()
+    check(runner.case, (runner.out[:-3], runner.lse[:-3]))
+    assert (runner.out[-3:] == 7.0).all()
+    assert (runner.lse[-3:] == 7.0).all()
+
+
+def test_nan_in_the_cache_reaches_the_output() -> None:
+    lens = np.array([40], dtype=np.int64)
+    case = make_case(5, batch=([[]], lens, np.ones_like(lens)))
+    case.pool.k_cache[case.pool.slots_of(0)[17]] = torch.nan
+    out, _ = run(case)
+    assert out.isnan().all()
+
+
+def test_output_without_lse() -> None:
+    runner = Runner(make_case(6, multiprocessors=8))
+    expected, _ = runner.run()
+    runner.out.fill_(torch.nan)
+    runner.step.attend(runner.q, runner.k_cache, runner.v_cache, runner.out, **runner.variant)
+    assert torch.equal(runner.out, expected)
+
+
+def test_cache_of_another_type() -> None:
+    case = make_case(7, dtype=torch.float16)
+    runner = Runner(case)
+    runner.k_cache, runner.v_cache = runner.k_cache.float(), runner.v_cache.float()
+    check(case, runner.run())
+
+
+def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
+    size: dict[str, Any] = {} if INTERPRETED else {"heads": (32, 8), "head_dim": 128, "requests": 200, "tokens": 400}
+    runner = Runner(make_case(9, multiprocessors=8, **size))
+    first = runner.run()
+    runner.step.blocks = 1 if INTERPRETED else runner.step.blocks // 3
+    second = runner.run()
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert runner.step._tickets.tolist() == [0, 0]
+
+
+def test_the_plan_of_a_bigger_batch_leaves_nothing_behind() -> None:
+    big = Runner(make_case(10, requests=12, multiprocessors=8))
+    small = make_case(11, requests=2)
+    expected = run(small)
+    big.run()
+    runner = Runner(small)
+    runner.step = big.step
+    again = runner.run()
+    assert torch.equal(again[0], expected[0])
+    assert torch.equal(again[1], expected[1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are the GPU's")
+def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
+    case = make_case(5, head_dim=128, requests=30, multiprocessors=132, grown=GROWTH)
+    runner = Runner(case)
+    eager = runner.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.attend()
+    # As if the step before had been a shorter one, and the one before that another batch's.
+    other = make_case(6, head_dim=128, requests=12, multiprocessors=132)
+    runner.step.load(other.plan, other.planned_lens, GROWTH)
+    runner.step.prepare(other.pool.req_to_token.to(DEVICE), other.pool.req_pool_indices.to(DEVICE),
+                        other.pool.seq_lens.to(DEVICE))  # fmt: skip
+    runner.step.load(case.plan, case.planned_lens, GROWTH)
+    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens - GROWTH)
+    graph.replay()
+    runner.out.fill_(torch.nan)
+    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens)
+    graph.replay()
+    assert torch.equal(runner.out, eager[0])
+    check(case, (runner.out, runner.lse))
+
+
+# --- bad input
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    runner = Runner(make_case(6, requests=30), StepLimits(queries=8192, items=4, kv_slots=1 << 20, partial_slots=99))
+    with pytest.raises(PlanTooLarge, match="items; the buffers hold 4"):
+        runner.prepare()
+
+
+def test_unsupported_shapes_and_types_are_named() -> None:
+    step = triton_step.TritonStep
+    with pytest.raises(ValueError, match="head_dim is 320"):
+        step(ModelShape(4, 1, 320), torch.float16, DEVICE, LIMITS)
+    with pytest.raises(ValueError, match="5 query heads are no multiple of 2 KV heads"):
+        step(ModelShape(5, 2, 64), torch.float16, DEVICE, LIMITS)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float64"):
+        step(ModelShape(4, 1, 64), torch.float64, DEVICE, LIMITS)
+    with pytest.raises(ValueError, match="device is meta; the Triton kernels run on a GPU"):
+        step(ModelShape(4, 1, 64), torch.float16, torch.device("meta"), LIMITS)
+
+
+def test_bad_tensors_are_named() -> None:
+    runner = Runner(make_case(7))
+    with pytest.raises(ValueError, match=r"seq_lens must be a contiguous torch\.int64"):
+        runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens.int())
+    runner.prepare()
+    with pytest.raises(ValueError, match=r"q is torch\.float32"):
+        runner.step.attend(runner.q.float(), runner.k_cache, runner.v_cache, runner.out, **runner.variant)
+    with pytest.raises(ValueError, match=r"v_cache is torch\.float16"):
+        runner.step.attend(runner.q, runner.k_cache, runner.v_cache.half(), runner.out, **runner.variant)
+    spread = torch.zeros(*runner.v_cache.shape[:2], 128, dtype=torch.bfloat16, device=DEVICE)[..., ::2]
+    with pytest.raises(ValueError, match="v_cache has strides"):
+        runner.step.attend(runner.q, runner.k_cache, spread, runner.out, **runner.variant)
