@@ -56,8 +56,15 @@ class Settings(BaseModel):
         "the native seam of `python -m sgl_prefix_attn patch`. auto: the patch where it is applied, else hooks.",
     )
     pack_decode: bool = Field(True, description="Run decode batches packed.")
-    pack_extend: bool = Field(True, description="Run extend (prefill) batches packed.")
-    pack_mixed: bool = Field(True, description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed.")
+    pack_extend: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run extend (prefill) batches packed. auto: on a CPU. Prefill is compute-bound, and on a GPU the "
+        "inner backend's kernels are made for that.",
+    )
+    pack_mixed: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU, as above.",
+    )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
     )
@@ -155,6 +162,9 @@ def accepted_values(key: str) -> str:
         return _or_list([str(choice) for choice in get_args(field.annotation)])
     if field.annotation is bool:
         return "true or false"
+    if bool in get_args(field.annotation):
+        words = [str(word) for choice in get_args(field.annotation) for word in get_args(choice)]
+        return _or_list([*words, "true", "false"])
     lowest, highest = (next(getattr(m, bound) for m in field.metadata if hasattr(m, bound)) for bound in ("ge", "le"))
     return f"a whole number from {lowest} to {highest}" + (", or none" if _optional(field) else "")
 

@@ -1,8 +1,11 @@
-"""The attention backend `prefixpack`: packed attention where it applies, the inner stock backend everywhere else."""
+"""The attention backend `prefixpack`: packed attention where it applies, the inner stock backend everywhere else.
+
+This file decides; executors run. Outside of graphs each step is decided by itself. A captured decode graph holds
+packed layers or the inner backend's for good, so there the decision is made once, at capture.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -10,34 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
-from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.gpu import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, reasons, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
+from sgl_prefix_attn.sglang_plugin.admission import admit, make_executor, never_packed
 from sgl_prefix_attn.sglang_plugin.delegation import delegate
+from sgl_prefix_attn.sglang_plugin.executor import Executor, PackedStep
 from sgl_prefix_attn.sglang_plugin.handover import Handed, Kind
 from sgl_prefix_attn.sglang_plugin.inner import build_inner, inner_name, is_cpu
-from sgl_prefix_attn.sglang_plugin.layers import (
-    DTYPES,
-    attention_layers,
-    layer_shape,
-    unsupported_buffers,
-    unsupported_layer,
-    window_left,
-)
+from sgl_prefix_attn.sglang_plugin.layers import attention_layers, unsupported_buffers, unsupported_layer
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 
 logger = logging.getLogger(__name__)
-
-NO_KV_TOKENS = KvTokens(0, 0, 0)
-# A plan stays right at any lengths: its tails are open-ended. Only its balance drifts as they grow, slowly, so in a
-# steady decode the planner is asked every so many steps.
-STEPS_WITHOUT_A_LOOK = 8
 
 
 @dataclass(frozen=True)
@@ -54,47 +47,6 @@ class _LayerFacts:
     slot: int
 
 
-@dataclass
-class _PackedStep:
-    """A step that runs packed: set up with the metadata, used by every layer. Steady decode steps reuse the object.
-
-    Attributes:
-        num_tokens: rows of q.
-        rows: [num_requests] int64 rows of req_to_token.
-        seq_lens: [num_requests] int64 KV lengths, the step's own tokens included.
-        plans: by slot of the planner.
-        kv_tokens: KV reads of the step that the planner was last asked for.
-        age: steps since then.
-    """
-
-    paths: StepPaths
-    forward_mode: Any
-    num_tokens: int
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    plans: list[Plan]
-    kv_tokens: KvTokens
-    age: int = 0
-
-    def continues_with(self, forward_batch: Any) -> bool:
-        """Takes over a decode batch that has the same paths; False if the planner has to see it."""
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        if (
-            self.age + 1 >= STEPS_WITHOUT_A_LOOK
-            or self.paths.query_lens is not None
-            or forward_batch.forward_mode is not self.forward_mode
-            or forward_batch.batch_size != self.paths.num_requests
-            or forward_batch.spec_info is not None
-            or forward_batch.tbo_parent_token_range is not None
-            or rows.dtype is not torch.int64
-            or seq_lens.dtype is not torch.int64
-        ):
-            return False
-        self.rows, self.seq_lens = rows, seq_lens
-        self.age += 1
-        return True
-
-
 @delegate(AttentionBackend, "inner")
 class PrefixPackBackend(AttentionBackend):
     """Runs decode, extend over a cached prefix and mixed steps packed; hands all else to `inner`, counted by reason.
@@ -103,26 +55,25 @@ class PrefixPackBackend(AttentionBackend):
         runner: SGLang's ModelRunner.
         inner: the stock backend; every member of the base class that is not defined here is answered by it.
         runtime: what the backends of this process share.
+        executor: what runs packed steps; None: the one for the runner's device.
     """
 
     # The planner reads lengths on the host.
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: Any, inner: Any, runtime: Runtime) -> None:
+    def __init__(self, runner: Any, inner: Any, runtime: Runtime, executor: Executor | None = None) -> None:
         self.inner = inner
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self._runner = runner
         self._runtime = runtime
         self._counters = runtime.counters
-        self._settings = runtime.settings
-        self._never = _never_packed(runner)
-        self._planners: list[Planner] = []
+        self._never = never_packed(runner) if executor is None else None
+        self._executor = make_executor(runner, runtime.settings) if executor is None else executor
         self._layers: dict[int, _LayerFacts] = {}
         self._layers_seen = False
         self._any_layer_falls_back = False
-        self._workspace = PartialWorkspace()
-        self._step: _PackedStep | None = None
+        self._step: PackedStep | None = None
         self._inner_ready = False
 
     def __getattr__(self, name: str) -> Any:
@@ -143,13 +94,74 @@ class PrefixPackBackend(AttentionBackend):
         if self._step is None or self._any_layer_falls_back:
             self._init_inner(forward_batch)
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self._never is None and self._executor.runs_in_graphs and self._executor.packs("decode") is None:
+            self._executor.reserve_graphs(max_bs)
+            if not self._layers_seen:
+                self._look_at_layers()
+
+    def _graph_is_packed(self, mode: Any) -> bool:
+        """Whether graphs of this forward mode hold packed layers: the same at capture and at every replay."""
+        return (
+            self._never is None
+            and self._executor.runs_in_graphs
+            and bool(self._executor.planners)
+            and mode.is_decode()
+            and self._executor.packs("decode") is None
+        )
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._begin(forward_batch, in_graph=True)
-        self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._inner_ready = True
+        packed = self._graph_is_packed(forward_batch.forward_mode)
+        if in_capture and packed:
+            self._runtime.handover.take()
+            self._inner_ready = False
+            self._read_alone(forward_batch)
+        else:
+            self._begin(forward_batch, in_graph=True)
+            if packed and self._step is None:
+                self._read_alone(forward_batch)
+        if not packed or self._any_layer_falls_back:
+            self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            self._inner_ready = True
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if not self._all_packed_in_graph():
+            self.inner.init_forward_metadata_in_graph(forward_batch)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        if not self._all_packed_in_graph():
+            self.inner.on_after_cuda_graph_warmup()
+
+    def _all_packed_in_graph(self) -> bool:
+        """Whether the graph that is captured has nothing of the inner backend, which then has no metadata either."""
+        return self._step is not None and self._step.in_graph and not self._any_layer_falls_back
+
+    def shared_read_ends(self, fm: Any) -> Any:
+        """Where reads of the scheduler's tables end (SGLang 0.5.18 and later): see `cuda_steps`."""
+        inner = self.inner.shared_read_ends(fm)
+        if self._graph_is_packed(fm) and not self._any_layer_falls_back:
+            return type(inner).PRE_REPLAY
+        return inner
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
+        self._step = None
+        return self.inner.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, capture_metadata: Any, forward_batch: Any, *, static_forward_batch: Any = None
+    ) -> None:
+        self._step = None
+        self.inner.prepare_forward_metadata_for_breakable_cuda_graph_replay(
+            capture_metadata, forward_batch, static_forward_batch=static_forward_batch
+        )
 
     def _init_inner(self, forward_batch: Any) -> None:
-        self.inner.init_forward_metadata(forward_batch)
+        if self._step is not None and self._step.in_graph:
+            self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+            self.inner.init_forward_metadata_in_graph(forward_batch)
+        else:
+            self.inner.init_forward_metadata(forward_batch)
         self._inner_ready = True
 
     def _begin(self, forward_batch: Any, *, in_graph: bool) -> None:
@@ -158,13 +170,17 @@ class PrefixPackBackend(AttentionBackend):
         # Taken in any case: it must not stay for a later forward.
         handed = self._runtime.handover.take()
         last, self._step, self._inner_ready = self._step, None, False
-        if last is not None and handed.step is last.paths and not in_graph and last.continues_with(forward_batch):
+        if last is not None and handed.step is last.paths and last.continues_with(forward_batch, in_graph):
+            self._executor.begin(last)
             self._step = last
             self._runtime.last_packed = handed
-            self._counters.packed_on(last.paths.num_requests, last.kv_tokens, last.age)
+            self._counters.packed_on(last.host_lens.shape[0], last.kv_tokens, last.age)
         else:
             admitted = self._admit(handed.step, forward_batch, in_graph)
-            reason = admitted if isinstance(admitted, str) else self._plan_step(admitted, handed, forward_batch)
+            if isinstance(admitted, str):
+                reason: str | None = admitted
+            else:
+                reason = self._plan_step(admitted, handed, forward_batch, in_graph)
             if reason is not None:
                 self._counters.fallback(reason)
         self._counters.host_seconds += time.perf_counter() - start
@@ -173,64 +189,65 @@ class PrefixPackBackend(AttentionBackend):
 
     def _admit(self, paths: StepPaths | str, forward_batch: Any, in_graph: bool) -> StepPaths | str:
         """The paths if this kind of step can run packed, else the reason why not."""
-        mode = forward_batch.forward_mode
-        if mode.is_idle():
+        if forward_batch.forward_mode.is_idle():
             return reasons.IDLE
         if self._never is not None:
             return self._never
-        if in_graph:
+        if in_graph and not self._graph_is_packed(forward_batch.forward_mode):
             return reasons.GRAPH
-        if isinstance(paths, str):
-            return paths
-        if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
-            return reasons.TWO_BATCH_OVERLAP
-        if forward_batch.spec_info is not None:
-            return reasons.SPECULATIVE
-        if forward_batch.encoder_lens is not None:
-            return reasons.ENCODER_DECODER
-        if mode.is_decode() != (paths.mode == "decode"):
-            return reasons.ROW_MISMATCH
-        if not getattr(self._settings, f"pack_{paths.mode}"):
-            return reasons.DISABLED
-        if not self._layers_seen:
+        admitted = admit(paths, forward_batch, self._executor)
+        if not self._layers_seen and not isinstance(admitted, str):
             self._look_at_layers()
-        return paths
+        return admitted
 
-    def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any) -> str | None:
+    def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any, in_graph: bool) -> str | None:
         """Makes the step packed; returns a reason if that cannot be."""
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        if rows.shape[0] != paths.num_requests or not torch.equal(rows, handed.rows):
+        planners = self._executor.planners
+        size = forward_batch.batch_size
+        if size < paths.num_requests or (size > paths.num_requests and not in_graph):
             return reasons.ROW_MISMATCH
-        rows, seq_lens = _as_int64(rows), _as_int64(seq_lens)
-        host_lens = seq_lens.numpy()
+        host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
+        if host_lens is None:
+            return reasons.ROW_MISMATCH
         try:
-            plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in self._planners]
+            plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
         except ValueError:
             self._counters.plan_refused()
             return reasons.PLAN_REFUSED
-        tokens = paths.num_requests if paths.query_lens is None else int(paths.query_lens.sum())
-        kv_tokens = self._planners[0].kv_tokens if self._planners else NO_KV_TOKENS
-        self._step = _PackedStep(paths, forward_batch.forward_mode, tokens, rows, seq_lens, plans, kv_tokens)
-        self._counters.packed(paths.mode, kv_tokens)
-        self._runtime.planner = self._planners[0] if self._planners else None
+        tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
+        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph)
+        if planners:
+            step.kv_tokens = planners[0].kv_tokens
+        try:
+            self._executor.begin(step)
+        except PlanTooLarge as too_large:
+            self._counters.plan_too_large(str(too_large))
+            return reasons.PLAN_TOO_LARGE
+        self._step = step
+        self._counters.packed(paths.mode, step.kv_tokens)
+        self._runtime.planner = planners[0] if planners else None
         self._runtime.last_packed = handed
         return None
+
+    def _read_alone(self, forward_batch: Any) -> None:
+        """Sets up a step of a packed graph without usable paths: right, but every request reads its own KV."""
+        lens = forward_batch.seq_lens_cpu
+        if lens is None:  # the one case in which a step waits for the device; SGLang promises that it does not occur
+            lens = forward_batch.seq_lens.cpu()
+        # At least one row, though all may be padding (an idle rank that replays along): a plan of nothing is none.
+        count = max(1, forward_batch.batch_size - getattr(forward_batch, "num_padding", 0))
+        host_lens = np.maximum(lens[:count].to(torch.int64).numpy(), 1)
+        plans = self._executor.unshared(host_lens)
+        step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
+        self._executor.begin(step)
+        self._step = step
 
     def _look_at_layers(self) -> None:
         """Learns from the model, once, which layers there are, so that planning happens before the forward."""
         self._layers_seen = True
         for layer in attention_layers(getattr(self._runner, "model", None)):
             self._facts(layer)
-
-    def _slot(self, shape: ModelShape) -> int:
-        """Index of the planner for a shape."""
-        for slot, planner in enumerate(self._planners):
-            if planner.shape == shape:
-                return slot
-        planner = Planner(shape, cpu_device(self._settings), max_growth=self._settings.replan_growth)
-        self._planners.append(planner)
-        self._counters.planners.append(planner)
-        return len(self._planners) - 1
+        self._executor.seal()
 
     # Layers ---------------------------------------------------------------------------------------------------------
 
@@ -268,91 +285,48 @@ class PrefixPackBackend(AttentionBackend):
         kwargs: dict[str, Any],
     ) -> Any:
         step = self._step
-        if step is not None:
+        if step is not None and not forward_batch.forward_mode.is_idle():
             facts = self._facts(layer)
-            reason = facts.obstacle or _call_obstacle(step, q, layer, kwargs)
+            reason = (
+                facts.obstacle or _call_obstacle(step, q, layer, kwargs) or self._executor.call_obstacle(facts.slot, q)
+            )
             if reason is None:
                 if save_kv_cache and k is not None and v is not None:
                     self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-                return self._packed(step, facts.slot, q, layer, kwargs.get("sinks"))
+                return self._executor.attend(step, facts.slot, q, layer, self.token_to_kv_pool, kwargs.get("sinks"))
             self._counters.fallback(reason)
+            # What a captured graph has of the inner backend needs its metadata at every replay.
+            self._any_layer_falls_back |= step.in_graph
             if not self._inner_ready:
                 self._init_inner(forward_batch)
         return inner_forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
 
-    def _packed(
-        self, step: _PackedStep, slot: int, q: torch.Tensor, layer: Any, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        while slot >= len(step.plans):  # the layer was not among those that the model showed beforehand
-            planner = self._planners[len(step.plans)]
-            step.plans.append(planner.plan(step.paths.forest, step.seq_lens.numpy(), step.paths.query_lens))
-        out = packed_attention(
-            q.reshape(step.num_tokens, layer.tp_q_head_num, layer.qk_head_dim),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            step.plans[slot],
-            req_to_token=self.req_to_token_pool.req_to_token,
-            req_pool_indices=step.rows,
-            seq_lens=step.seq_lens,
-            scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-            window_left=window_left(layer),
-            sinks=None if sinks is None else sinks.float(),
-            workspace=self._workspace,
-            threads=self._settings.cpu_threads,
-        )
-        return out.view(step.num_tokens, -1)
-
     def _facts(self, layer: Any) -> _LayerFacts:
         facts = self._layers.get(id(layer))
         if facts is None:
             k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-            obstacle = unsupported_layer(layer) or unsupported_buffers(layer, k_cache, v_cache)
-            facts = _LayerFacts(layer, obstacle, -1 if obstacle else self._slot(layer_shape(layer, k_cache.dtype)))
+            obstacle = (
+                unsupported_layer(layer)
+                or unsupported_buffers(layer, k_cache, v_cache)
+                or self._executor.obstacle(layer, k_cache)
+                or self._executor.obstacle(layer, v_cache)
+            )
+            facts = _LayerFacts(layer, obstacle, -1 if obstacle else self._executor.slot(layer, k_cache))
+            self._counters.count_planners(self._executor.planners)
             self._layers[id(layer)] = facts
             self._any_layer_falls_back |= obstacle is not None
         return facts
 
 
-def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int64).contiguous()
-
-
-def _call_obstacle(step: _PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
+def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
     """Why this call of a layer cannot run packed, None if it can."""
     if kwargs and any(value is not None and name != "sinks" for name, value in kwargs.items()):
         return reasons.CALL_ARGUMENTS
     if q is None or q.numel() != step.num_tokens * layer.tp_q_head_num * layer.qk_head_dim:
         return reasons.ROW_MISMATCH
-    if q.dtype not in DTYPES:
-        return reasons.QUERY_DTYPE
-    return None
-
-
-def cpu_device(settings: Settings) -> DeviceModel:
-    """The planner's view of the CPU under these settings."""
-    threads = settings.cpu_threads or torch.get_num_threads()
-    device = DeviceModel.cpu(threads)
-    return dataclasses.replace(
-        device,
-        workers=settings.workers or device.workers,
-        tile_rows=tuple(rows for rows in device.tile_rows if rows <= settings.max_tile_rows),
-    )
-
-
-def _never_packed(runner: Any) -> str | None:
-    """Why this runner's steps never run packed, None if they may."""
-    if getattr(runner, "is_draft_worker", False):
-        return reasons.DRAFT_WORKER
-    if getattr(runner.model_config, "is_encoder_decoder", False):
-        return reasons.ENCODER_DECODER
-    if versions.has_sliding_window_pool(runner.token_to_kv_pool):
-        return reasons.HYBRID_SWA
-    if not is_cpu(runner):
-        return reasons.NO_CUDA_KERNEL
     return None
 
 

@@ -23,7 +23,7 @@ class Counters:
             request-wise attention would have read for them, `_unique` each position once.
         steps_packed: packed steps by mode (decode, extend, mixed).
         fallbacks: by reason; a step that went to the inner backend counts once, and so does, in a packed step, each
-            layer that did.
+            layer that did, and a step of a packed graph that ran without sharing.
     """
 
     host_seconds: float = 0.0
@@ -34,6 +34,10 @@ class Counters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
+
+    def count_planners(self, planners: list[Planner]) -> None:
+        """From now on, the totals have the plans of these planners in them."""
+        self.planners += [planner for planner in planners if planner not in self.planners]
 
     def packed(self, mode: str, kv_tokens: KvTokens) -> None:
         self.steps_packed[mode] += 1
@@ -60,6 +64,11 @@ class Counters:
         """Logs the planner's first ValueError, to be called while it is handled."""
         if reasons.PLAN_REFUSED not in self.fallbacks:
             logger.exception("prefixpack: the planner refused a batch; this and such steps use the inner backend")
+
+    def plan_too_large(self, message: str) -> None:
+        """Logs the first plan that did not fit, with the limit it broke."""
+        if reasons.PLAN_TOO_LARGE not in self.fallbacks:
+            logger.warning("prefixpack: %s; this and such steps run without it", message)
 
     def hook_failed(self) -> None:
         """Counts an exception of ours, to be called while it is handled; the first one is logged with traceback."""

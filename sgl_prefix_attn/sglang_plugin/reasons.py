@@ -1,5 +1,8 @@
 """Why a step, or a layer of it, went to the inner stock backend instead of the packed path: the fixed set.
 
+A decode step whose captured graph holds packed layers cannot go anywhere else; for it, the reason says why its
+requests were read one by one, without sharing.
+
 The strings are the `reason` label of the metrics and the keys of `counters.fallbacks` in the server's state.
 """
 
@@ -33,7 +36,11 @@ NON_CAUSAL: Final = "non_causal"
 LAYER_VARIANT: Final = "layer_variant"
 CALL_ARGUMENTS: Final = "call_arguments"
 DISABLED: Final = "disabled"
+COMPUTE_BOUND: Final = "compute_bound"
 NO_CUDA_KERNEL: Final = "no_cuda_kernel"
+PLAN_TOO_LARGE: Final = "plan_too_large"
+LATE_LAYER: Final = "late_layer"
+PDMUX: Final = "pdmux"
 
 EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
@@ -64,5 +71,9 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "length-dependent temperature, position encoding inside attention)",
     CALL_ARGUMENTS: "the model passes an argument to attention that the packed path does not know",
     DISABLED: "packing of this kind of step is switched off in the settings",
+    COMPUTE_BOUND: "prefill on a GPU is compute-bound and stays with the inner backend (pack_extend, pack_mixed)",
     NO_CUDA_KERNEL: "this build has no packed kernel for the device",
+    PLAN_TOO_LARGE: "the plan of the batch does not fit the buffers on the GPU",
+    LATE_LAYER: "an attention layer of a shape that the model's modules did not show before the first step",
+    PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
 }

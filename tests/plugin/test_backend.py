@@ -23,6 +23,7 @@ from sgl_prefix_attn.sglang_plugin import backend as backend_module
 from sgl_prefix_attn.sglang_plugin import reasons, runtime, versions
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend, create_backend
 from sgl_prefix_attn.sglang_plugin.delegation import delegated_members
+from sgl_prefix_attn.sglang_plugin.executor import cpu_device
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 from tests.plugin.attention_world import LAYERS, World
@@ -443,7 +444,7 @@ class TestFactory:
         assert backend_module.inner_name(SimpleNamespace(device="cuda"), "auto") == inner
 
     def test_settings_shape_the_planners_device(self) -> None:
-        device = backend_module.cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
+        device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
         assert device.workers == 3
         assert max(device.tile_rows) == 16
-        assert backend_module.cpu_device(Settings(cpu_threads=3, workers=7)).workers == 7
+        assert cpu_device(Settings(cpu_threads=3, workers=7)).workers == 7

@@ -54,7 +54,7 @@ class TestState:
         assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
         assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9
         assert told["shape"] == {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
-        assert set(told["device"]) == set(asdict(world.backend._planners[0].device))
+        assert set(told["device"]) == set(asdict(world.backend._executor.planners[0].device))
 
     def test_the_last_packed_batch_can_be_rebuilt(self) -> None:
         world = World(PATHS, [30, 27, 25, 9])

@@ -1,0 +1,254 @@
+"""The CUDA side of packed steps: device buffers for each attention shape, and decode inside captured graphs.
+
+A captured graph holds the launches of the layers and the addresses of the buffers, no plan. What differs from step to
+step is brought into the buffers before the replay: the plan if it is a new one, and by one small kernel the step's KV
+slots and lengths. All of that runs on the current stream, which is SGLang's forward stream.
+
+Overlap scheduling: while a step runs, the scheduler changes `req_to_token` for the next one on its own stream, as soon
+as this step has read what it needs. Ours reads the scheduler's tables in that one kernel alone, before the replay; the
+layers read the copies. SGLang 0.5.14 to 0.5.17 records its "reads are done" event between the two; later versions ask
+`shared_read_ends`, which says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.gpu import DTYPES, HEAD_DIMS, GpuStep, StepLimits
+from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import reasons
+from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, PackedStep, gpu_device, lens_of_batch
+from sgl_prefix_attn.sglang_plugin.handover import Handed
+from sgl_prefix_attn.sglang_plugin.layers import layer_shape, window_left
+from sgl_prefix_attn.sglang_plugin.tracker import Mode
+
+logger = logging.getLogger(__name__)
+
+OLDEST_CAPABILITY = (8, 0)
+# Without graphs nothing says how large decode batches get; larger ones run on the inner backend.
+BATCH_WITHOUT_GRAPHS = 512
+MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits], GpuStep]
+
+
+@dataclass
+class _Slot:
+    """An attention shape: its planners and its device memory.
+
+    Attributes:
+        planner: of batches with known sharing.
+        alone: of batches whose requests are read one by one.
+        uncut: as `alone`, but never splits a request: needs the least buffers.
+        loaded: the plan that is on the device; kept, so that its identity means something.
+        graph_out: [largest graph batch, q heads * head dim] output of the layers of captured graphs.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    step: GpuStep
+    planner: Planner
+    alone: Planner
+    uncut: Planner
+    graph_out: torch.Tensor
+    loaded: Plan | None = None
+
+
+class CudaExecutor:
+    """Runs plans on one CUDA device.
+
+    Args:
+        runner: SGLang's ModelRunner.
+        settings: settings in force.
+        make_step: makes the device buffers (tests).
+    """
+
+    runs_in_graphs = True
+
+    def __init__(self, runner: Any, settings: Settings, make_step: MakeStep = GpuStep) -> None:
+        self.planners: list[Planner] = []
+        self._settings = settings
+        self._make_step = make_step
+        self._req_to_token_pool = runner.req_to_token_pool
+        self._prefill_tokens = _prefill_tokens(runner, settings)
+        # Between two looks of the planner, which replans at `replan_growth`, tails grow on.
+        self._growth = settings.replan_growth + STEPS_WITHOUT_A_LOOK
+        self._graph_batch = 0
+        self._slots: list[_Slot] = []
+        self._sealed = False
+        self._unshared_forests: dict[int, PrefixForest] = {}
+
+    # Before the first step ------------------------------------------------------------------------------------------
+
+    def reserve_graphs(self, max_batch: int) -> None:
+        if max_batch <= self._graph_batch:
+            return
+        self._graph_batch = max_batch
+        # SGLang captures all its graphs after this, so buffers made before belong to none.
+        for slot in self._slots:
+            self._fill(slot)
+
+    def packs(self, mode: Mode) -> str | None:
+        wanted = getattr(self._settings, f"pack_{mode}")
+        if wanted == "auto":
+            return reasons.COMPUTE_BOUND
+        return None if wanted else reasons.DISABLED
+
+    def obstacle(self, layer: Any, k_cache: torch.Tensor) -> str | None:
+        if layer.qk_head_dim not in HEAD_DIMS:
+            return reasons.HEAD_DIM
+        if k_cache.dtype not in DTYPES:
+            return reasons.KV_DTYPE
+        # The kernels copy whole 16-byte words.
+        if k_cache.stride(0) % 8 or k_cache.stride(1) % 8 or k_cache.data_ptr() % 16:
+            return reasons.KV_LAYOUT
+        if self._sealed and self._find(layer_shape(layer, k_cache.dtype), k_cache.dtype) is None:
+            return reasons.LATE_LAYER
+        return None
+
+    def seal(self) -> None:
+        self._sealed = True
+
+    def call_obstacle(self, slot: int, q: torch.Tensor) -> str | None:
+        return None if q.dtype is self._slots[slot].dtype else reasons.QUERY_DTYPE
+
+    def slot(self, layer: Any, k_cache: torch.Tensor) -> int:
+        shape, dtype = layer_shape(layer, k_cache.dtype), k_cache.dtype
+        found = self._find(shape, dtype)
+        if found is not None:
+            return found
+        device = k_cache.device
+        step, graph_out = self._buffers(shape, dtype, device)
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        model, growth = gpu_device(self._settings, sm_count, step.blocks), self._settings.replan_growth
+        uncut_model = dataclasses.replace(model, workers=1)
+        planner = Planner(shape, model, max_growth=growth)
+        alone, uncut = Planner(shape, model, max_growth=growth), Planner(shape, uncut_model, max_growth=growth)
+        self._slots.append(_Slot(shape, dtype, step, planner, alone, uncut, graph_out))
+        self.planners.append(planner)
+        return len(self._slots) - 1
+
+    def _find(self, shape: ModelShape, dtype: torch.dtype) -> int | None:
+        return next(
+            (i for i, slot in enumerate(self._slots) if slot.shape == shape and slot.dtype is dtype),
+            None,
+        )
+
+    def _fill(self, slot: _Slot) -> None:
+        device = slot.graph_out.device
+        slot.step, slot.graph_out = self._buffers(slot.shape, slot.dtype, device)
+        slot.loaded = None
+
+    def _buffers(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[GpuStep, torch.Tensor]:
+        limits = self._limits()
+        step = self._make_step(shape, dtype, device, limits)
+        # Padded rows of a graph's batch are in no plan, so nothing writes them and nothing reads KV for them; what
+        # the model's other layers make of them is thrown away. But they must be finite numbers, or a per-tensor
+        # quantization would spread their NaN. Hence one output for all layers and graphs that starts with zeros and
+        # holds old results at worst, not new memory each time. The next layer's attention comes after whoever
+        # consumes this one's.
+        graph_out = torch.zeros(self._graph_batch, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
+        logger.info("prefixpack: buffers for %s: %s", shape, limits)
+        return step, graph_out
+
+    def _limits(self) -> StepLimits:
+        """What the buffers hold.
+
+        In a graph there is nobody to fall back to, so `uncut` plans of the largest graph always fit: one item a
+        request, no partial results, and at most its whole context as KV slots (what FlashInfer reserves, too).
+        """
+        rows, context = self._req_to_token_pool.req_to_token.shape
+        batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
+        queries = max(batch, rows) + self._prefill_tokens
+        return StepLimits(
+            queries=queries,
+            items=4 * queries + 8192,
+            kv_slots=batch * (context + self._growth),
+            # A query has one for each pack it is in and for each split of those; trees are seldom deep, and what
+            # needs many splits is a small batch.
+            partial_slots=6 * batch + 4096 + 2 * self._prefill_tokens,
+        )
+
+    # Every step -----------------------------------------------------------------------------------------------------
+
+    def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
+        return lens_of_batch(forward_batch, handed, count)
+
+    def unshared(self, host_lens: Int64Array) -> list[Plan]:
+        forest = self._unshared_forest(len(host_lens))
+        plans = []
+        for slot in self._slots:
+            plan = slot.alone.plan(forest, host_lens)
+            limits = slot.step.limits
+            if len(plan.items) > limits.items or plan.num_slots > limits.partial_slots:
+                plan = slot.uncut.plan(forest, host_lens)
+            plans.append(plan)
+        return plans
+
+    def _unshared_forest(self, count: int) -> PrefixForest:
+        # Kept by size: the planner reuses a plan while it gets the same forest.
+        forest = self._unshared_forests.get(count)
+        if forest is None:
+            forest = self._unshared_forests[count] = PrefixForest.from_paths([()] * count)
+        return forest
+
+    def begin(self, step: PackedStep) -> None:
+        rows, seq_lens = _as_int64(step.rows), _as_int64(step.seq_lens)
+        table = self._req_to_token_pool.req_to_token
+        for slot, plan in zip(self._slots, step.plans, strict=True):
+            if slot.loaded is not plan:
+                slot.loaded = None
+                slot.step.load(plan, step.host_lens, self._growth)
+                slot.loaded = plan
+            slot.step.prepare(table, rows, seq_lens)
+
+    def attend(
+        self, step: PackedStep, slot: int, q: torch.Tensor, layer: Any, pool: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        state, tokens = self._slots[slot], step.num_tokens
+        heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
+        q = q.reshape(tokens, heads, head_dim)
+        if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+            q = q.contiguous()
+        out = state.graph_out[:tokens] if step.in_graph else q.new_empty(tokens, heads * head_dim)
+        state.step.attend(
+            q,
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            out.view(tokens, heads, head_dim),
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            window_left=window_left(layer),
+            # No copy is kept of what is not float32: weights may be updated while the server runs.
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return out
+
+
+def no_kernel(device: torch.device) -> str | None:
+    """Why no packed kernel runs on a CUDA device, in words for the log; None if one does."""
+    if not _native.built_with_cuda:
+        return "sgl_prefix_attn was built without CUDA: install it where nvcc is found"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return f"the kernels need compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _prefill_tokens(runner: Any, settings: Settings) -> int:
+    """Query tokens of a prefill step, if prefill steps are to run packed."""
+    if settings.pack_extend is not True and settings.pack_mixed is not True:
+        return 0
+    chunk = runner.server_args.chunked_prefill_size
+    return int(chunk) if chunk and chunk > 0 else int(runner.req_to_token_pool.req_to_token.shape[1])
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
