@@ -1,0 +1,239 @@
+"""The real SGLang server on several attention backends in turn, each with the same requests.
+
+    python -m benchmarks.serving --model PATH --load-format dummy --backends prefixpack,flashinfer,fa3,triton \\
+        --workload rl --out build/serving_rl.json
+
+Every backend gets a server of its own, that is stopped again whatever happens; its log is kept. Requests are token
+ids, streamed, greedy and of fixed length. Reported are time to first token, time per output token (of each sequence
+and, as `steady`, only from the moment on at which all sequences had begun, so without prefills), throughput, the KV
+reads that prefixpack saved by its own count, and how many sequences have the same tokens as those of the first run.
+Two runs of one stock backend differ too, as batches do not form alike: --repeat states by how much. Weights made by
+--load-format dummy answer almost independently of the prompt, so equal tokens prove little with them
+(`distinct_tokens` of a run shows it).
+
+The file is rewritten after every run. Without --model a tiny model on the CPU is used, to try the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import aiohttp
+
+from benchmarks.serving.measure import run_once, warm_up
+from benchmarks.serving.report import Report
+from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
+from sgl_prefix_attn.demo.client import RequestError
+from sgl_prefix_attn.demo.server import ServerError, ServerOptions, serve
+from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+
+CPU_POOL_TOKENS = 16384
+PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
+
+
+class UsageError(Exception):
+    """Arguments that do not go together; the message says what to change."""
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model", help="model folder or name (default: a tiny random-weight Llama on the CPU)")
+    result.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with --model, else cpu")
+    result.add_argument(
+        "--backends",
+        default="prefixpack,flashinfer,fa3,triton",
+        metavar="A,B,...",
+        help="attention backends in this order; the first is what the others' tokens are compared with",
+    )
+    result.add_argument("--repeat", default="", metavar="A,B", help="backends that run the workload a second time")
+    result.add_argument("--workload", choices=WORKLOADS, default="rl")
+    sizes = result.add_argument_group("size of the workload (defaults as published, see workloads.py)")
+    sizes.add_argument("--groups", type=int, help="rl: prompts; shared-prefix: system prompts (64)")
+    sizes.add_argument("--samples", type=int, help="rl: continuations; shared-prefix: requests of a group (16)")
+    sizes.add_argument(
+        "--prompt-tokens", type=int, help="rl: of a prompt (4096); shared-prefix: of a system one (2048)"
+    )
+    sizes.add_argument("--output-tokens", type=int, help="generated (256); conversation, mooncake: the most")
+    sizes.add_argument("--requests", type=int, help="conversation (500), mooncake (200)")
+    sizes.add_argument(
+        "--rate",
+        type=float,
+        help="requests a second (rl, shared-prefix: all at once; conversation: 8; mooncake: as recorded)",
+    )
+    sizes.add_argument("--trace", type=Path, default=TRACE_SLICE, help="mooncake: trace file (default: shipped slice)")
+    sizes.add_argument("--seed", type=int, default=0)
+    servers = result.add_argument_group("servers")
+    servers.add_argument("--context-length", type=int, help="default: the model's")
+    servers.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
+    servers.add_argument("--server-args", default="", help="more arguments for every server, as one quoted string")
+    servers.add_argument("--stream-interval", type=int, help="tokens between events of a stream (16 on cuda, else 1)")
+    servers.add_argument("--start-seconds", type=float, default=300.0, help="until a server must be ready (300)")
+    servers.add_argument("--logs", type=Path, default=Path("build/serving-logs"), help="folder of the servers' logs")
+    result.add_argument(
+        "--seconds",
+        type=float,
+        default=3600.0,
+        help="start no server that would likely not be done within this time (3600)",
+    )
+    result.add_argument("--out", type=Path, help="JSON file of results")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        return run(args)
+    except (UsageError, TraceError, ValueError) as error:
+        print(f"benchmarks.serving: {error}", file=sys.stderr)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    # As an exception, so that the servers are stopped on the way out.
+    raise SystemExit(128 + number)
+
+
+def run(args: argparse.Namespace) -> int:
+    backends = names(args.backends, "--backends")
+    repeated = names(args.repeat, "--repeat") if args.repeat else []
+    unknown = [name for name in repeated if name not in backends]
+    if unknown:
+        raise UsageError(f"--repeat {','.join(unknown)}: not among --backends {args.backends}")
+    model, vocabulary, context = model_of(args)
+    requests = make_requests(args.workload, sizes_of(args), vocabulary, context)
+    servers = {backend: server_options(args, model, context, backend) for backend in backends}
+    report = Report(args.out, header_of(args, servers, requests))
+    deadline = time.monotonic() + args.seconds
+    longest = 0.0
+    for backend, options in servers.items():
+        begun = time.monotonic()
+        if begun + longest > deadline:
+            report.fail(backend, f"not started: {deadline - begun:.0f} s are left and the longest took {longest:.0f} s")
+            continue
+        labels = [backend] + [f"{backend} again"] * (backend in repeated)
+        try:
+            measure_backend(options, labels, requests, report, deadline)
+        except (ServerError, RequestError, aiohttp.ClientError, TimeoutError) as error:
+            report.fail(backend, f"{type(error).__name__}: {error}")
+            print(f"{backend}: {error}", file=sys.stderr)
+        longest = max(longest, time.monotonic() - begun)
+    report.write()
+    print(report.table() if report.runs else "nothing was measured")
+    return 1 if report.failures else 0
+
+
+def measure_backend(
+    options: ServerOptions, labels: list[str], requests: list[Request], report: Report, deadline: float
+) -> None:
+    """All runs of one server. Raises as the server and the client do; runs that were finished are in the report."""
+    begun = time.monotonic()
+    print(f"{options.backend}: starting the server", file=sys.stderr, flush=True)
+    with serve(options) as server:
+        ready = time.monotonic() - begun
+        print(f"{options.backend}: ready after {ready:.0f} s", file=sys.stderr, flush=True)
+        warm_up(server, requests)
+        for label in labels:
+            left = max(1.0, deadline - time.monotonic())
+            result = run_once(server, label, requests, timeout_seconds=left)
+            report.add(result, {"start_seconds": round(ready, 1), "log": str(server.log)})
+            print(f"{label}: {result.seconds:.1f} s for {len(requests)} requests", file=sys.stderr, flush=True)
+
+
+def names(text: str, option: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found) or len(set(found)) < len(found):
+        raise UsageError(f"{option} {text!r}: expected different backend names with commas between them")
+    return found
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    return Sizes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)})
+
+
+def model_of(args: argparse.Namespace) -> tuple[str, Vocabulary, int]:
+    """Model, token ids for prompts, and tokens a request may have."""
+    if args.model is None:
+        from sgl_prefix_attn.demo.tiny_model import CONTEXT_LENGTH, RESERVED_TOKENS, VOCABULARY, tiny_model
+
+        if args.device == "cuda":
+            raise UsageError("--device cuda needs --model")
+        return str(tiny_model()), Vocabulary(RESERVED_TOKENS, VOCABULARY), args.context_length or CONTEXT_LENGTH
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(args.model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {args.model}: {error}") from error
+    size = config.vocab_size
+    # Special tokens sit at the ends of a vocabulary; random ids from the middle are text to any model.
+    return args.model, Vocabulary(size // 8, size - size // 8), args.context_length or config.max_position_embeddings
+
+
+def server_options(args: argparse.Namespace, model: str, context: int, backend: str) -> ServerOptions:
+    device = args.device or ("cuda" if args.model else "cpu")
+    extra = ["--load-format", args.load_format]
+    if args.context_length:
+        extra += ["--context-length", str(context)]
+    if device == "cpu":
+        extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
+    extra += ["--stream-interval", str(args.stream_interval or (16 if device == "cuda" else 1))]
+    return ServerOptions(
+        model=model, backend=backend, device=device, extra=(*extra, *shlex.split(args.server_args)),
+        start_seconds=args.start_seconds, log_folder=args.logs,
+    )  # fmt: skip
+
+
+def header_of(
+    args: argparse.Namespace, servers: dict[str, ServerOptions], requests: Sequence[Request]
+) -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "machine": machine_name(),
+        "versions": {package: version_of(package) for package in PACKAGES},
+        "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
+        "servers": {backend: options.command(port=0)[1:] for backend, options in servers.items()},
+        "workload": {
+            "name": args.workload, "requests": len(requests), "samples": sum(request.samples for request in requests),
+            "prompt_tokens": sum(len(request.prompt) for request in requests),
+            "output_tokens": sum(request.max_new_tokens * request.samples for request in requests),
+        },
+    }  # fmt: skip
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine_name() -> str:
+    """The first GPU's name, else the processor's."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

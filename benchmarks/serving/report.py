@@ -1,0 +1,84 @@
+"""The results of `benchmarks.serving` as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.measure import Agreement, Run
+
+
+class Report:
+    """What was measured so far; written whole after every run, so that a killed benchmark keeps what it has."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        self.path, self.header = path, header
+        self.runs: list[Run] = []
+        self.extra: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+
+    def add(self, run: Run, extra: dict[str, Any]) -> None:
+        self.runs.append(run)
+        self.extra[run.label] = extra
+        self.write()
+
+    def fail(self, backend: str, why: str) -> None:
+        self.failures[backend] = why
+        self.write()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.header,
+            "runs": [{**run.as_json(), **self.extra[run.label]} for run in self.runs],
+            "agreement": [
+                {"of": one.label, "with": other.label, **Agreement.between(one, other).as_json()}
+                for number, one in enumerate(self.runs)
+                for other in self.runs[number + 1 :]
+            ],
+            "failures": self.failures,
+        }
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+    def table(self) -> str:
+        """One line a run; agreement is with the first run."""
+        header = ("run", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s", "all tok/s", "KV saved",
+                  "same as first", "prefix")  # fmt: skip
+        rows = [header, *(self._row(run) for run in self.runs)]
+        lines = aligned(rows)
+        lines.extend(f"failed: {backend}: {why.splitlines()[0]}" for backend, why in self.failures.items())
+        return "\n".join(lines)
+
+    def _row(self, run: Run) -> tuple[str, ...]:
+        figures = run.as_json()
+        agreement = Agreement.between(self.runs[0], run)
+        same, share = f"{agreement.identical}/{agreement.samples}", agreement.as_json()["common_prefix_share"]
+        return (
+            run.label,
+            pair(figures["ttft_ms"], ".0f"),
+            pair(figures["tpot_ms"], ".2f"),
+            pair(figures["steady_tpot_ms"], ".2f"),
+            f"{figures['output_tokens_per_second']:.0f}",
+            f"{figures['all_tokens_per_second']:.0f}",
+            "" if run.kv is None else f"{run.kv.saved:.1%}",
+            "" if run is self.runs[0] else same,
+            "" if run is self.runs[0] else f"{share:.3f}",
+        )
+
+
+def pair(percentiles: dict[str, float] | None, form: str) -> str:
+    return "-" if percentiles is None else f"{percentiles['p50']:{form}}/{percentiles['p99']:{form}}"
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
