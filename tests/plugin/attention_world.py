@@ -45,6 +45,7 @@ class World:
     Args:
         paths: of the batch.
         seq_lens, query_lens: of the batch; query_lens None: decode.
+        room: positions that requests may grow.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class World:
         num_decode: int = 0,
         settings: Settings | None = None,
         kv_dtype: torch.dtype = torch.float32,
+        head_dim: int = HEAD_DIM,
+        room: int = 8,
         **runner: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -63,11 +66,11 @@ class World:
         self.query_lens = query_lens
         total = sum(seq_lens) + 8
         self.pool = MHATokenToKVPool(
-            total, 1, kv_dtype, KV_HEADS, HEAD_DIM, LAYERS, "cpu", False, enable_alt_stream=False
+            total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, "cpu", False, enable_alt_stream=False
         )
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
-        self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + 8, "cpu", False)
+        self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, "cpu", False)
         slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
         of_node: dict[int, list[int]] = {}
         for row, (path, length) in enumerate(zip(paths, seq_lens, strict=True), 1):
@@ -77,7 +80,7 @@ class World:
                 filled += of_node[node]
             filled += [next(slots) for _ in range(length - len(filled))]
             self.rows.req_to_token[row, :length] = torch.tensor(filled, dtype=torch.int32)
-        self.layers = [RadixAttention(Q_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, i) for i in range(LAYERS)]
+        self.layers = [RadixAttention(Q_HEADS, head_dim, head_dim**-0.5, KV_HEADS, i) for i in range(LAYERS)]
         self.model = torch.nn.ModuleList(self.layers)
         self.runner = SimpleNamespace(
             **{

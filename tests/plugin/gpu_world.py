@@ -1,0 +1,233 @@
+"""The CUDA executor and SGLang's decode graphs without a GPU: device buffers that compute with the CPU kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+
+from sgl_prefix_attn.core.attention import packed_attention
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.planner import ModelShape, Plan
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
+from sgl_prefix_attn.sglang_plugin.handover import Handed
+from tests.plugin.attention_world import CountingInner, World
+
+GPU_HEAD_DIM = 64
+DTYPE = torch.bfloat16
+
+
+class HostStep:
+    """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
+
+    blocks = 16
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
+        self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
+        self.loads: list[Plan] = []
+        self.prepared = 0
+        self.attended = 0
+        self.recording: list[Callable[[], Any]] | None = None
+        self._plan: Plan | None = None
+
+    def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
+        ends = np.where(plan.items[:, 4] < 0, seq_lens[plan.items[:, 2]] + growth, plan.items[:, 4])
+        needed = {
+            "queries": plan.num_queries,
+            "items": len(plan.items),
+            "kv_slots": int((ends - plan.items[:, 3]).sum()),
+            "partial_slots": plan.num_slots,
+        }
+        for name, count in needed.items():
+            if count > getattr(self.limits, name):
+                raise PlanTooLarge(f"the plan needs {count} {name}; the buffers hold {getattr(self.limits, name)}")
+        self.loads.append(plan)
+        self._plan, self._most = plan, seq_lens + growth
+
+    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        assert self._plan is not None
+        assert req_pool_indices.dtype == seq_lens.dtype == torch.int64
+        count = self._plan.num_requests
+        self._rows, self._lens = req_to_token[req_pool_indices[:count]].clone(), seq_lens[:count].clone()
+        assert (self._lens.numpy() <= self._most).all(), "a tail outgrew the room that its plan was loaded with"
+        self.prepared += 1
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, **options: Any
+    ) -> None:
+        def launch() -> None:
+            self.attended += 1
+            packed_attention(
+                q,
+                k_cache,
+                v_cache,
+                self._plan,
+                req_to_token=self._rows,
+                req_pool_indices=torch.arange(len(self._lens)),
+                seq_lens=self._lens,
+                out=out,
+                **options,
+            )
+
+        if self.recording is not None:
+            self.recording.append(launch)
+        else:
+            launch()
+
+
+class GraphInner(CountingInner):
+    """The inner backend of a GPU: counts what its graph side is asked, in order."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.graph_calls: list[str] = []
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.graph_calls.append(f"state {max_bs}")
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.graph_calls.append("capture" if in_capture else "replay")
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.graph_calls.append("in graph")
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.graph_calls.append("warm")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+
+class GpuWorld(World):
+    """A world whose backend has a CUDA executor over host memory, with decode graphs as SGLang runs them."""
+
+    def __init__(self, *args: Any, settings: Settings | None = None, graphs: int = 0, **options: Any) -> None:
+        settings = settings or Settings(metrics=False)
+        options = {"kv_dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, **options}
+        super().__init__(*args, settings=settings, **options)
+        self.runner.server_args = SimpleNamespace(
+            chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
+        )
+        self.steps: list[HostStep] = []
+        self.executor = CudaExecutor(self.runner, settings, self._make_step)
+        self.inner = GraphInner(self.runner)
+        self.backend = PrefixPackBackend(self.runner, self.inner, self.runtime, self.executor)
+        if graphs:
+            self.graphs = DecodeGraphs(self, graphs)
+
+    def _make_step(self, *args: Any) -> HostStep:
+        self.steps.append(HostStep(*args))
+        return self.steps[-1]
+
+    @property
+    def device_step(self) -> HostStep:
+        return self.steps[-1]
+
+    def qkv(self, layer: Any, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return super().qkv(layer, dtype)
+
+    def grow(self, tokens: int) -> None:
+        """The same decode batch, some steps later; the new positions' slots hold what they held."""
+        for row, length in enumerate(self.seq_lens, 1):
+            self.rows.req_to_token[row, length : length + tokens] = torch.arange(1, tokens + 1) + row
+        self.seq_lens = [length + tokens for length in self.seq_lens]
+        self.batch = self._batch()
+        self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
+
+
+class DecodeGraphs:
+    """SGLang's decode graph runner in small: static inputs, padded batches, two warm-ups, capture, replay."""
+
+    def __init__(self, world: GpuWorld, max_batch: int) -> None:
+        self.world, self.max_batch = world, max_batch
+        self.buffers = SimpleNamespace(
+            input_ids=torch.zeros(max_batch, dtype=torch.int64),
+            positions=torch.zeros(max_batch, dtype=torch.int64),
+            req_pool_indices=torch.zeros(max_batch, dtype=torch.int64),
+            seq_lens=torch.ones(max_batch, dtype=torch.int64),
+            seq_lens_cpu=torch.ones(max_batch, dtype=torch.int64),
+            out_cache_loc=torch.zeros(max_batch, dtype=torch.int64),
+            mamba_track_indices=None,
+        )
+        layer = world.layers[0]
+        width = layer.tp_q_head_num * layer.qk_head_dim
+        self.q = torch.zeros(len(world.layers), max_batch, width, dtype=DTYPE)
+        self.graphs: dict[int, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
+        world.backend.init_cuda_graph_state(max_batch, max_batch)
+
+    def capture(self, size: int, **kwargs: Any) -> None:
+        world, buffers = self.world, self.buffers
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            input_ids=buffers.input_ids[:size],
+            req_pool_indices=buffers.req_pool_indices[:size],
+            seq_lens=buffers.seq_lens[:size],
+            seq_lens_cpu=buffers.seq_lens_cpu[:size],
+            out_cache_loc=buffers.out_cache_loc[:size],
+            seq_lens_sum=size,
+        )
+        backend = world.backend
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+        outputs = [torch.full_like(rows[:size], torch.nan) for rows in self.q]
+        recorded: list[Callable[[], Any]] | None = None
+
+        def run_once() -> None:
+            backend.init_forward_metadata_in_graph(batch)
+            for i, layer in enumerate(world.layers):
+                out = backend.forward(self.q[i, :size], None, None, layer, batch, save_kv_cache=False, **kwargs)
+                # Whatever comes after attention in the model consumes its output before the next layer's.
+                consume = functools.partial(outputs[i].copy_, out)
+                if recorded is None:
+                    consume()
+                else:
+                    recorded.append(consume)
+
+        for _ in range(2):
+            run_once()
+            backend.on_after_cuda_graph_warmup()
+        recorded = []
+        for step in world.steps:
+            step.recording = recorded
+        run_once()
+        for step in world.steps:
+            step.recording = None
+        self.graphs[size] = recorded, outputs
+
+    def replay(self, handed: Handed | None = None, batch: Any = None, size: int | None = None) -> list[torch.Tensor]:
+        """Runs the world's batch through a graph of `size` requests; returns each layer's rows of the batch."""
+        world, buffers = self.world, self.buffers
+        batch = world.batch if batch is None else batch
+        raw = batch.batch_size
+        size = size or min(graph for graph in self.graphs if graph >= raw)
+        for name, filler in (("req_pool_indices", 0), ("seq_lens", 1), ("seq_lens_cpu", 1), ("out_cache_loc", 0)):
+            buffer = getattr(buffers, name)
+            buffer[raw:size] = filler
+            source = getattr(batch, name)
+            if source is not None:
+                buffer[:raw] = source
+        for i, layer in enumerate(world.layers):
+            q, k, v = world.qkv(layer)
+            self.q[i, :raw] = q[:raw]
+            world.pool.set_kv_buffer(layer, batch.out_cache_loc, k[:raw], v[:raw])
+        view = build_replay_fb_view(batch, buffers, size, raw, size, 1, ForwardMode.DECODE, False)
+        with world.handover.handed_over(world.handed if handed is None else handed):
+            world.backend.init_forward_metadata_out_graph(view)
+        # From here on the scheduler may change its tables: the graph reads copies.
+        table = world.rows.req_to_token.clone()
+        world.rows.req_to_token.fill_(0)
+        recorded, outputs = self.graphs[size]
+        for launch in recorded:
+            launch()
+        world.rows.req_to_token.copy_(table)
+        return [output[:raw].clone() for output in outputs]
