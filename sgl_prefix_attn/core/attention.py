@@ -5,25 +5,30 @@ from __future__ import annotations
 import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.gpu_attention import StepPool
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
+_DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class PartialWorkspace:
     """Memory for the partial results of a step: grows to what the largest plan so far needed, never shrinks.
 
-    One workspace serves all layers of a model, one call after the other; not two calls at once.
+    One workspace serves all layers of a model, one call after the other; not two calls at once. On a GPU it also
+    keeps the kernels' other buffers, and belongs to one stream.
     """
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "steps")
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32)
+        self.steps = StepPool()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of host memory."""
         return self._buffer.numel() * self._buffer.element_size()
 
     def reserve(self, num_slots: int, q_heads: int, head_dim: int) -> tuple[int, int]:
@@ -57,14 +62,21 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention of every query of `plan` over the KV cache, shared positions read once per work item.
 
-    The same plan and inputs give the same bits whatever the number of threads.
+    The device of the tensors decides what runs: the CPU executor; or on a GPU the native kernels, where this package
+    was built with CUDA and they support the call (see `core.gpu`), and else Triton's (`core.triton_step`). The same
+    plan and inputs give the same bits whatever the number of threads, and twice on the same GPU.
+
+    On a GPU a call brings the plan there, reads the lengths back and so waits for the device, and then runs one
+    layer. That suits tests and offline use. Servers, and whoever captures graphs, keep a step of `core.gpu` or
+    `core.triton_step` and pay for plan and lengths once, not in every layer.
 
     Args:
-        q: [tokens, q_heads, head_dim], float32, bfloat16 or float16.
+        q: [tokens, q_heads, head_dim], float32, bfloat16 or float16; on the CPU or a GPU, as all other tensors.
         k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16 or float16 (need not be q's). q_heads is a
             multiple of kv_heads; head_dim a multiple of 16 up to 256. Any strides, if the innermost is 1; so also
             for q, out and sinks.
-        plan: of the batch, made by `Planner`.
+        plan: of the batch, made by `Planner`. Any plan gives the same result anywhere; one made for another device
+            costs time, and on a GPU one whose tiles are not those of `DeviceModel.gpu` takes Triton's kernels.
         req_to_token: int32 [rows, context], KV slot of a request's position.
         req_pool_indices: int64 [requests], row of req_to_token by batch index.
         seq_lens: int64 [requests], KV length with this step's own tokens.
@@ -76,20 +88,25 @@ def packed_attention(
         window_left: a query sees its own position and this many before it; negative for all.
         sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
         workspace: to be reused between calls, so that they allocate nothing; default a new one.
-        threads: default torch.get_num_threads().
-        isa: one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the best.
+        threads: of the CPU executor; default torch.get_num_threads().
+        isa: of the CPU executor, one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the
+            best.
 
     Returns:
         out, [tokens, q_heads, head_dim] of q's dtype.
 
     Raises:
         TypeError, ValueError: for a tensor of the wrong dtype, shape, layout or device, and for indices in the plan,
-            req_pool_indices, seq_lens or req_to_token that lead outside a tensor.
+            req_pool_indices, seq_lens or, on the CPU, req_to_token that lead outside a tensor.
+        RuntimeError: on a GPU, if no installed kernel supports the call.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not (q.is_cpu and k_cache.is_cpu and v_cache.is_cpu and out.is_cpu):
-        _refuse_devices(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    device = q.device
+    if device.type not in _DEVICES:
+        raise ValueError(f"q is on {device}; packed_attention runs on CPU and CUDA tensors")
+    if not (k_cache.device == v_cache.device == out.device == device):
+        _refuse_devices(device, k_cache=k_cache, v_cache=v_cache, out=out)
     q_shape, k_shape = q.shape, k_cache.shape
     q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
     dtype, kv_dtype = q.dtype, k_cache.dtype
@@ -108,9 +125,9 @@ def packed_attention(
     if not q_strides[2] == k_strides[2] == v_strides[2] == o_strides[2] == 1:
         _refuse_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
 
-    _check_indices("req_to_token", req_to_token, torch.int32, 2)
-    _check_indices("req_pool_indices", req_pool_indices, torch.int64, 1)
-    _check_indices("seq_lens", seq_lens, torch.int64, 1)
+    _check_indices("req_to_token", req_to_token, torch.int32, 2, device)
+    _check_indices("req_pool_indices", req_pool_indices, torch.int64, 1, device)
+    _check_indices("seq_lens", seq_lens, torch.int64, 1, device)
     num_requests = seq_lens.shape[0]
     if req_pool_indices.shape[0] != num_requests:
         raise ValueError(f"req_pool_indices has {req_pool_indices.shape[0]} entries but seq_lens has {num_requests}")
@@ -118,21 +135,28 @@ def packed_attention(
         raise ValueError(f"the plan is for {plan.num_requests} requests but seq_lens has {num_requests} entries")
     lse_address, lse_stride, sinks_address = 0, 0, 0
     if lse is not None:
-        _check_per_head("lse", lse, (num_tokens, q_heads))
+        _check_per_head("lse", lse, (num_tokens, q_heads), device)
         lse_address, lse_stride = lse.data_ptr(), lse.stride(0)
     if sinks is not None:
-        _check_per_head("sinks", sinks, (q_heads,))
+        _check_per_head("sinks", sinks, (q_heads,), device)
         sinks_address = sinks.data_ptr()
     if not logit_cap >= 0.0:
         raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
 
+    if workspace is None:
+        workspace = PartialWorkspace()
+    if device.type != "cpu":
+        workspace.steps.run(
+            q, k_cache, v_cache, out, plan,
+            req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
+            scale=scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1), sinks=sinks,
+        )  # fmt: skip
+        return out
     if threads is None:
         threads = torch.get_num_threads()
     if threads < 1:
         raise ValueError(f"threads is {threads}; expected at least 1")
     num_partials = plan.num_slots
-    if workspace is None:
-        workspace = PartialWorkspace()
     partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
     _native.run_plan_cpu(
         plan,
@@ -176,32 +200,32 @@ def packed_attention(
     return out
 
 
-def _check_indices(name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int) -> None:
+def _check_indices(name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, device: torch.device) -> None:
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {dims} dimension{'s' * (dims > 1)}")
-    if not tensor.is_cpu:
-        _refuse_devices(**{name: tensor})
+    if tensor.device != device:
+        _refuse_devices(device, **{name: tensor})
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
 
 
-def _check_per_head(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_per_head(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor.dtype is not torch.float32:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected torch.float32")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-    if not tensor.is_cpu:
-        _refuse_devices(**{name: tensor})
+    if tensor.device != device:
+        _refuse_devices(device, **{name: tensor})
     if tensor.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
 
 
-def _refuse_devices(**tensors: torch.Tensor) -> None:
+def _refuse_devices(device: torch.device, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        if not tensor.is_cpu:
-            raise ValueError(f"{name} is on {tensor.device}; packed_attention runs on CPU tensors in this version")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} but q is on {device}")
 
 
 def _refuse_dtypes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ class StepBuffers:
 
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
-        num_words = _HEADER_WORDS + 8 * limits.items + 5 * limits.queries + limits.partial_slots + 1
+        num_words = _HEADER_WORDS + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
         self._words = self._ints(num_words)
         self._bounds = self._ints(3 * limits.items)
         self._positions = self._ints(limits.queries)

@@ -445,10 +445,14 @@ def test_innermost_strides_must_be_one(batch: Batch) -> None:
 
 
 def test_tensors_elsewhere_are_refused(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="q is on meta; packed_attention runs on CPU tensors"):
+    with pytest.raises(ValueError, match="q is on meta; packed_attention runs on CPU and CUDA tensors"):
         call(batch, q=batch.q.to("meta"))
-    with pytest.raises(ValueError, match="seq_lens is on meta"):
+    with pytest.raises(ValueError, match="k_cache is on meta but q is on cpu"):
+        call(batch, k_cache=batch.pool.k_cache.to("meta"))
+    with pytest.raises(ValueError, match="seq_lens is on meta but q is on cpu"):
         call(batch, seq_lens=batch.pool.seq_lens.to("meta"))
+    with pytest.raises(ValueError, match="lse is on meta but q is on cpu"):
+        call(batch, lse=torch.zeros(batch.q.shape[:2], device="meta"))
 
 
 def test_indices_that_lead_outside_are_named(batch: Batch) -> None:

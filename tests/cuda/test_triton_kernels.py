@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.gpu_attention import StepPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.reference import reference_attention
 from tests.cuda.cases import Case, Result, check, make_case
@@ -263,6 +264,49 @@ def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     graph.replay()
     assert torch.equal(runner.out, eager[0])
     check(case, (runner.out, runner.lse))
+
+
+# --- packed_attention on a device
+
+
+def test_a_pool_makes_its_buffers_as_plans_need_them() -> None:
+    pool = StepPool()
+    made = []
+    for requests in (2, 16, 16, 2):
+        case = make_case(requests, heads=(2, 1), requests=requests, tokens=30)
+        runner = Runner(case)
+        pool.run(
+            runner.q, runner.k_cache, runner.v_cache, runner.out, case.plan, req_to_token=runner.req_to_token,
+            req_pool_indices=runner.rows, seq_lens=runner.seq_lens, lse=runner.lse, **runner.variant,
+        )  # fmt: skip
+        check(case, (runner.out, runner.lse))
+        made.append(next(iter(pool._steps.values()))[1])
+    assert made[0] is not made[1]
+    assert made[1] is made[2] is made[3]
+
+
+def test_indices_that_lead_outside_are_named() -> None:
+    case = make_case(8)
+    runner, lens = Runner(case), case.pool.seq_lens
+
+    def call(**changes: Any) -> None:
+        arguments: dict[str, Any] = {
+            "q": runner.q, "req_to_token": runner.req_to_token, "req_pool_indices": runner.rows,
+            "seq_lens": runner.seq_lens, **changes,
+        }  # fmt: skip
+        StepPool().run(
+            arguments.pop("q"), runner.k_cache, runner.v_cache, runner.out, case.plan, **arguments, **runner.variant
+        )
+
+    rows = len(case.pool.req_to_token)
+    with pytest.raises(ValueError, match=f"request 0: req_pool_indices is {rows}, .* below {rows}"):
+        call(req_pool_indices=torch.full_like(runner.rows, rows))
+    with pytest.raises(ValueError, match="request 0: seq_lens is"):
+        call(seq_lens=(lens + 1000).to(DEVICE))
+    with pytest.raises(ValueError, match="position is -1"):
+        call(seq_lens=torch.zeros_like(runner.seq_lens))
+    with pytest.raises(ValueError, match=r"query \d+: row of q is"):
+        call(q=runner.q[:-1])
 
 
 # --- bad input

@@ -1,0 +1,89 @@
+"""What `packed_attention` decides before it goes to a GPU: kernels, sizes of buffers."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core import gpu_attention
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.gpu import StepLimits
+from sgl_prefix_attn.core.gpu_attention import limits_of, native_obstacle
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from tests.core.forests import random_paths
+
+
+def make_plan(device: DeviceModel, head_dim: int = 128, requests: int = 20) -> tuple[Plan, np.ndarray]:
+    paths, lens, _ = random_paths(np.random.default_rng(1), requests, 3)
+    return Planner(ModelShape(8, 2, head_dim), device).plan(PrefixForest.from_paths(paths), lens), lens
+
+
+class OnGpu:
+    """What `native_obstacle` looks at of a tensor."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, gap: int = 0) -> None:
+        self.shape = (20, 8, head_dim)
+        self.dtype = dtype
+        self._strides = (8 * (head_dim + gap), head_dim + gap, 1)
+
+    def stride(self, dim: int | None = None) -> int | tuple[int, ...]:
+        return self._strides if dim is None else self._strides[dim]
+
+    def data_ptr(self) -> int:
+        return 4096
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """An NVIDIA GPU of this capability, and a native module built for it."""
+    capability = [(9, 0)]
+    monkeypatch.setattr(_native, "built_with_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    return capability
+
+
+def test_native_kernels_run_what_they_support(capability: list[tuple[int, int]]) -> None:
+    for head_dim, widest in ((64, 128), (128, 128), (256, 64)):
+        plan, _ = make_plan(DeviceModel.gpu(132, max_tile_rows=widest), head_dim)
+        q = OnGpu(head_dim)
+        assert native_obstacle(plan, q, q, q, q) is None  # type: ignore[arg-type]
+
+
+def test_what_native_kernels_do_not_run_is_said(
+    capability: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _ = make_plan(DeviceModel.gpu(132))
+    for_cpu, _ = make_plan(DeviceModel.cpu(2))
+    q = OnGpu()
+
+    def obstacle(plan: Plan = plan, q: OnGpu = q, cache: OnGpu = q) -> str | None:
+        return native_obstacle(plan, q, cache, cache, q)  # type: ignore[arg-type]
+
+    assert obstacle() is None
+    assert "not 80" in str(obstacle(q=OnGpu(80)))
+    assert "not torch.float32" in str(obstacle(q=OnGpu(dtype=torch.float32)))
+    assert "over torch.float16" in str(obstacle(cache=OnGpu(dtype=torch.float16)))
+    assert "k_cache has strides" in str(obstacle(cache=OnGpu(gap=4)))
+    assert "made for another device" in str(obstacle(plan=for_cpu))
+    capability[0] = (7, 5)
+    assert "the GPU has 7.5" in str(obstacle())
+    monkeypatch.setattr(_native, "built_with_cuda", False)
+    assert "built without CUDA" in str(obstacle())
+
+
+def test_without_triton_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_prefix_attn.core.triton_step", None)
+    with pytest.raises(RuntimeError, match="no kernel for this call: because; and triton cannot be imported"):
+        gpu_attention._triton_step("because")
+
+
+def test_limits_are_what_the_plan_needs() -> None:
+    plan, lens = make_plan(DeviceModel.gpu(132), requests=60)
+    _, kv_slots = _native.plan_words(plan, lens, 0)
+    assert limits_of(plan, lens) == StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)

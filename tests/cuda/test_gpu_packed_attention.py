@@ -1,0 +1,124 @@
+"""`packed_attention` on a GPU gives what it gives on the CPU, whichever kernels run it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core import gpu_attention
+from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import DeviceModel, Planner
+from tests.core.forests import random_paths
+from tests.cuda.cases import Case, make_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GPU = torch.device("cuda", 0)
+
+
+def inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    pool = case.pool
+    tensors = {
+        "q": case.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "req_to_token": pool.req_to_token,
+        "req_pool_indices": pool.req_pool_indices, "seq_lens": pool.seq_lens, **case.variant,
+    }  # fmt: skip
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()
+    }
+
+
+def run(case: Case, device: torch.device, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.full(case.q.shape[:2], torch.nan, device=device)
+    out = packed_attention(**inputs(case, device), plan=case.plan, lse=lse, **options)
+    assert out.device == device
+    return out.cpu(), lse.cpu()
+
+
+def check_same(case: Case, **options: Any) -> None:
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[case.q.dtype]
+    out, lse = run(case, GPU, **options)
+    expected, expected_lse = run(case, torch.device("cpu"))
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture(params=["native", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that run the test; those that were chosen are seen to."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(gpu_attention, "native_obstacle", lambda *_: "this test wants the others")
+    elif not _native.built_with_cuda:
+        pytest.skip("the native module was built without CUDA")
+    else:
+        monkeypatch.setattr(gpu_attention, "_triton_step", lambda obstacle: pytest.fail(obstacle))
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
+    workspace = PartialWorkspace()
+    for seed in range(3):
+        case = make_case(
+            seed, heads=(16, 2), head_dim=head_dim, dtype=dtype, requests=30, levels=4, tokens=300,
+            max_new_tokens=[1, 40][seed % 2], multiprocessors=132,
+        )
+        check_same(case, workspace=workspace)
+
+
+def test_same_variants(kernels: str) -> None:
+    case = make_case(1, head_dim=128, requests=20, logit_cap=5.0, window_left=30, with_sinks=True, max_new_tokens=10)
+    check_same(case)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96])
+def test_triton_runs_what_native_kernels_do_not(head_dim: int) -> None:
+    pytest.importorskip("triton")
+    check_same(make_case(2, head_dim=head_dim, requests=20))
+
+
+def test_float32_and_a_cache_of_another_type() -> None:
+    pytest.importorskip("triton")
+    check_same(make_case(3, dtype=torch.float32, requests=20))
+    case = make_case(4, dtype=torch.float16, requests=20)
+    case.pool.k_cache, case.pool.v_cache = case.pool.k_cache.float(), case.pool.v_cache.float()
+    check_same(case)
+
+
+def test_a_plan_made_for_the_cpu() -> None:
+    pytest.importorskip("triton")
+    rng = np.random.default_rng(5)
+    batch = random_paths(rng, 30, 4)
+    case = make_case(5, head_dim=128, batch=batch)
+    paths, lens, query_lens = batch
+    forest = PrefixForest.from_paths(paths, prefix_lens=(lens - query_lens).tolist())
+    case.plan = Planner(case.shape, DeviceModel.cpu(4)).plan(forest, lens)
+    check_same(case)
+
+
+def test_the_same_bits_twice(kernels: str) -> None:
+    case = make_case(6, head_dim=128, requests=60, levels=4, multiprocessors=132)
+    first, second = run(case, GPU), run(case, GPU)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    case = make_case(7, head_dim=128)
+    with pytest.raises(ValueError, match="seq_lens is on cpu but q is on cuda:0"):
+        packed_attention(**{**inputs(case, GPU), "seq_lens": case.pool.seq_lens}, plan=case.plan)
+    with pytest.raises(ValueError, match="k_cache is on cpu but q is on cuda:0"):
+        packed_attention(**{**inputs(case, GPU), "k_cache": case.pool.k_cache}, plan=case.plan)
+
+
+def test_without_any_kernel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_prefix_attn.core.triton_step", None)
+    with pytest.raises(RuntimeError, match=r"no kernel for this call: .*head_dim.* 80|built without CUDA"):
+        run(make_case(8, head_dim=80), GPU)
