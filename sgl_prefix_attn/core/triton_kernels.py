@@ -132,11 +132,11 @@ def _attend_rows(
     sinks,
     partial_o,
     partial_lse,
-    q_heads,
+    kv_heads,
+    group,
     scale,
     logit_cap,
     window_left,
-    GROUP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     PADDED_DIM: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -156,8 +156,8 @@ def _attend_rows(
 
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
-    query = query_begin + row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    query = query_begin + row // group
+    head = kv_head * group + row % group
     token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query, mask=valid, other=0).to(tl.int64)
     position = tl.load(query_position + query, mask=valid, other=0)
     dim = tl.arange(0, PADDED_DIM)
@@ -223,7 +223,7 @@ def _attend_rows(
             tl.store(lse + token * lse_token_stride + head, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
     else:
         result = output * _reciprocal(total)[:, None]
-        partial = (slot_begin + row // GROUP).to(tl.int64) * q_heads + head
+        partial = (slot_begin + row // group).to(tl.int64) * (kv_heads * group) + head
         tl.store(
             partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :]
         )
@@ -256,10 +256,10 @@ def attend_packed(
     partial_o,
     partial_lse,
     kv_heads,
+    group,
     scale,
     logit_cap,
     window_left,
-    GROUP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     PADDED_DIM: tl.constexpr,  # noqa: N803
     WIDE_ROWS: tl.constexpr,  # noqa: N803
@@ -279,14 +279,14 @@ def attend_packed(
         item_slots = kv_slots + tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item)
         kv_end = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_END)
         lowest = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_LOWEST)
-        num_rows = tl.load(item_words + _QUERY_COUNT) * GROUP
+        num_rows = tl.load(item_words + _QUERY_COUNT) * group
         if num_rows <= _SMALL_ROWS:
             _attend_rows(
                 words, item_words, item_slots, kv_end, lowest, query_position, 0, num_rows, kv_head,
                 q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                 o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
-                kv_heads * GROUP, scale, logit_cap, window_left,
-                GROUP, HEAD_DIM, PADDED_DIM, _SMALL_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
+                kv_heads, group, scale, logit_cap, window_left,
+                HEAD_DIM, PADDED_DIM, _SMALL_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
             )  # fmt: skip
         else:
             # A plan for wider tiles takes several passes.
@@ -295,8 +295,8 @@ def attend_packed(
                     words, item_words, item_slots, kv_end, lowest, query_position, first_row, num_rows, kv_head,
                     q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                     o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
-                    kv_heads * GROUP, scale, logit_cap, window_left,
-                    GROUP, HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
+                    kv_heads, group, scale, logit_cap, window_left,
+                    HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
                 )  # fmt: skip
         ticket = tl.atomic_add(tickets, 1)
     # The last program to leave makes the counters ready for the next launch, so that a captured graph can be replayed.

@@ -42,7 +42,6 @@ def attend_constants(
     """What `attend_packed` is compiled for; `product` is the type in which products are taken."""
     padded_dim = _padded(shape.head_dim)
     return {
-        "GROUP": shape.q_heads // shape.kv_heads,
         "HEAD_DIM": shape.head_dim,
         "PADDED_DIM": padded_dim,
         "WIDE_ROWS": MAX_TILE_ROWS,
@@ -181,7 +180,7 @@ class TritonStep(StepBuffers):
                 v_cache, v_cache.stride(0), v_cache.stride(1),
                 out, out.stride(0), out.stride(1),
                 lse, lse_stride, sinks, self._partial_o, self._partial_lse,
-                kv_heads, scale, logit_cap, window_left,
+                kv_heads, q_heads // kv_heads, scale, logit_cap, window_left,
                 **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0),
                 num_stages=self._num_stages,
             )  # fmt: skip

@@ -45,7 +45,7 @@ def compiled(kernel: Any, target: GPUTarget, constants: dict[str, Any], **option
             signature[name] = "constexpr"
         elif name in ("scale", "logit_cap"):
             signature[name] = "fp32"
-        elif name.endswith("stride") or name in ("kv_heads", "q_heads", "window_left"):
+        elif name.endswith("stride") or name in ("kv_heads", "q_heads", "group", "window_left"):
             signature[name] = "i32"
         else:
             element = "i32" if name in INTS else "i64" if name in LONGS else "fp32" if name in FLOATS else "bf16"
