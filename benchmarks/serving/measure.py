@@ -49,6 +49,13 @@ class Run:
     def samples(self) -> list[Sample]:
         return [sample for answer in self.answers for sample in answer.samples]
 
+    @property
+    def short_samples(self) -> int:
+        """Samples with fewer tokens than asked for: SGLang ends a sequence early when its logits are not numbers."""
+        return sum(
+            len(sample.tokens) < answer.request.max_new_tokens for answer in self.answers for sample in answer.samples
+        )
+
     def as_json(self) -> dict[str, Any]:
         samples = self.samples
         output = sum(len(sample.tokens) for sample in samples)
@@ -68,6 +75,7 @@ class Run:
             "steady_tpot_ms": percentiles_ms(self.steady_token_seconds),
             "kv_tokens": None if self.kv is None else {**dataclasses.asdict(self.kv), "saved": self.kv.saved},
             "prefixpack": dict(self.counters),
+            "short_samples": self.short_samples,
             "retractions": sum(sample.retractions for sample in samples),
         }
 

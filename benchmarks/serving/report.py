@@ -55,6 +55,7 @@ class Report:
                   "same as first", "prefix")  # fmt: skip
         rows = [header, *(self._row(run) for run in self.runs)]
         lines = aligned(rows)
+        lines.extend(f"{run.label}: {run.short_samples} samples ended early" for run in self.runs if run.short_samples)
         lines.extend(f"failed: {backend}: {why.splitlines()[0]}" for backend, why in self.failures.items())
         return "\n".join(lines)
 

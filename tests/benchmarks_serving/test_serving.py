@@ -70,16 +70,17 @@ def test_report_of_runs_and_failures(tmp_path: Path) -> None:
     report = Report(tmp_path / "r.json", {"machine": "m"})
     report.add(run_of("prefixpack", [5, 6, 7], [5, 6, 7], kv=KVReads(25, 100, 20)), {"start_seconds": 1.0})
     report.add(run_of("fa3", [5, 6, 7], [5, 6, 8]), {"start_seconds": 2.0})
+    report.add(run_of("ended early", [5, 6, 7], [5]), {})
     report.fail("triton", "ServerError: did not start\nlong log")
     content = json.loads((tmp_path / "r.json").read_text())
-    assert [run["label"] for run in content["runs"]] == ["prefixpack", "fa3"]
+    assert [run["label"] for run in content["runs"]] == ["prefixpack", "fa3", "ended early"]
     assert content["runs"][0]["kv_tokens"]["saved"] == 0.75
     assert content["agreement"][0]["identical"] == 1
     assert content["agreement"][0]["common_prefix_share"] == pytest.approx(5 / 6)
     lines = report.table().splitlines()
     assert "75.0%" in lines[1]
     assert lines[2].split()[-2:] == ["1/2", "0.833"]
-    assert lines[3] == "failed: triton: ServerError: did not start"
+    assert lines[4:] == ["ended early: 1 samples ended early", "failed: triton: ServerError: did not start"]
 
 
 def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[float] | None = None) -> list[str]:
