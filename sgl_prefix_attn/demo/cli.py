@@ -23,7 +23,7 @@ from tqdm import tqdm
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
-from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError, read_trace
+from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.demo.workload import (
     Request,
     Vocabulary,
@@ -32,6 +32,7 @@ from sgl_prefix_attn.demo.workload import (
     three_level_prompts,
     trace_requests,
 )
+from sgl_prefix_attn.trace import TraceError, read_trace
 
 BACKEND = "prefixpack"
 DEFAULT_CONTEXT = {"cpu": 4096, "cuda": 16384}

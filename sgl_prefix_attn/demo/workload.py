@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_prefix_attn.demo.trace import BLOCK_TOKENS, TraceRow
+from sgl_prefix_attn.trace import BLOCK_TOKENS, TraceRow
 
 
 @dataclasses.dataclass(frozen=True)

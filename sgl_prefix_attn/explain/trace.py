@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sgl_prefix_attn.demo.trace import BLOCK_TOKENS, TraceError, TraceRow, read_trace
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError, Segment, describe
+from sgl_prefix_attn.trace import BLOCK_TOKENS, TraceError, TraceRow, read_trace
 
 
 def read_window(name: str, window: str, progress: float) -> BatchDescription:

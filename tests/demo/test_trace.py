@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError, read_trace
+from sgl_prefix_attn.demo.trace import TRACE_SLICE
+from sgl_prefix_attn.trace import TraceError, read_trace
 
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
 

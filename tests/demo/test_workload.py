@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceRow, read_trace
+from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.demo.workload import (
     Vocabulary,
     diverging_group,
@@ -14,6 +14,7 @@ from sgl_prefix_attn.demo.workload import (
     three_level_prompts,
     trace_requests,
 )
+from sgl_prefix_attn.trace import TraceRow, read_trace
 
 VOCABULARY = Vocabulary(10, 1024)
 
