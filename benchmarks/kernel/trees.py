@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sgl_prefix_attn.explain.batch import parse_tree
+
 # Nodes per level / tokens per level; the last level is one request each and its tokens are the request's own.
 PAT_TREES = (
     "1,10/4096,416",
@@ -34,26 +36,10 @@ Path = list[tuple[int, int, int]]
 def tree_paths(tree: str) -> tuple[list[Path], list[int]]:
     """Paths and sequence lengths of the requests of `tree`, e.g. "1,4,256/32,256,32".
 
-    Node j of a level hangs below node j * (nodes of the level above) // (nodes of the level).
+    The grammar is that of `python -m sgl_prefix_attn explain --tree`.
 
     Raises:
-        ValueError: unequal numbers of levels, or an entry that is no positive integer.
+        ValueError: not of that form.
     """
-    try:
-        counts, lengths = ([int(entry) for entry in part.split(",")] for part in tree.split("/"))
-    except ValueError as error:
-        raise ValueError(f"tree {tree!r}: expected nodes per level / tokens per level, e.g. '1,10/4096,416'") from error
-    if len(counts) != len(lengths) or min(counts + lengths) < 1:
-        raise ValueError(f"tree {tree!r}: expected as many positive node counts as positive lengths")
-    paths: list[Path] = [[] for _ in range(counts[0])]
-    node, position = 0, 0
-    for level, length in enumerate(lengths[:-1]):
-        if level > 0:
-            paths = [list(paths[j * counts[level - 1] // counts[level]]) for j in range(counts[level])]
-        for path in paths:
-            path.append((node, position, position + length))
-            node += 1
-        position += length
-    if len(counts) > 1:
-        paths = [list(paths[j * counts[-2] // counts[-1]]) for j in range(counts[-1])]
-    return paths, [position + lengths[-1]] * counts[-1]
+    batch = parse_tree(tree)
+    return [list(path) for path in batch.paths], batch.seq_lens.tolist()
