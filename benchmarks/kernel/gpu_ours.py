@@ -1,4 +1,4 @@
-"""`prefixpack` as a way to compute a case."""
+"""`prefixpack` as a way to compute a case: with its CUDA kernels, and with its Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.kernel.gpu_world import SCALE, World
 from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.gpu import GpuStep, StepLimits
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.core.triton_step import TritonStep
 
 GROWTH = 64
 
@@ -30,11 +31,12 @@ class PrefixPack(Way):
 
     name = "prefixpack"
     levels = "shared"
+    step_class: type[GpuStep] | type[TritonStep] = GpuStep
 
     def __init__(self, device: torch.device, overrides: dict[str, Any] | None = None) -> None:
         self.device = device
         self.model = device_model(torch.cuda.get_device_properties(device).multi_processor_count, overrides)
-        self._step: GpuStep | None = None
+        self._step: GpuStep | TritonStep | None = None
 
     def bind(self, world: World) -> list[Any]:
         case = self.world = world
@@ -59,7 +61,7 @@ class PrefixPack(Way):
             kv_slots=self.plan_made.kv_tokens_packed + room,
             partial_slots=max(1, self.plan_made.num_slots),
         )
-        self._step = GpuStep(self.shape, torch.bfloat16, self.device, needed)
+        self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed)
         return [None]
 
     def _make_plan(self) -> None:
@@ -95,3 +97,10 @@ class PrefixPack(Way):
 
     def release(self) -> None:
         self._step = None
+
+
+class PrefixPackTriton(PrefixPack):
+    """The same plans on the Triton kernels, which are what installs without nvcc."""
+
+    name = "prefixpack_triton"
+    step_class = TritonStep

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.kernel import gpu_attention
-from benchmarks.kernel.gpu_attention import CaseRun, main
+from benchmarks.kernel.gpu_attention import main
+from benchmarks.kernel.gpu_case_run import CaseRun
 from benchmarks.kernel.gpu_cases import Case, make_case, random_forest
 from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio, summary, table
 from benchmarks.kernel.gpu_timing import Times
