@@ -21,7 +21,7 @@ def plan_words(plan: Plan, seq_lens: _Int64, growth: int) -> tuple[_Int32, int]:
 # Only where built_with_cuda:
 class StepAddresses:
     def __init__(
-        self, words: int, item_bounds: int, query_position: int, kv_slots: int, tickets: int
+        self, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
     ) -> None: ...
 
 def cuda_resident_blocks(head_dim: int, dtype: int) -> int: ...

@@ -35,22 +35,23 @@ T* pointer(uintptr_t address) {
 
 // Device addresses of a plan and of what the preparation kernel makes of it.
 struct StepAddresses {
-  uintptr_t words, item_bounds, query_position, kv_slots, tickets;
+  uintptr_t words, items, query_position, kv_slots, tickets, arrivals;
 
   void fill(KernelParams& params) const {
     params.plan.words = pointer<const int32_t>(words);
-    params.step = {pointer<ItemBounds>(item_bounds), pointer<int32_t>(query_position), pointer<int32_t>(kv_slots),
-                   pointer<int32_t>(tickets)};
+    params.step = {pointer<ItemRecord>(items), pointer<int32_t>(query_position), pointer<int32_t>(kv_slots),
+                   pointer<int32_t>(tickets), pointer<int32_t>(arrivals)};
   }
 };
 
 void bind_launches(py::module_& m) {
   py::class_<StepAddresses>(m, "StepAddresses")
-      .def(py::init(
-               [](uintptr_t words, uintptr_t item_bounds, uintptr_t query_position, uintptr_t kv_slots,
-                  uintptr_t tickets) { return StepAddresses{words, item_bounds, query_position, kv_slots, tickets}; }),
-           py::arg("words"), py::arg("item_bounds"), py::arg("query_position"), py::arg("kv_slots"),
-           py::arg("tickets"));
+      .def(py::init([](uintptr_t words, uintptr_t items, uintptr_t query_position, uintptr_t kv_slots,
+                       uintptr_t tickets, uintptr_t arrivals) {
+             return StepAddresses{words, items, query_position, kv_slots, tickets, arrivals};
+           }),
+           py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"), py::arg("tickets"),
+           py::arg("arrivals"));
   m.def(
       "cuda_resident_blocks",
       [](int32_t head_dim, int32_t dtype) { return resident_blocks(head_dim, static_cast<DType>(dtype)); },
@@ -104,7 +105,7 @@ void bind_launches(py::module_& m) {
         attention.logit_cap = logit_cap;
         launch_attention(params, blocks, pointer<void>(stream));
       },
-      "Launches packed attention and merge for one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
+      "Launches packed attention of one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
 }
 
 void bind_devices(py::module_& m) {

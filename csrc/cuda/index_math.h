@@ -39,10 +39,12 @@ PREFIXPACK_BOTH bool visible(int32_t kv_position, int32_t position, int32_t wind
   return kv_position <= position && (window_left < 0 || kv_position >= position - window_left);
 }
 
-// First position of the item that any of its queries can see, rounded down to a whole KV tile of the item.
-PREFIXPACK_BOTH int32_t first_visible(int32_t kv_begin, int32_t lowest_position, int32_t window_left, int32_t keys) {
-  if (window_left < 0 || lowest_position - window_left <= kv_begin) return kv_begin;
-  return kv_begin + (lowest_position - window_left - kv_begin) / keys * keys;
+// First position that any query of the item sees, rounded down to a whole KV tile of the item.
+PREFIXPACK_BOTH int32_t first_read(int32_t kv_begin, int32_t kv_end, int32_t lowest, int32_t window_left,
+                                   int32_t tile) {
+  if (window_left < 0 || lowest - window_left <= kv_begin) return kv_begin;
+  const int32_t first = kv_begin + (lowest - window_left - kv_begin) / tile * tile;
+  return first < kv_end ? first : kv_end;
 }
 
 // Running softmax of a row in base 2: maximum and sum so far.

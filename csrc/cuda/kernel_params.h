@@ -1,4 +1,5 @@
-// What the GPU kernels read: a plan, what a step makes of it, and one layer's tensors.
+// What the GPU kernels read: a plan, what a step makes of it, and one layer's tensors. Their partials differ from those
+// that AttentionParams describes in one thing: partial_lse is to base 2.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +16,27 @@ namespace prefixpack {
 struct PlanHeader {
   int32_t num_items, num_queries, num_merges;
   int32_t items_at;
-  int32_t item_slots_at;  // [num_items] where the item's KV slots begin in StepState::kv_slots
+  int32_t item_slots_at;  // [num_items] where the item's KV slots begin in StepState::kv_slots; then [num_items] the
+                          // merge of its first query (its other queries have the next ones), if it has partials
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
-  int32_t unused;  // whole 16-byte words
+  int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
 };
 
 struct DevicePlan {
   const int32_t* words;
+  const PlanHeader* near_header = nullptr;  // a copy in shared memory, once a block has made one
 
-  PREFIXPACK_BOTH const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(words); }
+  PREFIXPACK_BOTH const PlanHeader& header() const {
+    return near_header != nullptr ? *near_header : *reinterpret_cast<const PlanHeader*>(words);
+  }
   PREFIXPACK_BOTH const WorkItem& item(int32_t index) const {
     return reinterpret_cast<const WorkItem*>(words + header().items_at)[index];
   }
   PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header().item_slots_at + index]; }
+  PREFIXPACK_BOTH int32_t item_merge(int32_t index) const {
+    return words[header().item_slots_at + header().num_items + index];
+  }
   PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header().query_token_at + query]; }
   PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header().query_request_at + query]; }
   PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header().query_back_at + query]; }
@@ -37,19 +45,26 @@ struct DevicePlan {
   PREFIXPACK_BOTH int32_t merge_slot(int32_t index) const { return words[header().merge_slot_at + index]; }
 };
 
-// What the queries of an item have in common, at this step's lengths.
-struct ItemBounds {
-  int32_t kv_end;   // end of the item's range
-  int32_t lowest;   // position of its earliest query
-  int32_t highest;  // position of its latest query
+// A work item at this step's lengths, all that the layers need of it in one place.
+struct ItemRecord {
+  int32_t query_begin, query_count;
+  int32_t kv_begin, kv_end;
+  int32_t lowest;      // position of its earliest query
+  int32_t highest;     // position of its latest query
+  int32_t slot_begin;  // as in WorkItem
+  int32_t merge_begin;
+  int32_t slots_at;
+  int32_t tile_rows;
 };
+constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
-// Written by the preparation kernel once per step and read by every layer.
+// Written by the preparation kernel once per step and read by every layer, but for the counters.
 struct StepState {
-  ItemBounds* item_bounds;  // [num_items]
+  ItemRecord* items;        // [num_items]
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered: layers never read the scheduler's tables
-  int32_t* tickets;         // [2] next unit of the queue, blocks that found it empty; both 0 between launches
+  int32_t* tickets;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done
+  int32_t* arrivals;        // [num_merges, kv_heads] partials that are ready; all counters are 0 between launches
 };
 
 struct KernelParams {

@@ -3,21 +3,15 @@
 
 #include "cuda/check.cuh"
 #include "cuda/launch.h"
-#include "cuda/packed_kernel.h"
-#include "cuda/step_kernels.h"
+#include "cuda/queue.h"
 
 namespace prefixpack {
 
 template <int HeadDim, class Element>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     packed_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   run_queue<HeadDim, Element>(params, shared);
-}
-
-template <int HeadDim, class Element>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ KernelParams params) {
-  merge_partials<HeadDim, Element>(params);
 }
 
 template <int HeadDim, class Element>
@@ -38,8 +32,6 @@ template <int HeadDim, class Element>
 void launch_attention_of(const KernelParams& params, int32_t blocks, cudaStream_t stream) {
   packed_kernel<HeadDim, Element><<<blocks, kThreads, kLaunchSharedBytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "packed attention");
-  merge_kernel<HeadDim, Element><<<blocks, kThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "merge of partials");
 }
 
 #define PREFIXPACK_DECLARE(HEAD_DIM, ELEMENT)                      \

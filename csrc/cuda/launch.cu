@@ -3,6 +3,7 @@
 
 #include "cuda/kernels.cuh"
 #include "cuda/launch.h"
+#include "cuda/step_kernels.h"
 
 namespace prefixpack {
 

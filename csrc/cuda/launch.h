@@ -13,7 +13,7 @@ int32_t resident_blocks(int32_t head_dim, DType dtype);
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream);
 
-// The packed kernel, then the merge. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type.
+// One layer: a single kernel. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type.
 void launch_attention(const KernelParams& params, int32_t blocks, void* stream);
 
 }  // namespace prefixpack

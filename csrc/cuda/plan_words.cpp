@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/kernel_params.h"
+#include "cuda/tiles.h"
 
 namespace prefixpack {
 
@@ -19,24 +20,37 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
   PlanWords result;
   std::vector<int32_t>& words = result.words;
   const size_t num_items = plan.items.size();
-  words.resize(kHeaderWords + num_items * (kWordsPerItem + 1));
+  words.resize(kHeaderWords + num_items * (kWordsPerItem + 2));
   PlanHeader header{};
   header.num_items = static_cast<int32_t>(num_items);
   header.num_queries = plan.num_queries;
   header.num_merges = static_cast<int32_t>(plan.merge_query.size());
   header.items_at = kHeaderWords;
   header.item_slots_at = static_cast<int32_t>(kHeaderWords + num_items * kWordsPerItem);
-  if (num_items > 0) std::memcpy(words.data() + header.items_at, plan.items.data(), num_items * sizeof(WorkItem));
-  for (size_t i = 0; i < num_items; ++i) {
-    const WorkItem& item = plan.items[i];
+  std::vector<int32_t> merge_of(plan.num_queries, 0);
+  for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
+    merge_of[plan.merge_query[merge]] = static_cast<int32_t>(merge);
+  }
+  size_t place = 0;
+  const auto add_item = [&](const WorkItem& item) {
     const int32_t last = item.query_begin + item.query_count - 1;
     const int64_t end =
         item.kv_end == kOpenEnd ? seq_lens[plan.query_request[last]] - plan.query_back[last] + growth : item.kv_end;
-    words[header.item_slots_at + i] = static_cast<int32_t>(result.kv_slots);
+    std::memcpy(words.data() + header.items_at + place * kWordsPerItem, &item, sizeof(WorkItem));
+    words[header.item_slots_at + place] = static_cast<int32_t>(result.kv_slots);
+    words[header.item_slots_at + num_items + place] = merge_of[item.query_begin];
+    ++place;
     result.kv_slots += end - item.kv_begin;
     if (result.kv_slots > INT32_MAX) {
       throw std::length_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
     }
+  };
+  for (const WorkItem& item : plan.items) {
+    if (item.tile_rows > kWarpRows) add_item(item);
+  }
+  header.num_block_items = static_cast<int32_t>(place);
+  for (const WorkItem& item : plan.items) {
+    if (item.tile_rows <= kWarpRows) add_item(item);
   }
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());

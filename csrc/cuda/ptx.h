@@ -22,6 +22,27 @@ PREFIXPACK_DEVICE float shuffle_xor(float value, int lane_mask) {
 PREFIXPACK_DEVICE int32_t shuffle_xor(int32_t value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
+template <class T>
+PREFIXPACK_DEVICE T shuffle(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+PREFIXPACK_DEVICE void warp_sync() { __syncwarp(); }
+// What this thread wrote is seen by whoever sees what it writes next; what it reads next is no older than its last read.
+PREFIXPACK_DEVICE void fence() { __threadfence(); }
+PREFIXPACK_DEVICE int32_t load_acquire(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+// Reads of what other blocks wrote during this launch: past the multiprocessor's own cache.
+PREFIXPACK_DEVICE float load_shared_result(const float* address) { return __ldcg(address); }
+PREFIXPACK_DEVICE void load_shared_result(const float* address, float& left, float& right) {
+  const float2 pair = __ldcg(reinterpret_cast<const float2*>(address));
+  left = pair.x;
+  right = pair.y;
+}
+PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
   *reinterpret_cast<float2*>(address) = make_float2(left, right);
 }
@@ -30,14 +51,23 @@ PREFIXPACK_DEVICE float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+PREFIXPACK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
 PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
 PREFIXPACK_DEVICE float tanh(float x) { return tanhf(x); }
 
+// An address in shared memory, as instructions take it.
+using SharedAddress = uint32_t;
+PREFIXPACK_DEVICE SharedAddress shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 // 16 bytes from global to shared memory, zeros where `valid` is false.
-PREFIXPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+PREFIXPACK_DEVICE void copy_async(SharedAddress shared, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+PREFIXPACK_DEVICE void copy_async(SharedAddress shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 PREFIXPACK_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
@@ -46,18 +76,16 @@ PREFIXPACK_DEVICE void copy_wait() {
 }
 
 // Four 8x8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
-PREFIXPACK_DEVICE void load_matrix(uint32_t (&out)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+PREFIXPACK_DEVICE void load_matrix(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(address)
+               : "r"(row)
                : "memory");
 }
-PREFIXPACK_DEVICE void load_matrix_transposed(uint32_t (&out)[4], const void* row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+PREFIXPACK_DEVICE void load_matrix_transposed(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(address)
+               : "r"(row)
                : "memory");
 }
 

@@ -10,8 +10,12 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerMultiprocessor = 2;
 // Two blocks share the 228 KiB of an sm_90 multiprocessor, 1 KiB of each is the system's.
 constexpr int kSharedBytes = 112 * 1024;
-constexpr int kLaunchSharedBytes = kSharedBytes + 16;  // and the block's ticket
+constexpr int kBlockStateBytes = 512;  // of which kSharedBytes leaves the system's share and this
+constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
 constexpr int kMaxStages = 4;
+constexpr int kMaxWarpStages = 4;
+
+constexpr int kWarpRows = 16;  // items of so many rows or fewer are work for one warp, the others for a block
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
@@ -26,8 +30,7 @@ struct Tile {
   static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
   static constexpr int kKeyWarps = kWarps / kRowWarps;
   static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
-  // Keys of a KV tile: what the registers for scores and the shared memory for stages allow.
-  static constexpr int kKeys = Rows > 64 ? 16 : HeadDim > 128 ? 32 : 64;
+  static constexpr int kKeys = 32;
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = Rows * kRowBytes;
@@ -35,12 +38,28 @@ struct Tile {
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
   static constexpr int kSumBytes = kKeyWarps == 1 ? 0 : kKeyWarps * Rows * (HeadDim + 2) * 4;
 
-  static_assert(kKeysPerWarp % 8 == 0, "a warp takes whole 8-key fragments");
+  static_assert(kKeysPerWarp % 16 == 0 || HeadDim > 128, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
   static_assert(kSumBytes <= 2 * kStages * kTileBytes, "the warps' sums lie where the stages were");
 };
 
-// Wider heads leave no registers for two row blocks per warp.
+// A warp on its own: its queries, and a ring of KV tiles.
+template <int HeadDim>
+struct WarpTile {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kRows = kWarpRows;
+  static constexpr int kKeys = 16;
+  static constexpr int kRowBytes = HeadDim * 2;
+  static constexpr int kTileBytes = kKeys * kRowBytes;  // of the queries, or of K or V of a stage
+  static constexpr int kStages = min_of(kMaxWarpStages, (kSharedBytes / kWarps / kTileBytes - 1) / 2);
+  static constexpr int kBytes = (1 + 2 * kStages) * kTileBytes;
+};
+
+// Wider heads leave a warp neither the registers nor the shared memory for work of its own.
+template <int HeadDim>
+constexpr bool kWarpsWorkAlone = HeadDim <= 128;
+
+// Nor the registers for two row blocks per warp.
 template <int HeadDim>
 constexpr int kMaxTileRows = HeadDim > 128 ? 64 : 128;
 

@@ -1,4 +1,4 @@
-"""Running plans on a CUDA device: one copy per plan, one launch per step, two per layer, all at fixed addresses."""
+"""Running plans on a CUDA device: one copy per plan, one launch per step, one per layer, all at fixed addresses."""
 
 from __future__ import annotations
 
@@ -64,12 +64,13 @@ class GpuStep:
         self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
         with torch.cuda.device(device):
             self.blocks = _native.cuda_resident_blocks(shape.head_dim, DTYPES[dtype])
-        num_words = 12 + 8 * limits.items + 5 * limits.queries + limits.partial_slots + 1
+        num_words = 12 + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
         self._words = self._ints(num_words)
-        self._bounds = self._ints(3 * limits.items)
+        self._items = self._ints(10 * limits.items)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
-        self._tickets = self._ints(2)
+        self._tickets = self._ints(3)
+        self._arrivals = self._ints(limits.queries * shape.kv_heads)
         self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
         self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
         # The host runs ahead of the device: a buffer is written again only when its last copy is over.
@@ -78,10 +79,11 @@ class GpuStep:
         self._turn = 0
         self._addresses = _native.StepAddresses(
             words=self._words.data_ptr(),
-            item_bounds=self._bounds.data_ptr(),
+            items=self._items.data_ptr(),
             query_position=self._positions.data_ptr(),
             kv_slots=self._kv_slots.data_ptr(),
             tickets=self._tickets.data_ptr(),
+            arrivals=self._arrivals.data_ptr(),
         )
 
     def _ints(self, count: int) -> torch.Tensor:

@@ -49,6 +49,8 @@ struct Block {
   uint64_t arrived = 0;
   Exchange warps[kBlockThreads / kWarpThreads];
   std::vector<std::unique_ptr<Fiber>> fibers;
+
+  char* shared_begin() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 * 1024); }
 };
 
 struct Machine {
@@ -98,14 +100,14 @@ inline void land(const PendingCopy& copy) {
 inline void check_shared(const void* address, int bytes) {
   const auto& shared = self().block->shared;
   const char* at = static_cast<const char*>(address);
-  if (at < shared.data() || at + bytes > shared.data() + shared.size()) fail("access outside shared memory");
+  if (at < self().block->shared_begin() || at + bytes > shared.data() + shared.size()) fail("access outside shared memory");
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
 }
 
 inline void fiber_main() {
   Fiber& fiber = self();
   try {
-    machine()->kernel(fiber.block->shared.data());
+    machine()->kernel(fiber.block->shared_begin());
   } catch (const std::exception& error) {
     machine()->failure = error.what();
   }
@@ -124,7 +126,7 @@ inline void run(int grid, int shared_bytes, Copies copies, std::function<void(ch
     auto block = std::make_unique<Block>();
     block->index = index;
     // Not-a-number in every 16-bit and 32-bit format: what is read before it is written shows.
-    block->shared.assign(shared_bytes + 128, static_cast<char>(0xff));
+    block->shared.assign(shared_bytes + 1024, static_cast<char>(0xff));
     for (int thread = 0; thread < kBlockThreads; ++thread) {
       auto fiber = std::make_unique<Fiber>();
       fiber->stack.resize(128 * 1024);

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/packed_kernel.h"
 #include "cuda/plan_words.h"
+#include "cuda/queue.h"
 #include "cuda/step_kernels.h"
 
 namespace py = pybind11;
@@ -45,11 +45,8 @@ template <int HeadDim, class Element>
 void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
   emulation::run(2, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
-    emulation::run(blocks, kLaunchSharedBytes, copies, [&](char* shared) {
-      auto* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared) + 127) / 128 * 128);
-      run_queue<HeadDim, Element>(params, aligned);
-    });
-    emulation::run(2, 0, copies, [&](char*) { merge_partials<HeadDim, Element>(params); });
+    emulation::run(blocks, kLaunchSharedBytes, copies,
+                   [&](char* shared) { run_queue<HeadDim, Element>(params, shared); });
   }
 }
 
@@ -79,8 +76,9 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
-  std::vector<ItemBounds> bounds(plan.items.size());
-  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(2, 0);
+  std::vector<ItemRecord> items(plan.items.size());
+  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(3, 0);
+  std::vector<int32_t> arrivals(plan.merge_query.size() * kv_heads, 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
 
   KernelParams params{};
@@ -111,14 +109,18 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.scale = scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
-  params.step = {bounds.data(), positions.data(), slots.data(), tickets.data()};
+  params.step = {items.data(), positions.data(), slots.data(), tickets.data(), arrivals.data()};
   const auto copies = late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly;
   if (bfloat16) {
     run_head_dim<ptx::BFloat16>(params, blocks, copies);
   } else {
     run_head_dim<ptx::Float16>(params, blocks, copies);
   }
-  if (tickets[0] != 0 || tickets[1] != 0) throw std::runtime_error("the queue's counters were not reset");
+  for (const auto& counters : {tickets, arrivals}) {
+    for (int32_t counter : counters) {
+      if (counter != 0) throw std::runtime_error("a counter was not reset");
+    }
+  }
 }
 
 }  // namespace

@@ -23,6 +23,7 @@ inline int atomic_add(int32_t* address, int32_t value) {
   return before;
 }
 inline float exp2(float x) { return std::exp2(x); }
+inline float max(float a, float b) { return std::fmax(a, b); }
 inline float log2(float x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
 inline void store_pair(float* address, float left, float right) {
@@ -41,16 +42,50 @@ inline T shuffle_xor(T value, int lane_mask) {
   return result;
 }
 
-inline void copy_async(void* shared, const void* global, bool valid) {
+template <class T>
+inline T shuffle(T value, int lane) {
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  const auto* lanes = emulation::exchange(&word, 1);
+  T result;
+  std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
+  return result;
+}
+inline bool any(bool predicate) {
+  const uint64_t word = predicate;
+  const auto* lanes = emulation::exchange(&word, 1);
+  bool result = false;
+  for (int lane = 0; lane < 32; ++lane) result |= lanes[lane][0] != 0;
+  return result;
+}
+inline void warp_sync() { any(false); }
+inline void fence() {}
+inline int32_t load_acquire(const int32_t* address) { return *address; }
+inline float load_shared_result(const float* address) { return *address; }
+inline void load_shared_result(const float* address, float& left, float& right) {
+  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emulation::fail("misaligned 8-byte load");
+  left = address[0];
+  right = address[1];
+}
+inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
+
+using SharedAddress = uint32_t;
+inline SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(static_cast<const char*>(pointer) - emulation::self().block->shared_begin());
+}
+
+inline void copy_async(SharedAddress address, const void* global, bool valid) {
+  char* shared = emulation::self().block->shared_begin() + address;
   emulation::check_shared(shared, 16);
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("misaligned 16-byte copy");
-  const emulation::PendingCopy copy{static_cast<char*>(shared), static_cast<const char*>(global), valid};
+  const emulation::PendingCopy copy{shared, static_cast<const char*>(global), valid};
   if (emulation::machine()->copies == emulation::Copies::kEarly) {
     emulation::land(copy);
   } else {
     emulation::self().open_group.push_back(copy);
   }
 }
+inline void copy_async(SharedAddress address, const void* global) { copy_async(address, global, true); }
 inline void copy_commit() {
   auto& fiber = emulation::self();
   fiber.groups.push_back(std::move(fiber.open_group));
@@ -68,7 +103,8 @@ inline void copy_wait() {
 inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int row) {
   return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
 }
-inline void load_matrix(uint32_t (&out)[4], const void* row) {
+inline void load_matrix(uint32_t (&out)[4], SharedAddress address) {
+  const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
   const auto* lanes = emulation::exchange(&word, 1);
@@ -77,7 +113,8 @@ inline void load_matrix(uint32_t (&out)[4], const void* row) {
     std::memcpy(&out[matrix], matrix_row(lanes, matrix, lane / 4) + lane % 4 * 2, 4);
   }
 }
-inline void load_matrix_transposed(uint32_t (&out)[4], const void* row) {
+inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address) {
+  const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
   const auto* lanes = emulation::exchange(&word, 1);

@@ -1,0 +1,113 @@
+// Where the result of a row goes, and how partials become one: the same sums in the same order whoever makes them.
+#pragma once
+
+#include "cuda/index_math.h"
+#include "cuda/kernel_params.h"
+#include "cuda/ptx.h"
+
+namespace prefixpack {
+
+// A row's softmax state, finished.
+struct Normalised {
+  float factor;  // what the row's sum of weighted values is multiplied by
+  float lse;     // to base 2
+};
+
+PREFIXPACK_DEVICE Normalised normalised(SoftmaxState state) {
+  return {state.sum > 0.0f ? 1.0f / state.sum : 0.0f,
+          state.sum > 0.0f ? safe_max(state.max) + ptx::log2(state.sum) : kMinusInfinity};
+}
+
+// An attention sink: a logit with no value.
+PREFIXPACK_DEVICE SoftmaxState with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
+  if (attention.sinks != nullptr) state.sum += ptx::exp2(attention.sinks[head] * kLog2E - safe_max(state.max));
+  return state;
+}
+
+struct OutputRow {
+  uint16_t* output;
+  float* lse;  // or nullptr
+};
+
+PREFIXPACK_DEVICE OutputRow output_row(const KernelParams& params, int32_t query, int32_t head) {
+  const AttentionParams& attention = params.attention;
+  const int64_t token = params.plan.query_token(query);
+  return {static_cast<uint16_t*>(attention.o) + token * attention.o_token_stride + head * attention.o_head_stride,
+          attention.lse == nullptr ? nullptr : attention.lse + token * attention.lse_token_stride + head};
+}
+
+struct PartialRow {
+  float* output;  // [head_dim]
+  float* lse;     // to base 2
+};
+
+PREFIXPACK_DEVICE PartialRow partial_row(const AttentionParams& attention, int32_t slot, int32_t head) {
+  const int64_t index = int64_t{slot} * attention.q_heads + head;
+  return {attention.partial_o + index * attention.head_dim, attention.partial_lse + index};
+}
+
+template <class Element>
+PREFIXPACK_DEVICE void store_output(uint16_t* row, int32_t column, float left, float right) {
+  *reinterpret_cast<uint32_t*>(row + column) = Element::pack(left, right);
+}
+
+PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
+  if (lse != nullptr) *lse = base_2 * kLn2;
+}
+
+// One partial more: the sums so far are scaled by `keep`, the partial by `add`.
+struct MergeFactors {
+  float keep, add;
+};
+
+PREFIXPACK_DEVICE MergeFactors merge_partial(SoftmaxState& state, float lse) {
+  MergeFactors factors;
+  state = softmax_join(state, {lse, 1.0f}, [](float x) { return ptx::exp2(x); }, &factors.keep, &factors.add);
+  return factors;
+}
+
+// Partials of one query: entries [first, first + count) of the plan's merge_slot, in ascending KV order.
+struct MergeList {
+  int32_t first, count;
+};
+
+PREFIXPACK_DEVICE MergeList merge_list(const DevicePlan& plan, int32_t merge) {
+  const int32_t first = plan.merge_offset(merge);
+  return {first, plan.merge_offset(merge + 1) - first};
+}
+
+// Partials of query `merge` that are ready, for one KV head. Whoever brings the last merges them: no second launch, no
+// waiting, and since the order of summation is the plan's, the same bits whoever that is.
+PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t kv_head) {
+  return params.step.arrivals + merge * params.attention.kv_heads + kv_head;
+}
+
+// A whole warp merges one row whose partials are all in memory.
+template <int HeadDim, class Element>
+PREFIXPACK_DEVICE void merge_row(const KernelParams& params, int32_t query, int32_t head, MergeList list) {
+  const AttentionParams& attention = params.attention;
+  const int32_t lane = ptx::thread_index() % 32;
+  constexpr int32_t kPairs = HeadDim / 64;
+  float left[kPairs] = {}, right[kPairs] = {};
+  SoftmaxState state = softmax_start();
+  for (int32_t i = list.first; i < list.first + list.count; ++i) {
+    const PartialRow partial = partial_row(attention, params.plan.merge_slot(i), head);
+    const MergeFactors factors = merge_partial(state, ptx::load_shared_result(partial.lse));
+#pragma unroll
+    for (int32_t pair = 0; pair < kPairs; ++pair) {
+      float l, r;
+      ptx::load_shared_result(partial.output + pair * 64 + lane * 2, l, r);
+      left[pair] = ptx::fma(factors.add, l, left[pair] * factors.keep);
+      right[pair] = ptx::fma(factors.add, r, right[pair] * factors.keep);
+    }
+  }
+  const Normalised result = normalised(with_sink(state, attention, head));
+  const OutputRow target = output_row(params, query, head);
+#pragma unroll
+  for (int32_t pair = 0; pair < kPairs; ++pair) {
+    store_output<Element>(target.output, pair * 64 + lane * 2, left[pair] * result.factor, right[pair] * result.factor);
+  }
+  if (lane == 0) store_lse(target.lse, result.lse);
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,102 @@
+// Online softmax over the accumulator fragments of mma.m16n8k16: a thread holds two rows, a quad of lanes each row.
+#pragma once
+
+#include "cuda/index_math.h"
+#include "cuda/kernel_params.h"
+#include "cuda/ptx.h"
+
+namespace prefixpack {
+
+// Hides what row `half` of the fragment does not see. Columns of the thread start at position `first`.
+template <int KeyBlocks>
+PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
+                            int32_t position, int32_t window_left) {
+#pragma unroll
+  for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+    const int32_t kv_position = first + i / 2 * 8 + i % 2;
+    if (kv_position >= kv_end || !visible(kv_position, position, window_left)) {
+      scores[i / 2][2 * half + i % 2] = kMinusInfinity;
+    }
+  }
+}
+
+// Weights of 16 keys as an operand of the next product.
+template <class Element, int KeyBlocks>
+PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_t step, uint32_t (&packed)[4]) {
+  packed[0] = Element::pack(weights[2 * step][0], weights[2 * step][1]);
+  packed[1] = Element::pack(weights[2 * step][2], weights[2 * step][3]);
+  packed[2] = Element::pack(weights[2 * step + 1][0], weights[2 * step + 1][1]);
+  packed[3] = Element::pack(weights[2 * step + 1][2], weights[2 * step + 1][3]);
+}
+
+class Softmax {
+ public:
+  PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
+      : scale_(attention.scale),
+        cap_(attention.logit_cap),
+        to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
+
+  // Products become logits, but for a factor that add() applies.
+  template <int KeyBlocks>
+  PREFIXPACK_DEVICE void transform(float (&scores)[KeyBlocks][4]) const {
+    if (cap_ > 0.0f) {
+#pragma unroll
+      for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
+        scores[i / 4][i % 4] = cap_ * ptx::tanh(scores[i / 4][i % 4] * scale_ / cap_);
+      }
+    }
+  }
+
+  // Scores become weights 2^(logit - running maximum) of both rows; sums and outputs are brought to the new maximum.
+  // The sums are this thread's share.
+  template <int KeyBlocks, int ValueBlocks>
+  PREFIXPACK_DEVICE void add(float (&scores)[KeyBlocks][4], SoftmaxState (&state)[2],
+                             float (&output)[ValueBlocks][4]) const {
+    float max[2];
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      max[half] = scores[0][2 * half];
+#pragma unroll
+      for (int32_t i = 1; i < 2 * KeyBlocks; ++i) max[half] = ptx::max(max[half], scores[i / 2][2 * half + i % 2]);
+    }
+    for (int32_t mask = 1; mask <= 2; mask *= 2) {
+      max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+      max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+    }
+    max[0] = ptx::max(max[0] * to_base_2_, state[0].max);
+    max[1] = ptx::max(max[1] * to_base_2_, state[1].max);
+    // Seldom does a tile bring a new maximum once a row has seen a few.
+    if (ptx::any(max[0] != state[0].max || max[1] != state[1].max)) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float rescale = ptx::exp2(state[half].max - safe_max(max[half]));
+        state[half] = {max[half], state[half].sum * rescale};
+#pragma unroll
+        for (int32_t column = 0; column < ValueBlocks; ++column) {
+          output[column][2 * half] *= rescale;
+          output[column][2 * half + 1] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const float base = -safe_max(max[half]);
+#pragma unroll
+      for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = ptx::exp2(ptx::fma(score, to_base_2_, base));
+        state[half].sum += score;
+      }
+    }
+  }
+
+ private:
+  const float scale_, cap_, to_base_2_;
+};
+
+PREFIXPACK_DEVICE void add_up_quad(float& sum) {
+  sum += ptx::shuffle_xor(sum, 1);
+  sum += ptx::shuffle_xor(sum, 2);
+}
+
+}  // namespace prefixpack
