@@ -44,7 +44,8 @@ def attend_constants(
     return {
         "HEAD_DIM": shape.head_dim,
         "PADDED_DIM": padded_dim,
-        "WIDE_ROWS": MAX_TILE_ROWS,
+        # The widest queries in fp32 leave small GPUs no shared memory for keys.
+        "WIDE_ROWS": MAX_TILE_ROWS if padded_dim * product.itemsize <= 512 else MAX_TILE_ROWS // 2,
         "KEYS": min(64, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
         "HAS_CAP": has_cap,
         "HAS_WINDOW": has_window,

@@ -98,12 +98,14 @@ def resources(kernel: Any, tmp_path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_variants_compile(target: Any) -> None:
-    """Cap, window, sinks and lse at once, an odd head size, and the kernels before and after."""
-    gpu, stages, _ = target
-    shape = ModelShape(10, 2, 80)
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_variants_fit(target: Any, head_dim: int) -> None:
+    """Products in fp32, cap, window, sinks and lse at once, an odd head size, and the kernels before and after."""
+    gpu, stages, shared_bytes = target
+    shape = ModelShape(10, 2, head_dim)
     constants = triton_step.attend_constants(shape, torch.float32, True, True, amd=gpu.backend == "hip")
     num_warps = constants.pop("num_warps")
-    compiled(triton_kernels.attend_packed, gpu, constants, num_warps=num_warps, num_stages=stages)
+    kernel = compiled(triton_kernels.attend_packed, gpu, constants, num_warps=num_warps, num_stages=stages)
+    assert kernel.metadata.shared <= shared_bytes
     compiled(triton_kernels.merge_partials, gpu, triton_step.merge_constants(shape))
     compiled(triton_kernels.prepare_step, gpu, {"BLOCK": 512})

@@ -27,7 +27,11 @@ pytestmark = IN_INTERPRETER if INTERPRETED else ON_GPU
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 
 GROWTH = 8
-LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+LIMITS = (
+    StepLimits(queries=512, items=512, kv_slots=1 << 14, partial_slots=512)
+    if INTERPRETED
+    else StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+)
 
 
 class Runner:
@@ -255,18 +259,20 @@ def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         runner.attend()
-    # As if the step before had been a shorter one, and the one before that another batch's.
-    other = make_case(6, head_dim=128, requests=12, multiprocessors=132)
-    runner.step.load(other.plan, other.planned_lens, GROWTH)
-    runner.step.prepare(other.pool.req_to_token.to(DEVICE), other.pool.req_pool_indices.to(DEVICE),
-                        other.pool.seq_lens.to(DEVICE))  # fmt: skip
-    runner.step.load(case.plan, case.planned_lens, GROWTH)
+    # As if the step before had been a shorter one.
     runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens - GROWTH)
     graph.replay()
     runner.out.fill_(torch.nan)
     runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens)
     graph.replay()
     assert torch.equal(runner.out, eager[0])
+    check(case, (runner.out, runner.lse))
+    other = make_case(5, head_dim=128, requests=30, multiprocessors=4, grown=GROWTH).plan
+    assert len(other.items) != len(case.plan.items)
+    runner.out.fill_(torch.nan)
+    runner.step.load(other, case.planned_lens, GROWTH)
+    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens)
+    graph.replay()
     check(case, (runner.out, runner.lse))
 
 
