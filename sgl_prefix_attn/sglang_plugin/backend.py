@@ -216,6 +216,7 @@ class PrefixPackBackend(AttentionBackend):
             return reasons.PLAN_REFUSED
         tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
         step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph)
+        step.may_be_padded = self._executor.runs_in_graphs and paths.query_lens is not None
         if planners:
             step.kv_tokens = planners[0].kv_tokens
         try:
@@ -325,7 +326,11 @@ def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs:
     """Why this call of a layer cannot run packed, None if it can."""
     if kwargs and any(value is not None and name != "sinks" for name, value in kwargs.items()):
         return reasons.CALL_ARGUMENTS
-    if q is None or q.numel() != step.num_tokens * layer.tp_q_head_num * layer.qk_head_dim:
+    if q is None:
+        return reasons.ROW_MISMATCH
+    row = layer.tp_q_head_num * layer.qk_head_dim
+    missing = step.num_tokens * row - q.numel()
+    if missing and not (step.may_be_padded and missing < 0 and missing % row == 0):
         return reasons.ROW_MISMATCH
     return None
 

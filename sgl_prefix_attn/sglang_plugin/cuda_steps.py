@@ -155,7 +155,8 @@ class CudaExecutor:
         # holds old results at worst, not new memory each time. The next layer's attention comes after whoever
         # consumes this one's.
         graph_out = torch.zeros(self._graph_batch, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
-        logger.info("prefixpack: buffers for %s: %s", shape, limits)
+        size = 4 * (limits.kv_slots + limits.partial_slots * shape.q_heads * (shape.head_dim + 1))
+        logger.info("prefixpack: buffers for %s: %s, about %.0f MiB", shape, limits, size / 2**20)
         return step, graph_out
 
     def _limits(self) -> StepLimits:
@@ -212,12 +213,17 @@ class CudaExecutor:
     def attend(
         self, step: PackedStep, slot: int, q: torch.Tensor, layer: Any, pool: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        state, tokens = self._slots[slot], step.num_tokens
-        heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
-        q = q.reshape(tokens, heads, head_dim)
+        state, heads, head_dim = self._slots[slot], layer.tp_q_head_num, layer.qk_head_dim
+        q = q.reshape(-1, heads, head_dim)
+        tokens = q.shape[0]
         if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
             q = q.contiguous()
-        out = state.graph_out[:tokens] if step.in_graph else q.new_empty(tokens, heads * head_dim)
+        if step.in_graph:
+            out = state.graph_out[:tokens]
+        else:
+            out = q.new_empty(tokens, heads * head_dim)
+            if tokens > step.num_tokens:
+                out[step.num_tokens :].zero_()
         state.step.attend(
             q,
             pool.get_key_buffer(layer.layer_id),

@@ -40,6 +40,7 @@ class PackedStep:
         host_lens: [num_requests] lengths that the planner last saw.
         plans: by slot.
         in_graph: whether a captured graph runs the layers.
+        may_be_padded: whether q may have more rows than the step: a prefill graph with attention between its pieces.
         kv_tokens: KV reads of the step that the planner was last asked for.
         age: steps since then.
     """
@@ -52,6 +53,7 @@ class PackedStep:
     host_lens: Int64Array
     plans: list[Plan]
     in_graph: bool = False
+    may_be_padded: bool = False
     kv_tokens: KvTokens = NO_KV_TOKENS
     age: int = 0
 

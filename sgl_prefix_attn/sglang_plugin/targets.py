@@ -145,7 +145,8 @@ _REGISTRATION = (
 )
 
 # Backends and layers.
-_BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
+_BASE = "layers.attention.base_attn_backend"
+_BACKEND = f"{_BASE}.AttentionBackend"
 _RUNNER = "model_executor.model_runner.ModelRunner"
 _BACKENDS = (
     ATTENTION_BACKEND,
@@ -155,6 +156,17 @@ _BACKENDS = (
         Target(f"{_BACKEND}.{name}", Use.CALL, ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"))
         for name in ("forward", "forward_decode", "forward_extend")
     ),
+    Target(f"{_BACKEND}.init_forward_metadata_in_graph", Use.CALL, ("forward_batch",)),
+    Target(f"{_BACKEND}.init_cuda_graph_state", Use.CALL, ("max_bs", "max_num_tokens")),
+    Target(f"{_BACKEND}.on_after_cuda_graph_warmup", Use.CALL),
+    Target(f"{_BACKEND}.init_forward_metadata_for_breakable_cuda_graph_capture", Use.CALL, ("forward_batch",)),
+    Target(
+        f"{_BACKEND}.prepare_forward_metadata_for_breakable_cuda_graph_replay",
+        Use.CALL,
+        ("capture_metadata", "forward_batch"),
+    ),
+    Target(f"{_BACKEND}.shared_read_ends", Use.CALL, ("fm",), since="0.5.18"),
+    *_attributes(f"{_BASE}.SharedReadEnds", "PRE_REPLAY", since="0.5.18"),
     *_attributes(_BACKEND, "needs_cpu_seq_lens"),
     *_attributes(
         _RUNNER,
@@ -189,7 +201,8 @@ _BATCHES = (
     *_attributes("managers.schedule_batch.Req", "finished_reason last_node"),
     *_attributes(
         "model_executor.forward_batch_info.ForwardBatch",
-        "encoder_lens forward_mode out_cache_loc req_pool_indices seq_lens spec_info tbo_parent_token_range",
+        "batch_size encoder_lens forward_mode out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info "
+        "tbo_parent_token_range",
     ),
     Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
     Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
@@ -258,14 +271,19 @@ _ARGUMENTS = (
     Target("runtime_context.get_server_args", Use.CALL, since="0.5.15"),
     *_attributes(
         "server_args.ServerArgs",
-        "device enable_metrics enable_metrics_for_all_schedulers model_path served_model_name",
+        "chunked_prefill_size device disable_radix_cache enable_metrics enable_metrics_for_all_schedulers enable_pdmux "
+        "enable_two_batch_overlap model_path served_model_name",
         until="0.5.19",
     ),
     *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.disagg.Disagg", "enable_pdmux", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.memory.Memory", "disable_radix_cache", since="0.5.20"),
     *_attributes(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
     *_attributes(
         f"{_FIELDS}.observability.Observability", "enable_metrics enable_metrics_for_all_schedulers", since="0.5.20"
     ),
+    *_attributes(f"{_FIELDS}.schedule.Schedule", "chunked_prefill_size", since="0.5.20"),
     *_attributes(f"{_FIELDS}.serving.Serving", "served_model_name", since="0.5.20"),
     Target(
         "server_args.ServerArgs._get_default_attn_backend",

@@ -80,6 +80,17 @@ class TestEagerSteps:
         assert world.fallbacks == {}
         assert world.runtime.counters.steps_packed["extend"] == 1
 
+    def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
+        world = extend(settings=Settings(metrics=False, pack_extend=True))
+        layer = world.layers[0]
+        q, k, v = world.qkv(layer)
+        with world.handover.handed_over(world.handed):
+            world.backend.init_forward_metadata(world.batch)
+            out = world.backend.forward(torch.cat([q, q[:3]]), k, v, layer, world.batch)
+        assert_same([out[: len(q)]], world.run_stock()[:1])
+        assert not out[len(q) :].any()
+        assert world.fallbacks == {}
+
     def test_a_plan_is_loaded_once_and_prepared_every_step(self) -> None:
         world = decode()
         for _ in range(STEPS_WITHOUT_A_LOOK + 3):
