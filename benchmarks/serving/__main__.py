@@ -9,7 +9,7 @@ and, as `steady`, only from the moment on at which all sequences had begun, so w
 reads that prefixpack saved by its own count, and how many sequences have the same tokens as those of the first run.
 Two runs of one stock backend differ too, as batches do not form alike: --repeat states by how much. Weights made by
 --load-format dummy answer almost independently of the prompt, so equal tokens prove little with them
-(`distinct_tokens` of a run shows it).
+(`distinct_tokens` of a run shows it); `python -m benchmarks.serving.random_model` writes a model that is good for both.
 
 The file is rewritten after every run. Without --model a tiny model on the CPU is used, to try the command.
 """
@@ -41,6 +41,7 @@ from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 CPU_POOL_TOKENS = 16384
+Workloads = dict[str, list[Request]]
 PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
 
 
@@ -61,19 +62,21 @@ def parser() -> argparse.ArgumentParser:
         help="attention backends in this order; the first is what the others' tokens are compared with",
     )
     result.add_argument("--repeat", default="", metavar="A,B", help="backends that run the workload a second time")
-    result.add_argument("--workload", choices=WORKLOADS, default="rl")
+    result.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["rl"], help="one after the other (rl)")
     sizes = result.add_argument_group("size of the workload (defaults as published, see workloads.py)")
     sizes.add_argument("--groups", type=int, help="rl: prompts; shared-prefix: system prompts (64)")
     sizes.add_argument("--samples", type=int, help="rl: continuations; shared-prefix: requests of a group (16)")
     sizes.add_argument(
-        "--prompt-tokens", type=int, help="rl: of a prompt (4096); shared-prefix: of a system one (2048)"
+        "--prompt-tokens",
+        type=int,
+        help="rl (4096), no-sharing (2048): of a prompt; shared-prefix: of a system one (2048)",
     )
     sizes.add_argument("--output-tokens", type=int, help="generated (256); conversation, mooncake: the most")
-    sizes.add_argument("--requests", type=int, help="conversation (500), mooncake (200)")
+    sizes.add_argument("--requests", type=int, help="no-sharing (256), conversation (500), mooncake (200)")
     sizes.add_argument(
         "--rate",
         type=float,
-        help="requests a second (rl, shared-prefix: all at once; conversation: 8; mooncake: as recorded)",
+        help="requests a second (conversation: 8; mooncake: as recorded; else all at once)",
     )
     sizes.add_argument("--trace", type=Path, default=TRACE_SLICE, help="mooncake: trace file (default: shipped slice)")
     sizes.add_argument("--seed", type=int, default=0)
@@ -118,9 +121,10 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"--repeat {','.join(unknown)}: not among --backends {args.backends}")
     model, vocabulary, context = model_of(args)
-    requests = make_requests(args.workload, sizes_of(args), vocabulary, context)
+    sizes = sizes_of(args)
+    workloads = {name: make_requests(name, sizes, vocabulary, context) for name in args.workload}
     servers = {backend: server_options(args, model, context, backend) for backend in backends}
-    report = Report(args.out, header_of(args, servers, requests))
+    report = Report(args.out, header_of(args, servers, workloads))
     deadline = time.monotonic() + args.seconds
     longest = 0.0
     for backend, options in servers.items():
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         labels = [backend] + [f"{backend} again"] * (backend in repeated)
         try:
-            measure_backend(options, labels, requests, report, deadline)
+            measure_backend(options, labels, workloads, report, deadline)
         except (ServerError, RequestError, aiohttp.ClientError, TimeoutError) as error:
             report.fail(backend, f"{type(error).__name__}: {error}")
             print(f"{backend}: {error}", file=sys.stderr)
@@ -141,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_backend(
-    options: ServerOptions, labels: list[str], requests: list[Request], report: Report, deadline: float
+    options: ServerOptions, labels: list[str], workloads: Workloads, report: Report, deadline: float
 ) -> None:
     """All runs of one server. Raises as the server and the client do; runs that were finished are in the report."""
     begun = time.monotonic()
@@ -149,12 +153,13 @@ def measure_backend(
     with serve(options) as server:
         ready = time.monotonic() - begun
         print(f"{options.backend}: ready after {ready:.0f} s", file=sys.stderr, flush=True)
-        warm_up(server, requests)
-        for label in labels:
-            left = max(1.0, deadline - time.monotonic())
-            result = run_once(server, label, requests, timeout_seconds=left)
-            report.add(result, {"start_seconds": round(ready, 1), "log": str(server.log)})
-            print(f"{label}: {result.seconds:.1f} s for {len(requests)} requests", file=sys.stderr, flush=True)
+        for workload, requests in workloads.items():
+            warm_up(server, requests)
+            for label in labels:
+                left = max(1.0, deadline - time.monotonic())
+                result = run_once(server, workload, label, requests, timeout_seconds=left)
+                report.add(result, {"start_seconds": round(ready, 1), "log": str(server.log)})
+                print(f"{label}: {workload} took {result.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def names(text: str, option: str) -> list[str]:
@@ -201,19 +206,20 @@ def server_options(args: argparse.Namespace, model: str, context: int, backend: 
     )  # fmt: skip
 
 
-def header_of(
-    args: argparse.Namespace, servers: dict[str, ServerOptions], requests: Sequence[Request]
-) -> dict[str, Any]:
+def header_of(args: argparse.Namespace, servers: dict[str, ServerOptions], workloads: Workloads) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": machine_name(),
         "versions": {package: version_of(package) for package in PACKAGES},
         "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
         "servers": {backend: options.command(port=0)[1:] for backend, options in servers.items()},
-        "workload": {
-            "name": args.workload, "requests": len(requests), "samples": sum(request.samples for request in requests),
-            "prompt_tokens": sum(len(request.prompt) for request in requests),
-            "output_tokens": sum(request.max_new_tokens * request.samples for request in requests),
+        "workloads": {
+            name: {
+                "requests": len(requests), "samples": sum(request.samples for request in requests),
+                "prompt_tokens": sum(len(request.prompt) for request in requests),
+                "output_tokens": sum(request.max_new_tokens * request.samples for request in requests),
+            }
+            for name, requests in workloads.items()
         },
     }  # fmt: skip
 

@@ -31,6 +31,7 @@ class Run:
     """A workload served once.
 
     Attributes:
+        workload: its name.
         label: backend, and which time.
         steady_token_seconds: for every sample, seconds a token after the last sample got its first one: decoding
             alone, without the prefills before.
@@ -38,6 +39,7 @@ class Run:
         counters: of prefixpack, grown by this run; empty elsewhere.
     """
 
+    workload: str
     label: str
     answers: tuple[Answer, ...]
     seconds: float
@@ -48,6 +50,12 @@ class Run:
     @property
     def samples(self) -> list[Sample]:
         return [sample for answer in self.answers for sample in answer.samples]
+
+    @property
+    def host_us_per_step(self) -> float | None:
+        """Microseconds of the scheduler's thread that prefixpack took in a packed step; None without such steps."""
+        steps = sum(self.counters.get("steps_packed", {}).values())
+        return self.counters["host_seconds"] / steps * 1e6 if steps else None
 
     @property
     def short_samples(self) -> int:
@@ -62,6 +70,7 @@ class Run:
         prompt = sum(len(answer.request.prompt) * len(answer.samples) for answer in self.answers)
         per_token = [time for sample in samples if (time := sample.time_per_output_token) is not None]
         return {
+            "workload": self.workload,
             "label": self.label,
             "seconds": self.seconds,
             "requests": len(self.answers),
@@ -75,6 +84,7 @@ class Run:
             "steady_tpot_ms": percentiles_ms(self.steady_token_seconds),
             "kv_tokens": None if self.kv is None else {**dataclasses.asdict(self.kv), "saved": self.kv.saved},
             "prefixpack": dict(self.counters),
+            "host_us_per_step": self.host_us_per_step,
             "short_samples": self.short_samples,
             "retractions": sum(sample.retractions for sample in samples),
         }
@@ -146,6 +156,7 @@ def warm_up(server: Server, requests: Sequence[Request]) -> None:
 
 def run_once(
     server: Server,
+    workload: str,
     label: str,
     requests: Sequence[Request],
     timeout_seconds: float,
@@ -172,6 +183,7 @@ def run_once(
     after = server.packing_state()
     reported = before is not None and after is not None
     return Run(
+        workload=workload,
         label=label,
         answers=tuple(answers),
         seconds=seconds,

@@ -17,12 +17,12 @@ class Report:
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self.path, self.header = path, header
         self.runs: list[Run] = []
-        self.extra: dict[str, dict[str, Any]] = {}
+        self.extra: list[dict[str, Any]] = []
         self.failures: dict[str, str] = {}
 
     def add(self, run: Run, extra: dict[str, Any]) -> None:
         self.runs.append(run)
-        self.extra[run.label] = extra
+        self.extra.append(extra)
         self.write()
 
     def fail(self, backend: str, why: str) -> None:
@@ -32,11 +32,17 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             **self.header,
-            "runs": [{**run.as_json(), **self.extra[run.label]} for run in self.runs],
+            "runs": [{**run.as_json(), **extra} for run, extra in zip(self.runs, self.extra, strict=True)],
             "agreement": [
-                {"of": one.label, "with": other.label, **Agreement.between(one, other).as_json()}
+                {
+                    "workload": one.workload,
+                    "of": one.label,
+                    "with": other.label,
+                    **Agreement.between(one, other).as_json(),
+                }
                 for number, one in enumerate(self.runs)
                 for other in self.runs[number + 1 :]
+                if other.workload == one.workload
             ],
             "failures": self.failures,
         }
@@ -50,20 +56,27 @@ class Report:
         os.replace(unfinished, self.path)
 
     def table(self) -> str:
-        """One line a run; agreement is with the first run."""
-        header = ("run", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s", "all tok/s", "KV saved",
-                  "same as first", "prefix")  # fmt: skip
-        rows = [header, *(self._row(run) for run in self.runs)]
+        """One line a run, workload by workload; agreement is with the first run of a workload."""
+        header = ("workload", "run", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s", "all tok/s",
+                  "KV saved", "host us", "same as first", "prefix")  # fmt: skip
+        names = dict.fromkeys(run.workload for run in self.runs)
+        rows = [header, *(self._row(run) for name in names for run in self.runs if run.workload == name)]
         lines = aligned(rows)
-        lines.extend(f"{run.label}: {run.short_samples} samples ended early" for run in self.runs if run.short_samples)
+        lines.extend(
+            f"{run.workload}, {run.label}: {run.short_samples} samples ended early"
+            for run in self.runs
+            if run.short_samples
+        )
         lines.extend(f"failed: {backend}: {why.splitlines()[0]}" for backend, why in self.failures.items())
         return "\n".join(lines)
 
     def _row(self, run: Run) -> tuple[str, ...]:
         figures = run.as_json()
-        agreement = Agreement.between(self.runs[0], run)
+        first = next(other for other in self.runs if other.workload == run.workload)
+        agreement = Agreement.between(first, run)
         same, share = f"{agreement.identical}/{agreement.samples}", agreement.as_json()["common_prefix_share"]
         return (
+            run.workload if run is first else "",
             run.label,
             pair(figures["ttft_ms"], ".0f"),
             pair(figures["tpot_ms"], ".2f"),
@@ -71,8 +84,9 @@ class Report:
             f"{figures['output_tokens_per_second']:.0f}",
             f"{figures['all_tokens_per_second']:.0f}",
             "" if run.kv is None else f"{run.kv.saved:.1%}",
-            "" if run is self.runs[0] else same,
-            "" if run is self.runs[0] else f"{share:.3f}",
+            "" if run.host_us_per_step is None else f"{run.host_us_per_step:.0f}",
+            "" if run is first else same,
+            "" if run is first else f"{share:.3f}",
         )
 
 

@@ -1,6 +1,7 @@
 """What `benchmarks.serving` asks a server: requests as token ids, with arrival times, drawn from a seed.
 
     rl             reinforcement learning: every prompt once, `samples` continuations each (SGLang's n)
+    no-sharing     prompts that have nothing in common, all at once
     shared-prefix  the shape of SGLang's generated-shared-prefix set: groups of requests below one system prompt each
     conversation   PAT's conversation workload (ASPLOS 2026, section 8.2): system prompt of three levels, 46, 348 and
                    2,123 tokens, whose language (after level 1) and country (after level 2) vary, before a user's turn
@@ -23,13 +24,13 @@ import numpy as np
 from sgl_prefix_attn.demo.trace import TRACE_SLICE, read_trace
 from sgl_prefix_attn.demo.workload import Request, Vocabulary, trace_requests
 
-WORKLOADS = ("rl", "shared-prefix", "conversation", "mooncake")
+WORKLOADS = ("rl", "no-sharing", "shared-prefix", "conversation", "mooncake")
 CONVERSATION_LEVELS = (46, 348, 2123)
 LANGUAGES = COUNTRIES = 2
 TURN = (560.0, 1.3, 3072)  # median, sigma of the logarithm, most
 ANSWER = (340.0, 0.8, 2048)
 FEWEST_TOKENS = 8
-_RL, _SHARED, _CONVERSATION, _OWN = range(4)  # first part of the keys that tokens are drawn from
+_RL, _SHARED, _CONVERSATION, _OWN, _ALONE = range(5)  # first part of the keys that tokens are drawn from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Sizes:
     Attributes:
         groups: prompts (rl) or system prompts (shared-prefix).
         samples: continuations of a prompt (rl) or requests of a group (shared-prefix).
-        prompt_tokens: of a prompt (rl) or system prompt (shared-prefix).
-        output_tokens: generated for every request of rl and shared-prefix; the most for the others.
-        requests: of conversation and mooncake.
-        rate: requests a second on average; None: all at once (rl, shared-prefix), 8 (conversation), or as recorded.
+        prompt_tokens: of a prompt (rl, no-sharing) or system prompt (shared-prefix).
+        output_tokens: generated for every request of rl, no-sharing and shared-prefix; the most for the others.
+        requests: of no-sharing, conversation and mooncake.
+        rate: requests a second on average; None: 8 (conversation), as recorded (mooncake), all at once (the others).
     """
 
     groups: int | None = None
@@ -65,7 +66,7 @@ def make_requests(workload: str, sizes: Sizes, vocabulary: Vocabulary, context_l
         value = getattr(sizes, field)
         if value is not None and not value > 0:
             raise ValueError(f"{field} is {value}; it must be positive")
-    makers = {"rl": _rl, "shared-prefix": _shared_prefix, "conversation": _conversation}
+    makers = {"rl": _rl, "no-sharing": _no_sharing, "shared-prefix": _shared_prefix, "conversation": _conversation}
     if workload == "mooncake":
         return _mooncake(sizes, vocabulary, context_length)
     if workload not in makers:
@@ -86,6 +87,16 @@ def _rl(sizes: Sizes, vocabulary: Vocabulary) -> list[Request]:
             sizes.output_tokens or 256, samples=sizes.samples or 16, arrival_seconds=arrival,
         )
         for number, arrival in enumerate(arrivals)
+    ]  # fmt: skip
+
+
+def _no_sharing(sizes: Sizes, vocabulary: Vocabulary) -> list[Request]:
+    return [
+        Request(
+            f"alone-{number}", vocabulary.tokens(sizes.prompt_tokens or 2048, sizes.seed, _ALONE, number),
+            sizes.output_tokens or 256, arrival_seconds=arrival,
+        )
+        for number, arrival in enumerate(_arrivals(sizes.requests or 256, sizes.rate, sizes.seed))
     ]  # fmt: skip
 
 

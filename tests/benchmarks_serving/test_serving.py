@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,11 @@ from sgl_prefix_attn.demo.workload import Request
 REQUEST = Request("one", (1, 2, 3, 4), 3, samples=2)
 
 
-def run_of(label: str, *tokens: list[int], kv: KVReads | None = None) -> Run:
+def run_of(label: str, *tokens: list[int], kv: KVReads | None = None, workload: str = "rl") -> Run:
     samples = tuple(
         Sample("id", list(row), 0, 0, "length", first=0.5, last=0.5 + 0.01 * (len(row) - 1)) for row in tokens
     )
-    return Run(label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), kv, {})
+    return Run(workload, label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), kv, {})
 
 
 def test_latencies_and_throughput() -> None:
@@ -36,6 +37,13 @@ def test_latencies_and_throughput() -> None:
     assert figures["output_tokens_per_second"] == 3.0
     assert figures["all_tokens_per_second"] == (6 + 8) / 2
     assert figures["distinct_tokens"] == 3
+
+
+def test_host_time_of_a_packed_step() -> None:
+    counters = {"host_seconds": 0.003, "steps_packed": {"decode": 25, "extend": 5}}
+    run = dataclasses.replace(run_of("a", [5]), counters=counters)
+    assert run.as_json()["host_us_per_step"] == pytest.approx(100.0)
+    assert run_of("a", [5]).host_us_per_step is None
 
 
 def test_agreement_counts_samples_and_common_beginnings() -> None:
@@ -70,17 +78,19 @@ def test_report_of_runs_and_failures(tmp_path: Path) -> None:
     report = Report(tmp_path / "r.json", {"machine": "m"})
     report.add(run_of("prefixpack", [5, 6, 7], [5, 6, 7], kv=KVReads(25, 100, 20)), {"start_seconds": 1.0})
     report.add(run_of("fa3", [5, 6, 7], [5, 6, 8]), {"start_seconds": 2.0})
-    report.add(run_of("ended early", [5, 6, 7], [5]), {})
+    report.add(run_of("fa3", [5], [5], workload="mooncake"), {})
     report.fail("triton", "ServerError: did not start\nlong log")
     content = json.loads((tmp_path / "r.json").read_text())
-    assert [run["label"] for run in content["runs"]] == ["prefixpack", "fa3", "ended early"]
+    assert [run["label"] for run in content["runs"]] == ["prefixpack", "fa3", "fa3"]
+    assert len(content["agreement"]) == 1
     assert content["runs"][0]["kv_tokens"]["saved"] == 0.75
     assert content["agreement"][0]["identical"] == 1
     assert content["agreement"][0]["common_prefix_share"] == pytest.approx(5 / 6)
     lines = report.table().splitlines()
     assert "75.0%" in lines[1]
     assert lines[2].split()[-2:] == ["1/2", "0.833"]
-    assert lines[4:] == ["ended early: 1 samples ended early", "failed: triton: ServerError: did not start"]
+    assert lines[3].split()[:2] == ["mooncake", "fa3"]
+    assert lines[4:] == ["mooncake, fa3: 2 samples ended early", "failed: triton: ServerError: did not start"]
 
 
 def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[float] | None = None) -> list[str]:
@@ -99,7 +109,11 @@ def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[
     monkeypatch.setattr(command, "serve", serve)
     monkeypatch.setattr(command, "warm_up", lambda server, requests: None)
     monkeypatch.setattr(
-        command, "run_once", lambda server, label, requests, timeout_seconds: run_of(label, [1, 2, 3], [1, 2, 3])
+        command,
+        "run_once",
+        lambda server, workload, label, requests, timeout_seconds: run_of(
+            label, [1, 2, 3], [1, 2, 3], workload=workload
+        ),
     )
     if clock is not None:
         monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
@@ -116,6 +130,9 @@ def test_a_backend_that_fails_does_not_keep_the_others_from_running(
         "prefixpack,fa3,triton",
         "--repeat",
         "triton",
+        "--workload",
+        "rl",
+        "mooncake",
         "--out",
         str(out),
         "--logs",
@@ -124,7 +141,10 @@ def test_a_backend_that_fails_does_not_keep_the_others_from_running(
     assert command.main(arguments) == 1
     assert started == ["prefixpack", "fa3", "triton"]
     content = json.loads(out.read_text())
-    assert [run["label"] for run in content["runs"]] == ["prefixpack", "triton", "triton again"]
+    assert [(run["workload"], run["label"]) for run in content["runs"]] == [
+        ("rl", "prefixpack"), ("mooncake", "prefixpack"), ("rl", "triton"), ("rl", "triton again"),
+        ("mooncake", "triton"), ("mooncake", "triton again"),
+    ]  # fmt: skip
     assert content["failures"] == {"fa3": "ServerError: it did not start"}
 
 
