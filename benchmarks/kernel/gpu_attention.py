@@ -205,7 +205,12 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM, "absent": absent,
         "left_out": [case.key for case in too_large], "device_model": dict(args.device_model),
     }  # fmt: skip
-    print(f"{header['machine']['gpu']}: copies move {header['machine']['copy_bandwidth'] / 1e12:.3f} TB/s", flush=True)
+    machine = header["machine"]
+    print(
+        f"{machine['gpu']}: copies move {machine['copy_bandwidth'] / 1e12:.3f} TB/s; "
+        f"a graph of one empty kernel takes {machine['graph_floor_us']} us in these cold times",
+        flush=True,
+    )
     results = Results(args.out, header, resume=args.resume)
     with torch.inference_mode():
         status = run_cases([case for case in cases if not results.done(case.key)], ways, results, timer, args)

@@ -18,7 +18,7 @@ class KvPool:
         self.k = torch.empty(shape, dtype=torch.bfloat16, device=device)
         self.v = torch.empty_like(self.k)
         for cache in (self.k, self.v):
-            for part in cache.split(1 << 20):
+            for part in cache.split(1 << 17):
                 part.normal_()
 
 
