@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def why_not() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    triton, numpy = (tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy"))
+    if triton <= (3, 6) and numpy >= (2, 4):
+        return "the interpreter of Triton up to 3.6 needs numpy up to 2.3"
+    return None
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_kernels_in_tritons_interpreter() -> None:
     """A process of its own, since Triton decides at import, for every kernel of the process, who runs them."""
     done = subprocess.run(
