@@ -68,6 +68,11 @@ class Settings(BaseModel):
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
     )
+    gpu_kernels: Literal["auto", "native", "triton"] = Field(
+        "auto",
+        description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs from "
+        "compute capability 8.0. triton: for all others. auto: native where they run.",
+    )
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of the CPU executor. Unset: as many as torch uses."
     )

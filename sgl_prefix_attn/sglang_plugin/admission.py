@@ -9,36 +9,31 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons, versions
-from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor, no_kernel
+from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor
+from sgl_prefix_attn.sglang_plugin.gpu_kernels import choose_kernels
 from sgl_prefix_attn.sglang_plugin.inner import is_cpu
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 
 logger = logging.getLogger(__name__)
 
 
-def make_executor(runner: Any, settings: Settings) -> Executor:
-    """What runs the packed steps of a model runner."""
-    return CpuExecutor(runner, settings) if is_cpu(runner) else CudaExecutor(runner, settings)
-
-
-def never_packed(runner: Any) -> str | None:
-    """Why this runner's steps never run packed, None if they may."""
+def make_executor(runner: Any, settings: Settings) -> Executor | str:
+    """What runs the packed steps of a model runner, or the reason why none of its steps ever runs packed."""
     if getattr(runner, "is_draft_worker", False):
         return reasons.DRAFT_WORKER
     if getattr(runner.model_config, "is_encoder_decoder", False):
         return reasons.ENCODER_DECODER
     if versions.has_sliding_window_pool(runner.token_to_kv_pool):
         return reasons.HYBRID_SWA
-    return None if is_cpu(runner) else _never_on_a_gpu(runner)
+    return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
 
 
-def _never_on_a_gpu(runner: Any) -> str | None:
-    """As `never_packed`, for what decides which layers captured graphs hold and so cannot wait for a step."""
-    device = torch.device(str(runner.device))
-    problem = no_kernel(device) if device.type == "cuda" else f"the device is {device}"
-    if problem is not None:
-        logger.warning("prefixpack: all steps run on the inner backend: %s", problem)
+def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
+    """As `make_executor`; what decides which layers captured graphs hold cannot wait for a step."""
+    kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
+    if isinstance(kernels, str):
+        logger.warning("prefixpack: all steps run on the inner backend: %s", kernels)
         return reasons.NO_CUDA_KERNEL
     arguments = runner.server_args
     if arguments.disable_radix_cache:
@@ -47,7 +42,7 @@ def _never_on_a_gpu(runner: Any) -> str | None:
         return reasons.TWO_BATCH_OVERLAP
     if arguments.enable_pdmux:
         return reasons.PDMUX
-    return None
+    return CudaExecutor(runner, settings, kernels)
 
 
 def admit(paths: StepPaths | str, forward_batch: Any, executor: Executor) -> StepPaths | str:

@@ -21,9 +21,9 @@ from sgl_prefix_attn.core.gpu import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, reasons, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
-from sgl_prefix_attn.sglang_plugin.admission import admit, make_executor, never_packed
+from sgl_prefix_attn.sglang_plugin.admission import admit, make_executor
 from sgl_prefix_attn.sglang_plugin.delegation import delegate
-from sgl_prefix_attn.sglang_plugin.executor import Executor, PackedStep
+from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor, PackedStep
 from sgl_prefix_attn.sglang_plugin.handover import Handed, Kind
 from sgl_prefix_attn.sglang_plugin.inner import build_inner, inner_name, is_cpu
 from sgl_prefix_attn.sglang_plugin.layers import attention_layers, unsupported_buffers, unsupported_layer
@@ -68,8 +68,9 @@ class PrefixPackBackend(AttentionBackend):
         self._runner = runner
         self._runtime = runtime
         self._counters = runtime.counters
-        self._never = never_packed(runner) if executor is None else None
-        self._executor = make_executor(runner, runtime.settings) if executor is None else executor
+        made = make_executor(runner, runtime.settings) if executor is None else executor
+        self._never = made if isinstance(made, str) else None  # why no step of this runner ever runs packed
+        self._executor = CpuExecutor(runner, runtime.settings) if isinstance(made, str) else made
         self._layers: dict[int, _LayerFacts] = {}
         self._layers_seen = False
         self._any_layer_falls_back = False

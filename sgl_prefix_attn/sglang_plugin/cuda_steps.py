@@ -14,29 +14,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-from sgl_prefix_attn.core.gpu import DTYPES, HEAD_DIMS, GpuStep, StepLimits
+from sgl_prefix_attn.core.gpu import StepLimits
 from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, PackedStep, gpu_device, lens_of_batch
+from sgl_prefix_attn.sglang_plugin.gpu_kernels import Kernels
 from sgl_prefix_attn.sglang_plugin.handover import Handed
 from sgl_prefix_attn.sglang_plugin.layers import layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.tracker import Mode
 
 logger = logging.getLogger(__name__)
 
-OLDEST_CAPABILITY = (8, 0)
 # Without graphs nothing says how large decode batches get; larger ones run on the inner backend.
 BATCH_WITHOUT_GRAPHS = 512
-MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits], GpuStep]
 
 
 @dataclass
@@ -44,6 +41,7 @@ class _Slot:
     """An attention shape: its planners and its device memory.
 
     Attributes:
+        step: the device buffers, a `GpuStep` or what stands in for it.
         planner: of batches with known sharing.
         alone: of batches whose requests are read one by one.
         uncut: as `alone`, but never splits a request: needs the least buffers.
@@ -53,7 +51,7 @@ class _Slot:
 
     shape: ModelShape
     dtype: torch.dtype
-    step: GpuStep
+    step: Any
     planner: Planner
     alone: Planner
     uncut: Planner
@@ -67,15 +65,15 @@ class CudaExecutor:
     Args:
         runner: SGLang's ModelRunner.
         settings: settings in force.
-        make_step: makes the device buffers (tests).
+        kernels: what computes.
     """
 
     runs_in_graphs = True
 
-    def __init__(self, runner: Any, settings: Settings, make_step: MakeStep = GpuStep) -> None:
+    def __init__(self, runner: Any, settings: Settings, kernels: Kernels) -> None:
         self.planners: list[Planner] = []
         self._settings = settings
-        self._make_step = make_step
+        self._kernels = kernels
         self._req_to_token_pool = runner.req_to_token_pool
         self._prefill_tokens = _prefill_tokens(runner, settings)
         # Between two looks of the planner, which replans at `replan_growth`, tails grow on.
@@ -102,13 +100,9 @@ class CudaExecutor:
         return None if wanted else reasons.DISABLED
 
     def obstacle(self, layer: Any, k_cache: torch.Tensor) -> str | None:
-        if layer.qk_head_dim not in HEAD_DIMS:
-            return reasons.HEAD_DIM
-        if k_cache.dtype not in DTYPES:
-            return reasons.KV_DTYPE
-        # The kernels copy whole 16-byte words.
-        if k_cache.stride(0) % 8 or k_cache.stride(1) % 8 or k_cache.data_ptr() % 16:
-            return reasons.KV_LAYOUT
+        problem = self._kernels.obstacle(layer.qk_head_dim, k_cache)
+        if problem is not None:
+            return problem
         if self._sealed and self._find(layer_shape(layer, k_cache.dtype), k_cache.dtype) is None:
             return reasons.LATE_LAYER
         return None
@@ -127,7 +121,10 @@ class CudaExecutor:
         device = k_cache.device
         step, graph_out = self._buffers(shape, dtype, device)
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        model, growth = gpu_device(self._settings, sm_count, step.blocks), self._settings.replan_growth
+        model, growth = (
+            gpu_device(self._settings, sm_count, step.blocks, self._kernels.max_tile_rows),
+            self._settings.replan_growth,
+        )
         uncut_model = dataclasses.replace(model, workers=1)
         planner = Planner(shape, model, max_growth=growth)
         alone, uncut = Planner(shape, model, max_growth=growth), Planner(shape, uncut_model, max_growth=growth)
@@ -146,9 +143,9 @@ class CudaExecutor:
         slot.step, slot.graph_out = self._buffers(slot.shape, slot.dtype, device)
         slot.loaded = None
 
-    def _buffers(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[GpuStep, torch.Tensor]:
+    def _buffers(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, torch.Tensor]:
         limits = self._limits()
-        step = self._make_step(shape, dtype, device, limits)
+        step = self._kernels.make_step(shape, dtype, device, limits)
         # Padded rows of a graph's batch are in no plan, so nothing writes them and nothing reads KV for them; what
         # the model's other layers make of them is thrown away. But they must be finite numbers, or a per-tensor
         # quantization would spread their NaN. Hence one output for all layers and graphs that starts with zeros and
@@ -156,7 +153,13 @@ class CudaExecutor:
         # consumes this one's.
         graph_out = torch.zeros(self._graph_batch, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
         size = 4 * (limits.kv_slots + limits.partial_slots * shape.q_heads * (shape.head_dim + 1))
-        logger.info("prefixpack: buffers for %s: %s, about %.0f MiB", shape, limits, size / 2**20)
+        logger.info(
+            "prefixpack: %s kernels; buffers for %s: %s, about %.0f MiB",
+            self._kernels.name,
+            shape,
+            limits,
+            size / 2**20,
+        )
         return step, graph_out
 
     def _limits(self) -> StepLimits:
@@ -216,7 +219,7 @@ class CudaExecutor:
         state, heads, head_dim = self._slots[slot], layer.tp_q_head_num, layer.qk_head_dim
         q = q.reshape(-1, heads, head_dim)
         tokens = q.shape[0]
-        if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+        if not self._kernels.takes(q):
             q = q.contiguous()
         if step.in_graph:
             out = state.graph_out[:tokens]
@@ -236,16 +239,6 @@ class CudaExecutor:
             sinks=None if sinks is None else sinks.float(),
         )
         return out
-
-
-def no_kernel(device: torch.device) -> str | None:
-    """Why no packed kernel runs on a CUDA device, in words for the log; None if one does."""
-    if not _native.built_with_cuda:
-        return "sgl_prefix_attn was built without CUDA: install it where nvcc is found"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        return f"the kernels need compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
-    return None
 
 
 def _prefill_tokens(runner: Any, settings: Settings) -> int:

@@ -235,9 +235,9 @@ def cpu_device(settings: Settings) -> DeviceModel:
     )
 
 
-def gpu_device(settings: Settings, sm_count: int, blocks: int) -> DeviceModel:
+def gpu_device(settings: Settings, sm_count: int, blocks: int, max_tile_rows: int) -> DeviceModel:
     """The planner's view of a GPU that holds `blocks` blocks of the packed kernel at once."""
-    device = DeviceModel.gpu(sm_count, max_tile_rows=settings.max_tile_rows)
+    device = DeviceModel.gpu(sm_count, max_tile_rows=min(settings.max_tile_rows, max_tile_rows))
     return dataclasses.replace(device, workers=settings.workers or blocks)
 
 

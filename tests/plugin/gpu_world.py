@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from sgl_prefix_attn.core.planner import ModelShape, Plan
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
+from sgl_prefix_attn.sglang_plugin.gpu_kernels import Kernels, native_kernels
 from sgl_prefix_attn.sglang_plugin.handover import Handed
 from tests.plugin.attention_world import CountingInner, World
 
@@ -84,6 +86,11 @@ class HostStep:
             launch()
 
 
+def host_kernels(make_step: Callable[..., Any] = HostStep) -> Kernels:
+    """The native kernels' conditions, computed by `HostStep`."""
+    return dataclasses.replace(native_kernels(), make_step=make_step)
+
+
 class GraphInner(CountingInner):
     """The inner backend of a GPU: counts what its graph side is asked, in order."""
 
@@ -118,7 +125,7 @@ class GpuWorld(World):
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
         )
         self.steps: list[HostStep] = []
-        self.executor = CudaExecutor(self.runner, settings, self._make_step)
+        self.executor = CudaExecutor(self.runner, settings, host_kernels(self._make_step))
         self.inner = GraphInner(self.runner)
         self.backend = PrefixPackBackend(self.runner, self.inner, self.runtime, self.executor)
         if graphs:

@@ -188,7 +188,8 @@ class TestStepFallbacks:
         self.falls_back(decode(is_draft_worker=True), reasons.DRAFT_WORKER)
 
     def test_no_kernel_for_the_device(self) -> None:
-        self.falls_back(decode(device="cuda"), reasons.NO_CUDA_KERNEL)
+        settings = Settings(metrics=False, gpu_kernels="native")
+        self.falls_back(decode(device="cuda", settings=settings), reasons.NO_CUDA_KERNEL)
 
     def test_paths_and_lengths_that_contradict_each_other(self, caplog: pytest.LogCaptureFixture) -> None:
         world = decode()

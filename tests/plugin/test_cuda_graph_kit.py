@@ -26,7 +26,7 @@ from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.handover import Handed
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
-from tests.plugin.gpu_world import DTYPE, GraphInner, HostStep
+from tests.plugin.gpu_world import DTYPE, GraphInner, host_kernels
 
 KITS = "sglang.test.kits.attention_unittest"
 # The kit imports what it has for other kinds of attention along, which a CPU install lacks kernels for.
@@ -47,7 +47,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[runtime.Runtime]:
     started = runtime.start(settings, "0.5.20", "hooks", None)
 
     def create(runner: Any) -> PrefixPackBackend:
-        executor = CudaExecutor(runner, settings, HostStep)  # type: ignore[arg-type]
+        executor = CudaExecutor(runner, settings, host_kernels())
         return PrefixPackBackend(runner, GraphInner(runner), started, executor)
 
     def with_model(*args: Any, **kwargs: Any) -> Any:

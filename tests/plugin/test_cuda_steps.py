@@ -18,12 +18,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import admission, reasons, runtime
+from sgl_prefix_attn.sglang_plugin import admission, gpu_kernels, reasons, runtime
+from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 from tests.plugin.attention_world import LAYERS
-from tests.plugin.gpu_world import DecodeGraphs, GpuWorld
+from tests.plugin.gpu_world import DecodeGraphs, GpuWorld, host_kernels
 
 # Long enough that reading the prefix once pays on a GPU.
 SHARED = [[(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000)], []]
@@ -349,17 +350,17 @@ class TestFence:
 
 class TestAdmission:
     @pytest.fixture(autouse=True)
-    def _kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(admission, "no_kernel", lambda device: None)
+    def _kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(admission, "choose_kernels", lambda setting, device: host_kernels())
 
-    def runner(self, **arguments: Any) -> Any:
+    def executor(self, **arguments: Any) -> Any:
         runner = decode().runner
         runner.device = "cuda"
         vars(runner.server_args).update(arguments)
-        return runner
+        return admission.make_executor(runner, Settings())
 
     def test_a_plain_server_packs(self) -> None:
-        assert admission.never_packed(self.runner()) is None
+        assert isinstance(self.executor(), CudaExecutor)
 
     @pytest.mark.parametrize(
         ("argument", "reason"),
@@ -370,7 +371,7 @@ class TestAdmission:
         ],
     )
     def test_servers_whose_graphs_are_stock(self, argument: str, reason: str) -> None:
-        assert admission.never_packed(self.runner(**{argument: True})) == reason
+        assert self.executor(**{argument: True}) == reason
 
     def test_layers_the_gpu_kernels_do_not_know(self) -> None:
         world = decode(head_dim=32)
@@ -399,3 +400,46 @@ class TestAdmission:
         late = SimpleNamespace(**vars(world.layers[0]))
         late.tp_q_head_num = 8
         assert world.backend._facts(late).obstacle == reasons.LATE_LAYER
+
+
+class TestKernels:
+    GPU = torch.device("cuda")
+
+    @pytest.fixture
+    def h200(self, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+        monkeypatch.setattr(gpu_kernels._native, "built_with_cuda", True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        return monkeypatch
+
+    def test_native_where_they_run(self, h200: pytest.MonkeyPatch) -> None:
+        assert choose("auto").name == choose("native").name == "native"
+        assert choose("triton").name == "triton"
+
+    def test_triton_for_an_old_gpu(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert choose("auto").name == "triton"
+        assert "the GPU has 7.5" in gpu_kernels.choose_kernels("native", self.GPU)
+
+    def test_triton_for_a_build_without_nvcc(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(gpu_kernels._native, "built_with_cuda", False)
+        assert choose("auto").name == "triton"
+        assert "built without CUDA" in gpu_kernels.choose_kernels("native", self.GPU)
+
+    def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(gpu_kernels._native, "built_with_cuda", False)
+        h200.setattr(gpu_kernels, "triton_kernels", lambda: (_ for _ in ()).throw(ImportError("no triton")))
+        assert "no triton" in gpu_kernels.choose_kernels("auto", self.GPU)
+
+    def test_none_for_other_devices(self) -> None:
+        assert gpu_kernels.choose_kernels("auto", torch.device("xpu")) == (
+            "there are no packed kernels for the device xpu"
+        )
+
+    def test_rows_that_are_not_whole_words(self) -> None:
+        cache = torch.zeros(8, 2, 65, dtype=torch.bfloat16)[:, :, :64]
+        assert host_kernels().obstacle(64, cache) == reasons.KV_LAYOUT
+        assert host_kernels().obstacle(64, cache.contiguous()) is None
+
+
+def choose(setting: Any) -> Any:
+    return gpu_kernels.choose_kernels(setting, TestKernels.GPU)
