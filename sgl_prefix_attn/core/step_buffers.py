@@ -15,7 +15,7 @@ _HEADER_WORDS = 12
 
 
 class StepBuffers:
-    """A plan's words, what a step makes of them (csrc/cuda/kernel_params.h) and partial results, at fixed addresses.
+    """At fixed addresses: a plan's words (csrc/cuda/kernel_params.h), a step's positions and KV slots, partial results.
 
     Args:
         shape: attention shape.
@@ -27,10 +27,8 @@ class StepBuffers:
         self.shape, self.device, self.limits = shape, device, limits
         num_words = _HEADER_WORDS + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
         self._words = self._ints(num_words)
-        self._bounds = self._ints(3 * limits.items)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
-        self._tickets = self._ints(2)
         self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
         self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
         # The host runs ahead of a GPU: a buffer is written again only when its last copy is over.

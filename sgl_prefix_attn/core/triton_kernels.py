@@ -22,19 +22,16 @@ _QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(pla
 _REQUEST, _SLOT_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.SLOT_BEGIN)
 _KV_BEGIN, _KV_END = tl.constexpr(planner.KV_BEGIN), tl.constexpr(planner.KV_END)
 _OPEN_END, _WRITE_THROUGH = tl.constexpr(planner.OPEN_END), tl.constexpr(planner.WRITE_THROUGH)
-# ItemBounds of csrc/cuda/kernel_params.h.
-_BOUNDS_WORDS = tl.constexpr(3)
-_BOUND_END, _BOUND_LOWEST, _BOUND_HIGHEST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# An item at the step's lengths, all that the layers need of it side by side: fewer loads that wait for each other.
+RECORD_WORDS = 8
+_RECORD_WORDS = tl.constexpr(RECORD_WORDS)
+_QUERIES_FROM, _QUERIES, _KEYS_FROM, _KEYS_TO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_LOWEST_POSITION, _PARTIALS_AT, _SLOTS_AT = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _FURTHEST = tl.constexpr(2**31 - 1)
 _SMALL_ROWS = tl.constexpr(16)
-
-
-@triton.jit
-def _item_of(words, item):
-    return words + tl.load(words + _ITEMS_AT) + item * _ITEM_WORDS
 
 
 @triton.jit
@@ -47,7 +44,7 @@ def _position_of(words, seq_lens, query, valid):
 @triton.jit
 def prepare_step(
     words,
-    item_bounds,
+    records,
     query_position,
     kv_slots,
     req_to_token,
@@ -56,7 +53,7 @@ def prepare_step(
     seq_lens,
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Once per step: positions of the queries, bounds and KV slots of the items."""
+    """Once per step: positions of the queries, records and KV slots of the items."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     num_queries = tl.load(words + _NUM_QUERIES)
@@ -66,26 +63,31 @@ def prepare_step(
         tl.store(query_position + query, _position_of(words, seq_lens, query, valid), mask=valid)
 
     for item in range(program, tl.load(words + _NUM_ITEMS), programs):
-        item_words = _item_of(words, item)
+        item_words = words + tl.load(words + _ITEMS_AT) + item * _ITEM_WORDS
         first = tl.load(item_words + _QUERY_BEGIN)
         past = first + tl.load(item_words + _QUERY_COUNT)
-        lowest, highest = past * 0 + _FURTHEST, past * 0 - 1
+        lowest = past * 0 + _FURTHEST
         for begin in range(first, past, BLOCK):
             valid = begin + lanes < past
             position = _position_of(words, seq_lens, begin + lanes, valid)
             lowest = tl.minimum(lowest, tl.min(tl.where(valid, position, _FURTHEST), axis=0))
-            highest = tl.maximum(highest, tl.max(tl.where(valid, position, -1), axis=0))
         kv_begin = tl.load(item_words + _KV_BEGIN)
         kv_end = tl.load(item_words + _KV_END)
         if kv_end == _OPEN_END:
             kv_end = _position_of(words, seq_lens, past - 1, past > first) + 1
-        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_END, kv_end)
-        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_LOWEST, lowest)
-        tl.store(item_bounds + item * _BOUNDS_WORDS + _BOUND_HIGHEST, highest)
+        slots_at = tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item)
+        record = records + item * _RECORD_WORDS
+        tl.store(record + _QUERIES_FROM, first)
+        tl.store(record + _QUERIES, past - first)
+        tl.store(record + _KEYS_FROM, kv_begin)
+        tl.store(record + _KEYS_TO, kv_end)
+        tl.store(record + _LOWEST_POSITION, lowest)
+        tl.store(record + _PARTIALS_AT, tl.load(item_words + _SLOT_BEGIN))
+        tl.store(record + _SLOTS_AT, slots_at)
 
         row = tl.load(req_pool_indices + tl.load(item_words + _REQUEST)).to(tl.int64)
         source = req_to_token + row * req_to_token_stride
-        target = kv_slots + tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item) - kv_begin
+        target = kv_slots + slots_at - kv_begin
         for begin in range(kv_begin, kv_end, BLOCK):
             position = begin + lanes
             valid = position < kv_end
@@ -106,11 +108,9 @@ def _reciprocal(total):
 
 @triton.jit
 def _attend_rows(
-    words,
-    item_words,
-    item_slots,
-    kv_end,
-    lowest,
+    record,
+    kv_slots,
+    query_token,
     query_position,
     first_row,
     num_rows,
@@ -150,15 +150,15 @@ def _attend_rows(
 
     Products are taken in type PRODUCT, sums in fp32.
     """
-    query_begin = tl.load(item_words + _QUERY_BEGIN)
-    kv_begin = tl.load(item_words + _KV_BEGIN)
-    slot_begin = tl.load(item_words + _SLOT_BEGIN)
+    kv_begin, kv_end = tl.load(record + _KEYS_FROM), tl.load(record + _KEYS_TO)
+    slot_begin = tl.load(record + _PARTIALS_AT)
+    item_slots = kv_slots + tl.load(record + _SLOTS_AT)
 
     row = first_row + tl.arange(0, ROWS)
     valid = row < num_rows
-    query = query_begin + row // group
+    query = tl.load(record + _QUERIES_FROM) + row // group
     head = kv_head * group + row % group
-    token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query, mask=valid, other=0).to(tl.int64)
+    token = tl.load(query_token + query, mask=valid, other=0).to(tl.int64)
     position = tl.load(query_position + query, mask=valid, other=0)
     dim = tl.arange(0, PADDED_DIM)
     in_head = dim < HEAD_DIM
@@ -174,7 +174,7 @@ def _attend_rows(
     past_key = tl.minimum(position + 1, kv_end)
     first_key = kv_begin
     if HAS_WINDOW:
-        first_key = tl.maximum(first_key, lowest - window_left)
+        first_key = tl.maximum(first_key, tl.load(record + _LOWEST_POSITION) - window_left)
     key_head = k + kv_head * k_head_stride + dim[None, :]
     value_head = v + kv_head * v_head_stride + dim[None, :]
     to_base_2 = scale * _LOG2E
@@ -234,7 +234,7 @@ def _attend_rows(
 @triton.jit(do_not_specialize=["window_left", "scale", "logit_cap"])
 def attend_packed(
     words,
-    item_bounds,
+    records,
     query_position,
     kv_slots,
     tickets,
@@ -271,18 +271,16 @@ def attend_packed(
 ):
     """The queue: programs take units (item, KV head) until none is left. Who takes which changes no bit."""
     num_units = tl.load(words + _NUM_ITEMS) * kv_heads
-    ticket = tl.atomic_add(tickets, 1)
-    while ticket < num_units:
-        item = ticket // kv_heads
-        kv_head = ticket % kv_heads
-        item_words = _item_of(words, item)
-        item_slots = kv_slots + tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item)
-        kv_end = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_END)
-        lowest = tl.load(item_bounds + item * _BOUNDS_WORDS + _BOUND_LOWEST)
-        num_rows = tl.load(item_words + _QUERY_COUNT) * group
+    query_token = words + tl.load(words + _QUERY_TOKEN_AT)
+    programs = tl.num_programs(0)
+    unit = tl.program_id(0)
+    while unit < num_units:
+        record = records + unit // kv_heads * _RECORD_WORDS
+        kv_head = unit % kv_heads
+        num_rows = tl.load(record + _QUERIES) * group
         if num_rows <= _SMALL_ROWS:
             _attend_rows(
-                words, item_words, item_slots, kv_end, lowest, query_position, 0, num_rows, kv_head,
+                record, kv_slots, query_token, query_position, 0, num_rows, kv_head,
                 q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                 o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
                 kv_heads, group, scale, logit_cap, window_left,
@@ -292,17 +290,18 @@ def attend_packed(
             # A plan for wider tiles takes several passes.
             for first_row in range(0, num_rows, WIDE_ROWS):
                 _attend_rows(
-                    words, item_words, item_slots, kv_end, lowest, query_position, first_row, num_rows, kv_head,
+                    record, kv_slots, query_token, query_position, first_row, num_rows, kv_head,
                     q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                     o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
                     kv_heads, group, scale, logit_cap, window_left,
                     HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
                 )  # fmt: skip
-        ticket = tl.atomic_add(tickets, 1)
-    # The last program to leave makes the counters ready for the next launch, so that a captured graph can be replayed.
-    if tl.atomic_add(tickets + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(tickets, 0)
-        tl.store(tickets + 1, 0)
+        # A ticket is taken after every unit; whoever takes the last one makes the counter ready for the next launch,
+        # so that a captured graph can be replayed.
+        ticket = tl.atomic_add(tickets, 1, sem="relaxed")
+        if ticket == num_units - 1:
+            tl.store(tickets, 0)
+        unit = programs + ticket
 
 
 @triton.jit

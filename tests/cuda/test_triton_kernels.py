@@ -236,7 +236,7 @@ def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
     second = runner.run()
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
-    assert runner.step._tickets.tolist() == [0, 0]
+    assert runner.step._tickets.tolist() == [0]
 
 
 def test_the_plan_of_a_bigger_batch_leaves_nothing_behind() -> None:
