@@ -32,6 +32,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _FURTHEST = tl.constexpr(2**31 - 1)
 _SMALL_ROWS = tl.constexpr(16)
+_MERGED_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -334,16 +335,23 @@ def merge_partials(
         token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query).to(tl.int64)
         first, past = tl.load(offsets + merge), tl.load(offsets + merge + 1)
         maximum = tl.full([HEADS], float("-inf"), tl.float32)
-        for i in range(first, past):
-            partial = tl.load(slots + i).to(tl.int64) * q_heads + head
-            maximum = tl.maximum(maximum, tl.load(partial_lse + partial, mask=valid, other=float("-inf")))
+        for begin in range(first, past, _MERGED_AT_ONCE):
+            i = begin + tl.arange(0, _MERGED_AT_ONCE)
+            slot = tl.load(slots + i, mask=i < past, other=0).to(tl.int64)
+            theirs = tl.load(
+                partial_lse + slot[:, None] * q_heads + head[None, :],
+                mask=(i < past)[:, None] & valid[None, :],
+                other=float("-inf"),
+            )
+            maximum = tl.maximum(maximum, tl.max(theirs, axis=0))
         if sinks is not None:
             sink = tl.load(sinks + head, mask=valid, other=0.0)
             maximum = tl.maximum(maximum, sink)
         base = _safe_max(maximum)
         total = tl.zeros([HEADS], tl.float32)
         output = tl.zeros([HEADS, PADDED_DIM], tl.float32)
-        for i in range(first, past):
+        # Unrolled, the loads of several partials are under way at a time; the order of the sum stays.
+        for i in tl.range(first, past, loop_unroll_factor=4):
             partial = tl.load(slots + i).to(tl.int64) * q_heads + head
             theirs = tl.load(partial_lse + partial, mask=valid, other=float("-inf"))
             weight = tl.exp2((theirs - base) * _LOG2E)

@@ -24,7 +24,7 @@ DTYPES = tuple(_TRITON_TYPE)
 # The interpreter multiplies no bf16: it takes all products in fp32.
 INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that they share the queue
-_PREPARE_BLOCK = 512
+PREPARE_BLOCK = 2048
 _MERGED_VALUES = 2048  # of a merge program at a time
 _KEY_TILE_BYTES = 16 << 10
 # K and V tiles in flight need this much shared memory per program.
@@ -140,7 +140,7 @@ class TritonStep(StepBuffers):
         with self._on_device():
             triton_kernels.prepare_step[(self.blocks,)](
                 self._words, self._records, self._positions, self._kv_slots,
-                req_to_token, req_to_token.stride(0), req_pool_indices, seq_lens, BLOCK=_PREPARE_BLOCK,
+                req_to_token, req_to_token.stride(0), req_pool_indices, seq_lens, BLOCK=PREPARE_BLOCK,
             )  # fmt: skip
 
     def attend(

@@ -108,4 +108,4 @@ def test_variants_fit(target: Any, head_dim: int) -> None:
     kernel = compiled(triton_kernels.attend_packed, gpu, constants, num_warps=num_warps, num_stages=stages)
     assert kernel.metadata.shared <= shared_bytes
     compiled(triton_kernels.merge_partials, gpu, triton_step.merge_constants(shape))
-    compiled(triton_kernels.prepare_step, gpu, {"BLOCK": 512})
+    compiled(triton_kernels.prepare_step, gpu, {"BLOCK": triton_step.PREPARE_BLOCK})

@@ -102,7 +102,7 @@ def test_float32_is_as_exact_as_float32() -> None:
     torch.testing.assert_close(lse.double().cpu(), case.expected[1], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 16))
+@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 8))
 def test_random_ragged_forests(seed: int) -> None:
     """Decode, extend rows and both in one batch; on a GPU larger ones."""
     rng = np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def test_random_ragged_forests(seed: int) -> None:
         {"heads": (4, 1), "requests": 8, "levels": 4, "tokens": 40, "max_new_tokens": [1, 30][seed % 2],
          "multiprocessors": 3}
         if INTERPRETED
-        else {"heads": (32, 8), "head_dim": 128, "requests": int(rng.integers(1, 513)),
+        else {"heads": (32, 8), "head_dim": 128, "requests": int(rng.integers(1, 257)),
               "levels": int(rng.integers(1, 9)), "tokens": int(rng.choice([20, 200, 600])),
               "max_new_tokens": int(rng.choice([1, 5, 200])), "multiprocessors": 132}
     )  # fmt: skip
