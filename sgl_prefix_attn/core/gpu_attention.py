@@ -126,13 +126,8 @@ def _triton_step(obstacle: str) -> MakeStep:
 
 def limits_of(plan: Plan, seq_lens: Int64Array) -> StepLimits:
     """What buffers need to hold for a plan at these lengths."""
-    items = plan.items
-    last = items[:, planner.QUERY_BEGIN] + items[:, planner.QUERY_COUNT] - 1
-    open_end = seq_lens[plan.query_request[last]] - plan.query_back[last]
-    kv_end = items[:, planner.KV_END]
-    ends = np.where(kv_end == planner.OPEN_END, open_end, kv_end)
-    kv_slots = int((ends - items[:, planner.KV_BEGIN]).sum())
-    return StepLimits(plan.num_queries, len(items), kv_slots, plan.num_slots)
+    _, kv_slots = _native.plan_words(plan, seq_lens, 0)
+    return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
 
 
 def _fits(needed: StepLimits, limits: StepLimits) -> bool:

@@ -83,7 +83,8 @@ def test_without_triton_the_error_says_what_is_missing(monkeypatch: pytest.Monke
         gpu_attention._triton_step("because")
 
 
-def test_limits_are_what_the_plan_needs() -> None:
+def test_limits_hold_what_the_plan_reads() -> None:
     plan, lens = make_plan(DeviceModel.gpu(132), requests=60)
-    _, kv_slots = _native.plan_words(plan, lens, 0)
-    assert limits_of(plan, lens) == StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
+    limits = limits_of(plan, lens)
+    assert (limits.queries, limits.items, limits.partial_slots) == (60, len(plan.items), plan.num_slots)
+    assert limits.kv_slots >= plan.kv_tokens_packed > 0
