@@ -11,7 +11,6 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import gpu_attention
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import StepLimits
 from sgl_prefix_attn.core.gpu_attention import limits_of, native_obstacle
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from tests.core.forests import random_paths
