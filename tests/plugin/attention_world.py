@@ -46,6 +46,7 @@ class World:
         paths: of the batch.
         seq_lens, query_lens: of the batch; query_lens None: decode.
         room: positions that requests may grow.
+        tensors: the device they are on.
     """
 
     def __init__(
@@ -59,18 +60,20 @@ class World:
         kv_dtype: torch.dtype = torch.float32,
         head_dim: int = HEAD_DIM,
         room: int = 8,
+        tensors: str = "cpu",
         **runner: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.paths, self.seq_lens = paths, seq_lens
         self.query_lens = query_lens
+        self.tensors = tensors
         total = sum(seq_lens) + 8
         self.pool = MHATokenToKVPool(
-            total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, "cpu", False, enable_alt_stream=False
+            total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
         )
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
-        self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, "cpu", False)
+        self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
         slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
         of_node: dict[int, list[int]] = {}
         for row, (path, length) in enumerate(zip(paths, seq_lens, strict=True), 1):
@@ -119,6 +122,7 @@ class World:
 
     def _batch(self) -> ForwardBatch:
         lengths = torch.tensor(self.seq_lens, dtype=torch.int64)
+        on_device = lengths.to(self.tensors)
         new = [1] * len(self.seq_lens) if self.query_lens is None else self.query_lens
         rows = torch.arange(1, len(self.seq_lens) + 1)
         written = [
@@ -128,16 +132,16 @@ class World:
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if self.query_lens is None else ForwardMode.EXTEND,
             batch_size=len(self.seq_lens),
-            input_ids=torch.zeros(sum(new), dtype=torch.int64),
-            req_pool_indices=rows,
-            seq_lens=lengths,
+            input_ids=torch.zeros(sum(new), dtype=torch.int64, device=self.tensors),
+            req_pool_indices=rows.to(self.tensors),
+            seq_lens=on_device,
             out_cache_loc=torch.cat(written).to(torch.int64),
             seq_lens_sum=sum(self.seq_lens),
             seq_lens_cpu=lengths,
         )
         if self.query_lens is not None:
-            batch.extend_seq_lens = torch.tensor(new, dtype=torch.int32)
-            batch.extend_prefix_lens = (lengths - torch.tensor(new)).to(torch.int32)
+            batch.extend_seq_lens = torch.tensor(new, dtype=torch.int32, device=self.tensors)
+            batch.extend_prefix_lens = (on_device - batch.extend_seq_lens).to(torch.int32)
         return batch
 
     def qkv(self, layer: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +150,7 @@ class World:
         tokens = self.batch.input_ids.shape[0]
 
         def random(heads: int) -> torch.Tensor:
-            return torch.randn((tokens, heads, layer.qk_head_dim), generator=generator).to(dtype)
+            return torch.randn((tokens, heads, layer.qk_head_dim), generator=generator).to(self.tensors, dtype)
 
         q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
         return q.flatten(1), k, v

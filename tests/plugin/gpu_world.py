@@ -115,17 +115,30 @@ class GraphInner(CountingInner):
 
 
 class GpuWorld(World):
-    """A world whose backend has a CUDA executor over host memory, with decode graphs as SGLang runs them."""
+    """A world whose backend has a CUDA executor, with decode graphs as SGLang runs them.
 
-    def __init__(self, *args: Any, settings: Settings | None = None, graphs: int = 0, **options: Any) -> None:
+    Args:
+        graphs: size of the largest graph; 0: none.
+        kernels: real ones, for tensors on a GPU; None: everything is on the host.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: Settings | None = None,
+        graphs: int = 0,
+        kernels: Kernels | None = None,
+        **options: Any,
+    ) -> None:
         settings = settings or Settings(metrics=False)
         options = {"kv_dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, **options}
+        options["tensors"] = "cpu" if kernels is None else "cuda"
         super().__init__(*args, settings=settings, **options)
         self.runner.server_args = SimpleNamespace(
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
         )
         self.steps: list[HostStep] = []
-        self.executor = CudaExecutor(self.runner, settings, host_kernels(self._make_step))
+        self.executor = CudaExecutor(self.runner, settings, kernels or host_kernels(self._make_step))
         self.inner = GraphInner(self.runner)
         self.backend = PrefixPackBackend(self.runner, self.inner, self.runtime, self.executor)
         if graphs:
@@ -145,7 +158,7 @@ class GpuWorld(World):
     def grow(self, tokens: int) -> None:
         """The same decode batch, some steps later; the new positions' slots hold what they held."""
         for row, length in enumerate(self.seq_lens, 1):
-            self.rows.req_to_token[row, length : length + tokens] = torch.arange(1, tokens + 1) + row
+            self.rows.req_to_token[row, length : length + tokens] = torch.arange(1, tokens + 1, dtype=torch.int32) + row
         self.seq_lens = [length + tokens for length in self.seq_lens]
         self.batch = self._batch()
         self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
@@ -156,18 +169,19 @@ class DecodeGraphs:
 
     def __init__(self, world: GpuWorld, max_batch: int) -> None:
         self.world, self.max_batch = world, max_batch
-        self.buffers = SimpleNamespace(
-            input_ids=torch.zeros(max_batch, dtype=torch.int64),
-            positions=torch.zeros(max_batch, dtype=torch.int64),
-            req_pool_indices=torch.zeros(max_batch, dtype=torch.int64),
-            seq_lens=torch.ones(max_batch, dtype=torch.int64),
-            seq_lens_cpu=torch.ones(max_batch, dtype=torch.int64),
-            out_cache_loc=torch.zeros(max_batch, dtype=torch.int64),
-            mamba_track_indices=None,
-        )
+        with torch.device(world.tensors):
+            self.buffers = SimpleNamespace(
+                input_ids=torch.zeros(max_batch, dtype=torch.int64),
+                positions=torch.zeros(max_batch, dtype=torch.int64),
+                req_pool_indices=torch.zeros(max_batch, dtype=torch.int64),
+                seq_lens=torch.ones(max_batch, dtype=torch.int64),
+                seq_lens_cpu=torch.ones(max_batch, dtype=torch.int64, device="cpu"),
+                out_cache_loc=torch.zeros(max_batch, dtype=torch.int64),
+                mamba_track_indices=None,
+            )
         layer = world.layers[0]
         width = layer.tp_q_head_num * layer.qk_head_dim
-        self.q = torch.zeros(len(world.layers), max_batch, width, dtype=DTYPE)
+        self.q = torch.zeros(len(world.layers), max_batch, width, dtype=DTYPE, device=world.tensors)
         self.graphs: dict[int, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
         world.backend.init_cuda_graph_state(max_batch, max_batch)
 
@@ -203,6 +217,12 @@ class DecodeGraphs:
         for _ in range(2):
             run_once()
             backend.on_after_cuda_graph_warmup()
+        if world.tensors == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run_once()
+            self.graphs[size] = [graph.replay], outputs
+            return
         recorded = []
         for step in world.steps:
             step.recording = recorded

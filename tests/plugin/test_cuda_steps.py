@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -330,8 +330,12 @@ class TestGraphsWithInnerLayers:
         assert world.steps == []
 
 
+SharedReadEnds: Any = getattr(base_attn_backend, "SharedReadEnds", None)
+
+
+@pytest.mark.skipif(SharedReadEnds is None, reason="SGLang asks from 0.5.18 on")
 class TestFence:
-    def ends(self, world: GpuWorld, mode: ForwardMode) -> SharedReadEnds:
+    def ends(self, world: GpuWorld, mode: ForwardMode) -> Any:
         return world.backend.shared_read_ends(mode)
 
     def test_packed_graphs_read_the_schedulers_tables_before_the_replay(self) -> None:
