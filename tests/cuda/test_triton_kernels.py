@@ -172,9 +172,9 @@ def test_soft_cap(cap: float) -> None:
 @pytest.mark.parametrize("merged", [False, True], ids=["written through", "merged"])
 def test_sinks_count_once(merged: bool, level: float) -> None:
     """A sink far above all scores takes all the weight; one far below takes none."""
-    queries = 17 if merged else 3
+    queries, path = (17, [(0, 0, 600)]) if merged else (3, [])
     lens = (600 if merged else 40) + np.arange(1, queries + 1, dtype=np.int64)
-    batch = ([[(0, 0, 600 if merged else 40)]] * queries, lens, np.ones_like(lens))
+    batch = ([path] * queries, lens, np.ones_like(lens))
     case = make_case(2, heads=(4, 1), with_sinks=True, batch=batch)
     case.variant["sinks"] += level
     pool = case.pool
