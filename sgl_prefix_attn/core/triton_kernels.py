@@ -231,8 +231,8 @@ def _attend_rows(
         tl.store(partial_lse + partial, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
 
 
-# What differs between layers of one model must not compile another kernel.
-@triton.jit(do_not_specialize=["window_left", "scale", "logit_cap"])
+# What differs between models and layers, and makes no faster kernel, is not to make another kernel.
+@triton.jit(do_not_specialize=["lse_token_stride", "kv_heads", "group", "scale", "logit_cap", "window_left"])
 def attend_packed(
     words,
     records,
@@ -305,7 +305,7 @@ def attend_packed(
         unit = programs + ticket
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_token_stride", "q_heads"])
 def merge_partials(
     words,
     partial_o,
