@@ -121,9 +121,9 @@ class BlockUnit {
         const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>((pass * kRowsPerPass & 7) << 4)) +
                                          pass * kRowsPerPass * TileT::kRowBytes;
         const bool valid = next_slots_[pass] >= 0;
-        const int64_t slot = valid ? next_slots_[pass] : 0;
-        ptx::copy_async(place, k_ + slot * k_stride_, valid);
-        ptx::copy_async(place + TileT::kTileBytes, v_ + slot * v_stride_, valid);
+        const int32_t slot = valid ? next_slots_[pass] : 0;
+        ptx::copy_async(place, ptx::at(k_, slot, k_stride_), valid);
+        ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride_), valid);
       }
       fetch_slots(tile + 1);
     }

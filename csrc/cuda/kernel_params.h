@@ -53,6 +53,7 @@ struct ItemRecord {
   int32_t highest;     // position of its latest query
   int32_t slot_begin;  // as in WorkItem
   int32_t merge_begin;
+  int32_t merge_first;  // its first entry of merge_slot; those of the item's other queries follow
   int32_t slots_at;
   int32_t tile_rows;
 };

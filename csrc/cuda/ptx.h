@@ -89,6 +89,20 @@ PREFIXPACK_DEVICE void load_matrix_transposed(uint32_t (&out)[4], SharedAddress 
                : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements, two neighbours of a row per lane, transposed.
+PREFIXPACK_DEVICE uint32_t transpose(uint32_t pair) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
+// base + index * stride, in bytes.
+PREFIXPACK_DEVICE const char* at(const char* base, int32_t index, int32_t stride) {
+  const char* result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(index), "r"(stride), "l"(base));
+  return result;
+}
+
 struct BFloat16 {
   static PREFIXPACK_DEVICE uint32_t pack(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

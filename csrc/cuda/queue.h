@@ -8,15 +8,10 @@
 
 namespace prefixpack {
 
-// Functions of their own: inlined side by side they would share, and spill, one set of registers.
+// A function per tile: inlined side by side they would share, and spill, one set of registers.
 template <class TileT, class Element>
 PREFIXPACK_DEVICE_CALL int32_t run_block_unit(const KernelParams& params, char* shared, Unit unit) {
   return BlockUnit<TileT, Element>(params, shared, unit).run();
-}
-
-template <class TileT, class Element>
-PREFIXPACK_DEVICE_CALL void run_warp_units(const KernelParams& params, char* shared) {
-  WarpUnits<TileT, Element>(params, shared).run();
 }
 
 // What a block keeps in shared memory behind the tiles. Parameters and header are read often, by code that is called
@@ -71,7 +66,7 @@ PREFIXPACK_DEVICE void run_queue(const KernelParams& kernel_params, char* shared
   run_block_queue<HeadDim, Element>(params, shared, &state->ticket);
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     using TileT = WarpTile<HeadDim>;
-    run_warp_units<TileT, Element>(params, shared + ptx::thread_index() / 32 * TileT::kBytes);
+    WarpUnits<TileT, Element>(kernel_params, state->header, shared + ptx::thread_index() / 32 * TileT::kBytes).run();
     ptx::block_sync();
   }
   // The last block to leave makes the counters ready for the next launch, so that a captured graph can be replayed.

@@ -55,15 +55,26 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
 
-// One partial more: the sums so far are scaled by `keep`, the partial by `add`.
-struct MergeFactors {
-  float keep, add;
+// The weights of a row's partials are 2^(lse - base) * factor.
+struct MergeWeights {
+  float base;
+  float factor;
+  float lse;  // of the row, to base 2
+
+  PREFIXPACK_DEVICE float of(float partial_lse) const { return ptx::exp2(partial_lse - base) * factor; }
 };
 
-PREFIXPACK_DEVICE MergeFactors merge_partial(SoftmaxState& state, float lse) {
-  MergeFactors factors;
-  state = softmax_join(state, {lse, 1.0f}, [](float x) { return ptx::exp2(x); }, &factors.keep, &factors.add);
-  return factors;
+// lse_of(i): of partial i.
+template <class LseOf>
+PREFIXPACK_DEVICE MergeWeights merge_weights(const AttentionParams& attention, int32_t head, int32_t count,
+                                             const LseOf& lse_of) {
+  SoftmaxState state = softmax_start();
+  for (int32_t i = 0; i < count; ++i) {
+    float keep, add;
+    state = softmax_join(state, {lse_of(i), 1.0f}, [](float x) { return ptx::exp2(x); }, &keep, &add);
+  }
+  const Normalised result = normalised(with_sink(state, attention, head));
+  return {safe_max(state.max), result.factor, result.lse};
 }
 
 // Partials of one query: entries [first, first + count) of the plan's merge_slot, in ascending KV order.
@@ -89,25 +100,29 @@ PREFIXPACK_DEVICE void merge_row(const KernelParams& params, int32_t query, int3
   const int32_t lane = ptx::thread_index() % 32;
   constexpr int32_t kPairs = HeadDim / 64;
   float left[kPairs] = {}, right[kPairs] = {};
-  SoftmaxState state = softmax_start();
-  for (int32_t i = list.first; i < list.first + list.count; ++i) {
-    const PartialRow partial = partial_row(attention, params.plan.merge_slot(i), head);
-    const MergeFactors factors = merge_partial(state, ptx::load_shared_result(partial.lse));
+  const auto partial_of = [&](int32_t i) {
+    return partial_row(attention, params.plan.merge_slot(list.first + i), head);
+  };
+  const MergeWeights weights = merge_weights(attention, head, list.count, [&](int32_t i) {
+    return ptx::load_shared_result(partial_of(i).lse);
+  });
+  for (int32_t i = 0; i < list.count; ++i) {
+    const PartialRow partial = partial_of(i);
+    const float weight = weights.of(ptx::load_shared_result(partial.lse));
 #pragma unroll
     for (int32_t pair = 0; pair < kPairs; ++pair) {
       float l, r;
       ptx::load_shared_result(partial.output + pair * 64 + lane * 2, l, r);
-      left[pair] = ptx::fma(factors.add, l, left[pair] * factors.keep);
-      right[pair] = ptx::fma(factors.add, r, right[pair] * factors.keep);
+      left[pair] = ptx::fma(weight, l, left[pair]);
+      right[pair] = ptx::fma(weight, r, right[pair]);
     }
   }
-  const Normalised result = normalised(with_sink(state, attention, head));
   const OutputRow target = output_row(params, query, head);
 #pragma unroll
   for (int32_t pair = 0; pair < kPairs; ++pair) {
-    store_output<Element>(target.output, pair * 64 + lane * 2, left[pair] * result.factor, right[pair] * result.factor);
+    store_output<Element>(target.output, pair * 64 + lane * 2, left[pair], right[pair]);
   }
-  if (lane == 0) store_lse(target.lse, result.lse);
+  if (lane == 0) store_lse(target.lse, weights.lse);
 }
 
 }  // namespace prefixpack

@@ -37,6 +37,12 @@ class Softmax {
         to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
 
   // Products become logits, but for a factor that add() applies.
+  PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
+    if (cap_ > 0.0f) {
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * ptx::tanh(scores[i] * scale_ / cap_);
+    }
+  }
   template <int KeyBlocks>
   PREFIXPACK_DEVICE void transform(float (&scores)[KeyBlocks][4]) const {
     if (cap_ > 0.0f) {
@@ -90,6 +96,37 @@ class Softmax {
     }
   }
 
+  // The same for transposed fragments, whose columns are the rows of queries: two columns, over eight lanes each.
+  template <int ValueBlocks>
+  PREFIXPACK_DEVICE void add_columns(float (&scores)[4], SoftmaxState (&state)[2],
+                                     float (&output)[ValueBlocks][4]) const {
+    float max[2] = {ptx::max(scores[0], scores[2]), ptx::max(scores[1], scores[3])};
+#pragma unroll
+    for (int32_t mask = 4; mask <= 16; mask *= 2) {
+      max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+      max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+    }
+    max[0] = ptx::max(max[0] * to_base_2_, state[0].max);
+    max[1] = ptx::max(max[1] * to_base_2_, state[1].max);
+    if (ptx::any(max[0] != state[0].max || max[1] != state[1].max)) {
+#pragma unroll
+      for (int32_t column = 0; column < 2; ++column) {
+        const float rescale = ptx::exp2(state[column].max - safe_max(max[column]));
+        state[column] = {max[column], state[column].sum * rescale};
+#pragma unroll
+        for (int32_t block = 0; block < ValueBlocks; ++block) {
+          output[block][column] *= rescale;
+          output[block][2 + column] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      scores[i] = ptx::exp2(ptx::fma(scores[i], to_base_2_, -safe_max(max[i % 2])));
+      state[i % 2].sum += scores[i];
+    }
+  }
+
  private:
   const float scale_, cap_, to_base_2_;
 };
@@ -97,6 +134,12 @@ class Softmax {
 PREFIXPACK_DEVICE void add_up_quad(float& sum) {
   sum += ptx::shuffle_xor(sum, 1);
   sum += ptx::shuffle_xor(sum, 2);
+}
+
+PREFIXPACK_DEVICE void add_up_columns(float& sum) {
+  sum += ptx::shuffle_xor(sum, 4);
+  sum += ptx::shuffle_xor(sum, 8);
+  sum += ptx::shuffle_xor(sum, 16);
 }
 
 }  // namespace prefixpack

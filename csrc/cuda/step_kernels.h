@@ -39,8 +39,10 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
         highest = high > highest ? high : highest;
       }
       if (thread == 0) {
+        const int32_t merge = plan.item_merge(index);
+        const int32_t merge_first = item.slot_begin == kWriteThrough ? 0 : plan.merge_offset(merge);
         step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end, lowest, highest, item.slot_begin,
-                             plan.item_merge(index), plan.item_slots(index), item.tile_rows};
+                             merge, merge_first, plan.item_slots(index), item.tile_rows};
       }
     }
     const int32_t* row =

@@ -15,7 +15,7 @@ constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
 constexpr int kMaxStages = 4;
 constexpr int kMaxWarpStages = 4;
 
-constexpr int kWarpRows = 16;  // items of so many rows or fewer are work for one warp, the others for a block
+constexpr int kWarpRows = 8;  // items of so many rows or fewer are work for one warp, the others for a block
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
@@ -50,9 +50,10 @@ struct WarpTile {
   static constexpr int kRows = kWarpRows;
   static constexpr int kKeys = 16;
   static constexpr int kRowBytes = HeadDim * 2;
-  static constexpr int kTileBytes = kKeys * kRowBytes;  // of the queries, or of K or V of a stage
-  static constexpr int kStages = min_of(kMaxWarpStages, (kSharedBytes / kWarps / kTileBytes - 1) / 2);
-  static constexpr int kBytes = (1 + 2 * kStages) * kTileBytes;
+  static constexpr int kQueryBytes = kRows * kRowBytes;
+  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
+  static constexpr int kStages = min_of(kMaxWarpStages, (kSharedBytes / kWarps - kQueryBytes) / (2 * kTileBytes));
+  static constexpr int kBytes = kSharedBytes / kWarps;
 };
 
 // Wider heads leave a warp neither the registers nor the shared memory for work of its own.

@@ -66,7 +66,7 @@ class GpuStep:
             self.blocks = _native.cuda_resident_blocks(shape.head_dim, DTYPES[dtype])
         num_words = 12 + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
         self._words = self._ints(num_words)
-        self._items = self._ints(10 * limits.items)
+        self._items = self._ints(11 * limits.items)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
         self._tickets = self._ints(3)

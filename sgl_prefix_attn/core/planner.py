@@ -78,7 +78,7 @@ class DeviceModel:
             flops=flops,
             item_overhead=0.7e-6,
             reread=0.25,
-            tile_rows=tuple(rows for rows in (16, 32, 64, 128) if rows <= max_tile_rows),
+            tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
         )
 
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace emulation {
@@ -27,6 +28,7 @@ struct PendingCopy {
 struct Exchange {
   uint64_t arrived[2] = {0, 0};
   uint64_t words[2][kWarpThreads][6];
+  int lines[2][kWarpThreads];
 };
 
 struct Block;
@@ -74,15 +76,20 @@ inline void yield() { swapcontext(&self().context, &machine()->scheduler); }
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
-// Lays `count` words out and returns what all lanes laid out, once all have.
-inline const uint64_t (*exchange(const uint64_t* words, int count))[6] {
+// Lays `count` words out and returns what all lanes laid out, once all have. `line` is the caller's: lanes that meet
+// at different instructions would hang or get nonsense on a GPU.
+inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6] {
   Fiber& fiber = self();
   Exchange& warp = fiber.block->warps[fiber.thread / kWarpThreads];
   const uint64_t number = fiber.exchanges++;
   const int set = number % 2;
   for (int i = 0; i < count; ++i) warp.words[set][fiber.thread % kWarpThreads][i] = words[i];
+  warp.lines[set][fiber.thread % kWarpThreads] = line;
   ++warp.arrived[set];
   while (warp.arrived[set] < kWarpThreads * (number / 2 + 1)) yield();
+  for (int other : warp.lines[set]) {
+    if (other != line) fail("lanes of a warp meet at lines " + std::to_string(line) + " and " + std::to_string(other));
+  }
   return warp.words[set];
 }
 

@@ -33,32 +33,32 @@ inline void store_pair(float* address, float left, float right) {
 }
 
 template <class T>
-inline T shuffle_xor(T value, int lane_mask) {
+inline T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
   uint64_t word = 0;
   std::memcpy(&word, &value, sizeof(T));
-  const auto* lanes = emulation::exchange(&word, 1);
+  const auto* lanes = emulation::exchange(&word, 1, line);
   T result;
   std::memcpy(&result, &lanes[(thread_index() % 32) ^ lane_mask][0], sizeof(T));
   return result;
 }
 
 template <class T>
-inline T shuffle(T value, int lane) {
+inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   uint64_t word = 0;
   std::memcpy(&word, &value, sizeof(T));
-  const auto* lanes = emulation::exchange(&word, 1);
+  const auto* lanes = emulation::exchange(&word, 1, line);
   T result;
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
 }
-inline bool any(bool predicate) {
+inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
-  const auto* lanes = emulation::exchange(&word, 1);
+  const auto* lanes = emulation::exchange(&word, 1, line);
   bool result = false;
   for (int lane = 0; lane < 32; ++lane) result |= lanes[lane][0] != 0;
   return result;
 }
-inline void warp_sync() { any(false); }
+inline void warp_sync(int line = __builtin_LINE()) { any(false, line); }
 inline void fence() {}
 inline int32_t load_acquire(const int32_t* address) { return *address; }
 inline float load_shared_result(const float* address) { return *address; }
@@ -103,21 +103,21 @@ inline void copy_wait() {
 inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int row) {
   return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
 }
-inline void load_matrix(uint32_t (&out)[4], SharedAddress address) {
+inline void load_matrix(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
   const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
-  const auto* lanes = emulation::exchange(&word, 1);
+  const auto* lanes = emulation::exchange(&word, 1, line);
   const int lane = thread_index() % 32;
   for (int matrix = 0; matrix < 4; ++matrix) {
     std::memcpy(&out[matrix], matrix_row(lanes, matrix, lane / 4) + lane % 4 * 2, 4);
   }
 }
-inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address) {
+inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
   const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
-  const auto* lanes = emulation::exchange(&word, 1);
+  const auto* lanes = emulation::exchange(&word, 1, line);
   const int lane = thread_index() % 32;
   for (int matrix = 0; matrix < 4; ++matrix) {
     const uint32_t low = matrix_row(lanes, matrix, lane % 4 * 2)[lane / 4];
@@ -125,6 +125,17 @@ inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address) {
     out[matrix] = low | high << 16;
   }
 }
+
+inline uint32_t transpose(uint32_t pair, int line = __builtin_LINE()) {
+  const uint64_t word = pair;
+  const auto* lanes = emulation::exchange(&word, 1, line);
+  const int lane = thread_index() % 32;
+  const auto element = [&](int row, int column) {
+    return static_cast<uint32_t>(lanes[row * 4 + column / 2][0]) >> (column % 2 * 16) & 0xffff;
+  };
+  return element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+}
+inline const char* at(const char* base, int32_t index, int32_t stride) { return base + int64_t{index} * stride; }
 
 struct BFloat16 {
   static float widen(uint16_t bits) {
@@ -159,9 +170,10 @@ struct Float16 {
 // Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
 // row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
 template <class Element>
-inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                     int line = __builtin_LINE()) {
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const auto* lanes = emulation::exchange(words, 6);
+  const auto* lanes = emulation::exchange(words, 6, line);
   const int lane = thread_index() % 32;
   const auto half = [](uint64_t word, int k) {
     return Element::widen(static_cast<uint16_t>(k % 2 == 0 ? word & 0xffff : word >> 16 & 0xffff));
