@@ -35,6 +35,8 @@ def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
     if isinstance(kernels, str):
         logger.warning("prefixpack: all steps run on the inner backend: %s", kernels)
         return reasons.NO_CUDA_KERNEL
+    if not runner.spec_algorithm.is_none():
+        return reasons.SPECULATIVE
     arguments = runner.server_args
     if arguments.disable_radix_cache:
         return reasons.NO_RADIX_CACHE

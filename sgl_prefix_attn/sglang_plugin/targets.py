@@ -170,8 +170,8 @@ _BACKENDS = (
     *_attributes(_BACKEND, "needs_cpu_seq_lens"),
     *_attributes(
         _RUNNER,
-        "device dtype is_draft_worker model model_config req_to_token_pool server_args token_to_kv_pool "
-        "use_mla_backend",
+        "device dtype is_draft_worker model model_config req_to_token_pool server_args spec_algorithm "
+        "token_to_kv_pool use_mla_backend",
     ),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import Int64Array
@@ -137,6 +138,7 @@ class GpuWorld(World):
         self.runner.server_args = SimpleNamespace(
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
         )
+        self.runner.spec_algorithm = SpeculativeAlgorithm.NONE
         self.steps: list[HostStep] = []
         self.executor = CudaExecutor(self.runner, settings, kernels or host_kernels(self._make_step))
         self.inner = GraphInner(self.runner)

@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import PlanTooLarge
@@ -376,6 +377,11 @@ class TestAdmission:
     )
     def test_servers_whose_graphs_are_stock(self, argument: str, reason: str) -> None:
         assert self.executor(**{argument: True}) == reason
+
+    def test_a_server_with_drafts_has_stock_graphs(self) -> None:
+        runner = decode().runner
+        runner.device, runner.spec_algorithm = "cuda", SpeculativeAlgorithm.EAGLE
+        assert admission.make_executor(runner, Settings()) == reasons.SPECULATIVE
 
     def test_layers_the_gpu_kernels_do_not_know(self) -> None:
         world = decode(head_dim=32)
