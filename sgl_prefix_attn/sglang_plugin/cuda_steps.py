@@ -120,9 +120,8 @@ class CudaExecutor:
             return found
         device = k_cache.device
         step, graph_out = self._buffers(shape, dtype, device)
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         model, growth = (
-            gpu_device(self._settings, sm_count, step.blocks, self._kernels.max_tile_rows),
+            gpu_device(self._settings, _sm_count(device), self._kernels.max_tile_rows),
             self._settings.replan_growth,
         )
         uncut_model = dataclasses.replace(model, workers=1)
@@ -239,6 +238,10 @@ class CudaExecutor:
             sinks=None if sinks is None else sinks.float(),
         )
         return out
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _prefill_tokens(runner: Any, settings: Settings) -> int:

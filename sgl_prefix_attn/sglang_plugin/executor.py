@@ -235,10 +235,10 @@ def cpu_device(settings: Settings) -> DeviceModel:
     )
 
 
-def gpu_device(settings: Settings, sm_count: int, blocks: int, max_tile_rows: int) -> DeviceModel:
-    """The planner's view of a GPU that holds `blocks` blocks of the packed kernel at once."""
+def gpu_device(settings: Settings, sm_count: int, max_tile_rows: int) -> DeviceModel:
+    """The planner's view of a GPU whose kernels have row tiles up to `max_tile_rows`."""
     device = DeviceModel.gpu(sm_count, max_tile_rows=min(settings.max_tile_rows, max_tile_rows))
-    return dataclasses.replace(device, workers=settings.workers or blocks)
+    return dataclasses.replace(device, workers=settings.workers or device.workers)
 
 
 def _as_int64(tensor: torch.Tensor) -> torch.Tensor:

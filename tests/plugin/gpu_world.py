@@ -32,8 +32,6 @@ DTYPE = torch.bfloat16
 class HostStep:
     """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
 
-    blocks = 16
-
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
         self.loads: list[Plan] = []
