@@ -44,9 +44,9 @@ class BlockUnit {
     copy_to_ = swizzled(thread_ / kChunks, chunk, TileT::kRowBytes);
   }
 
-  // Returns thread 0's ticket for the block's next unit: taken late, so that no block holds back work that another
-  // could do, and early enough to be here when it is needed.
-  PREFIXPACK_DEVICE int32_t run() {
+  // next_ticket: gets the block's next unit, asked for late, so that no block holds back work that another could do,
+  // and early enough to be here when it is needed.
+  PREFIXPACK_DEVICE void run(int32_t* next_ticket) {
     load_queries();
     fetch_slots(0);
     for (int32_t tile = 0; tile < kStages - 1; ++tile) load_tile(tile);
@@ -60,12 +60,12 @@ class BlockUnit {
       weigh(tile, scores);
       add_values(tile, scores);
     }
-    const int32_t ticket = thread_ == 0 ? ptx::atomic_add(&params_.step.tickets[0], 1) : 0;
+    const int32_t ticket = ptx::take_ticket(&params_.step.tickets[0]);
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
     finish();
+    if (thread_ < 32) *next_ticket = ticket;
     ptx::block_sync();
-    return ticket;
   }
 
  private:
@@ -240,7 +240,6 @@ class BlockUnit {
     } else {
       join_warps();
     }
-    if (item_.slot_begin != kWriteThrough) merge_what_is_ready();
   }
 
   PREFIXPACK_DEVICE void store_fragments() const {
@@ -343,36 +342,16 @@ class BlockUnit {
     }
   }
 
-  PREFIXPACK_DEVICE void merge_what_is_ready() const {
-    auto* ready = reinterpret_cast<int32_t*>(shared_);  // [queries], where the query tile was
-    ptx::fence();
-    ptx::block_sync();
-    for (int32_t query = thread_; query < item_.query_count; query += kThreads) {
-      const int32_t merge = item_.merge_begin + query;
-      int32_t* arrivals = arrivals_of(params_, merge, kv_head_);
-      ready[query] = ptx::atomic_add(arrivals, 1) == merge_list(params_.plan, merge).count - 1;
-      if (ready[query]) *arrivals = 0;
-    }
-    ptx::fence();
-    ptx::block_sync();
-    for (int32_t row = thread_ / 32; row < rows_; row += kWarps) {
-      const Row place = row_of(row, kv_head_, group_);
-      if (!ready[place.query]) continue;
-      merge_row<TileT::kHeadDim, Element>(params_, item_.query_begin + place.query, place.head,
-                                          merge_list(params_.plan, item_.merge_begin + place.query));
-    }
-  }
-
   const KernelParams& params_;
   const AttentionParams& attention_;
-  const ItemRecord item_;
+  const ItemRecord& item_;
   const int32_t kv_head_, group_, rows_, window_;
   char* const shared_;
   const ptx::SharedAddress queries_, ring_;
   const int32_t thread_, lane_, row_warp_, key_warp_;
   const Softmax softmax_;
   int32_t begin_, keys_, num_tiles_;
-  const int32_t* slots_;  // of the row that this thread copies first
+  const int32_t* slots_;         // of the row that this thread copies first
   const char *k_, *v_;           // of this thread's chunk
   int32_t k_stride_, v_stride_;  // bytes
   ptx::SharedAddress copy_to_;

@@ -9,7 +9,9 @@ namespace prefixpack {
 
 namespace {
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ KernelParams params) {
+constexpr int kPrepareThreads = 128;
+
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ KernelParams params) {
   prepare_step(params);
 }
 
@@ -50,7 +52,7 @@ struct Launch {
 int32_t resident_blocks(int32_t head_dim, DType dtype) { return dispatch(head_dim, dtype, Resident{}); }
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
-  prepare_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "preparation of the step");
 }
 

@@ -13,8 +13,19 @@ namespace prefixpack::ptx {
 
 PREFIXPACK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 PREFIXPACK_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+PREFIXPACK_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
 PREFIXPACK_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
-PREFIXPACK_DEVICE void block_sync() { __syncthreads(); }
+// The lanes of a warp meet first: a called function may return to them one after the other, and each part of a split
+// warp would count as a warp that has arrived.
+PREFIXPACK_DEVICE void block_sync() {
+  __syncwarp();
+  __syncthreads();
+}
+// Also a barrier.
+PREFIXPACK_DEVICE bool block_any(bool predicate) {
+  __syncwarp();
+  return __syncthreads_or(predicate) != 0;
+}
 PREFIXPACK_DEVICE int atomic_add(int32_t* address, int32_t value) { return atomicAdd(address, value); }
 PREFIXPACK_DEVICE float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
@@ -26,21 +37,37 @@ template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
+// One ticket for the block's first warp, known to all its lanes; 0 in the other warps.
+PREFIXPACK_DEVICE int32_t take_ticket(int32_t* counter) {
+  const int32_t ticket = thread_index() == 0 ? atomic_add(counter, 1) : 0;
+  return shuffle(ticket, 0);
+}
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 PREFIXPACK_DEVICE void warp_sync() { __syncwarp(); }
-// What this thread wrote is seen by whoever sees what it writes next; what it reads next is no older than its last read.
-PREFIXPACK_DEVICE void fence() { __threadfence(); }
-PREFIXPACK_DEVICE int32_t load_acquire(const int32_t* address) {
+// Whoever sees the sum sees what this thread wrote before, and what others wrote before they met it at a barrier.
+PREFIXPACK_DEVICE int32_t atomic_add_release(int32_t* address, int32_t value) {
+  int32_t before;
+  asm volatile("atom.add.release.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+// Reads of what other blocks wrote during this launch: from L2, where all meet. An acquiring read or fence would throw
+// away the multiprocessor's whole L1 for every unit; it is not needed, since nothing of this is ever in L1, and a read
+// that hangs on a counter's value is not issued before that value is here.
+PREFIXPACK_DEVICE int32_t load_shared_result(const int32_t* address) {
   int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-// Reads of what other blocks wrote during this launch: past the multiprocessor's own cache.
-PREFIXPACK_DEVICE float load_shared_result(const float* address) { return __ldcg(address); }
-PREFIXPACK_DEVICE void load_shared_result(const float* address, float& left, float& right) {
-  const float2 pair = __ldcg(reinterpret_cast<const float2*>(address));
-  left = pair.x;
-  right = pair.y;
+PREFIXPACK_DEVICE float load_shared_result(const float* address) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+PREFIXPACK_DEVICE void load_shared_result(const float* address, float (&out)[4]) {
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+               : "l"(address)
+               : "memory");
 }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
@@ -52,8 +79,10 @@ PREFIXPACK_DEVICE float exp2(float x) {
   return y;
 }
 PREFIXPACK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
+PREFIXPACK_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
 PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
-PREFIXPACK_DEVICE float tanh(float x) { return tanhf(x); }
+// Of absolute error below 1e-6; the library's branches would be in every kernel, for a rare option.
+PREFIXPACK_DEVICE float tanh(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2(x * 2.885390082f)); }
 
 // An address in shared memory, as instructions take it.
 using SharedAddress = uint32_t;

@@ -14,7 +14,7 @@ struct Normalised {
 };
 
 PREFIXPACK_DEVICE Normalised normalised(SoftmaxState state) {
-  return {state.sum > 0.0f ? 1.0f / state.sum : 0.0f,
+  return {state.sum > 0.0f ? ptx::reciprocal(state.sum) : 0.0f,
           state.sum > 0.0f ? safe_max(state.max) + ptx::log2(state.sum) : kMinusInfinity};
 }
 
@@ -91,38 +91,6 @@ PREFIXPACK_DEVICE MergeList merge_list(const DevicePlan& plan, int32_t merge) {
 // waiting, and since the order of summation is the plan's, the same bits whoever that is.
 PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t kv_head) {
   return params.step.arrivals + merge * params.attention.kv_heads + kv_head;
-}
-
-// A whole warp merges one row whose partials are all in memory.
-template <int HeadDim, class Element>
-PREFIXPACK_DEVICE void merge_row(const KernelParams& params, int32_t query, int32_t head, MergeList list) {
-  const AttentionParams& attention = params.attention;
-  const int32_t lane = ptx::thread_index() % 32;
-  constexpr int32_t kPairs = HeadDim / 64;
-  float left[kPairs] = {}, right[kPairs] = {};
-  const auto partial_of = [&](int32_t i) {
-    return partial_row(attention, params.plan.merge_slot(list.first + i), head);
-  };
-  const MergeWeights weights = merge_weights(attention, head, list.count, [&](int32_t i) {
-    return ptx::load_shared_result(partial_of(i).lse);
-  });
-  for (int32_t i = 0; i < list.count; ++i) {
-    const PartialRow partial = partial_of(i);
-    const float weight = weights.of(ptx::load_shared_result(partial.lse));
-#pragma unroll
-    for (int32_t pair = 0; pair < kPairs; ++pair) {
-      float l, r;
-      ptx::load_shared_result(partial.output + pair * 64 + lane * 2, l, r);
-      left[pair] = ptx::fma(weight, l, left[pair]);
-      right[pair] = ptx::fma(weight, r, right[pair]);
-    }
-  }
-  const OutputRow target = output_row(params, query, head);
-#pragma unroll
-  for (int32_t pair = 0; pair < kPairs; ++pair) {
-    store_output<Element>(target.output, pair * 64 + lane * 2, left[pair], right[pair]);
-  }
-  if (lane == 0) store_lse(target.lse, weights.lse);
 }
 
 }  // namespace prefixpack

@@ -32,15 +32,15 @@ PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_
 class Softmax {
  public:
   PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
-      : scale_(attention.scale),
-        cap_(attention.logit_cap),
+      : cap_(attention.logit_cap),
+        to_cap_(attention.logit_cap > 0.0f ? attention.scale / attention.logit_cap : 0.0f),
         to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
 
   // Products become logits, but for a factor that add() applies.
   PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
     if (cap_ > 0.0f) {
 #pragma unroll
-      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * ptx::tanh(scores[i] * scale_ / cap_);
+      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * ptx::tanh(scores[i] * to_cap_);
     }
   }
   template <int KeyBlocks>
@@ -48,7 +48,7 @@ class Softmax {
     if (cap_ > 0.0f) {
 #pragma unroll
       for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
-        scores[i / 4][i % 4] = cap_ * ptx::tanh(scores[i / 4][i % 4] * scale_ / cap_);
+        scores[i / 4][i % 4] = cap_ * ptx::tanh(scores[i / 4][i % 4] * to_cap_);
       }
     }
   }
@@ -128,7 +128,7 @@ class Softmax {
   }
 
  private:
-  const float scale_, cap_, to_base_2_;
+  const float cap_, to_cap_, to_base_2_;
 };
 
 PREFIXPACK_DEVICE void add_up_quad(float& sum) {

@@ -4,7 +4,6 @@
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
-#include "cuda/tiles.h"
 
 namespace prefixpack {
 
@@ -18,8 +17,8 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const auto position_of = [&](int32_t query) {
     return static_cast<int32_t>(attention.seq_lens[plan.query_request(query)]) - 1 - plan.query_back(query);
   };
-  for (int32_t query = ptx::block_index() * kThreads + thread; query < plan.header().num_queries;
-       query += ptx::grid_size() * kThreads) {
+  for (int32_t query = ptx::block_index() * ptx::block_size() + thread; query < plan.header().num_queries;
+       query += ptx::grid_size() * ptx::block_size()) {
     step.query_position[query] = position_of(query);
   }
   for (int32_t index = ptx::block_index(); index < plan.header().num_items; index += ptx::grid_size()) {
@@ -41,14 +40,15 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
       if (thread == 0) {
         const int32_t merge = plan.item_merge(index);
         const int32_t merge_first = item.slot_begin == kWriteThrough ? 0 : plan.merge_offset(merge);
-        step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end, lowest, highest, item.slot_begin,
-                             merge, merge_first, plan.item_slots(index), item.tile_rows};
+        step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end,         lowest,
+                             highest,          item.slot_begin,  merge,         merge_first, plan.item_slots(index),
+                             item.tile_rows};
       }
     }
     const int32_t* row =
         attention.req_to_token + attention.req_pool_indices[item.request] * attention.req_to_token_stride;
     int32_t* slots = step.kv_slots + plan.item_slots(index);
-    for (int32_t position = item.kv_begin + thread; position < end; position += kThreads) {
+    for (int32_t position = item.kv_begin + thread; position < end; position += ptx::block_size()) {
       slots[position - item.kv_begin] = row[position];
     }
   }

@@ -5,17 +5,17 @@
 
 namespace prefixpack {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerMultiprocessor = 2;
 // Two blocks share the 228 KiB of an sm_90 multiprocessor, 1 KiB of each is the system's.
 constexpr int kSharedBytes = 112 * 1024;
 constexpr int kBlockStateBytes = 512;  // of which kSharedBytes leaves the system's share and this
 constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
 constexpr int kMaxStages = 4;
-constexpr int kMaxWarpStages = 4;
 
 constexpr int kWarpRows = 8;  // items of so many rows or fewer are work for one warp, the others for a block
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
@@ -24,7 +24,7 @@ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 template <int HeadDim, int Rows>
 struct Tile {
   static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks");
-  static_assert(Rows == 16 || Rows == 32 || Rows == 64 || Rows == 128, "tile table: 16, 32, 64, 128");
+  static_assert(Rows == 32 || Rows == 64 || Rows == 128, "tile table");
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = Rows;
   static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
@@ -38,9 +38,9 @@ struct Tile {
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
   static constexpr int kSumBytes = kKeyWarps == 1 ? 0 : kKeyWarps * Rows * (HeadDim + 2) * 4;
 
-  static_assert(kKeysPerWarp % 16 == 0 || HeadDim > 128, "a warp takes whole 16-key fragments");
+  static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
-  static_assert(kSumBytes <= 2 * kStages * kTileBytes, "the warps' sums lie where the stages were");
+  static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the warps' sums lie where the stages were");
 };
 
 // A warp on its own: its queries, and a ring of KV tiles.
@@ -50,10 +50,10 @@ struct WarpTile {
   static constexpr int kRows = kWarpRows;
   static constexpr int kKeys = 16;
   static constexpr int kRowBytes = HeadDim * 2;
+  static constexpr int kBytes = kSharedBytes / kWarps;
   static constexpr int kQueryBytes = kRows * kRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
-  static constexpr int kStages = min_of(kMaxWarpStages, (kSharedBytes / kWarps - kQueryBytes) / (2 * kTileBytes));
-  static constexpr int kBytes = kSharedBytes / kWarps;
+  static constexpr int kStages = min_of(kMaxStages, (kBytes - kQueryBytes) / (2 * kTileBytes));
 };
 
 // Wider heads leave a warp neither the registers nor the shared memory for work of its own.

@@ -280,7 +280,7 @@ class WarpUnits {
     for (int32_t step = 0; step < kSteps; ++step) {
       uint32_t key[4];
       ptx::load_matrix(key, chunk_at(keys, 2 * step));
-      const uint32_t(&query)[4] = queries_of_[step / 2];
+      const uint32_t (&query)[4] = queries_of_[step / 2];
       ptx::multiply<Element>(step % 2 == 0 ? scores : odd, key, query[step % 2 * 2], query[step % 2 * 2 + 1]);
     }
 #pragma unroll
@@ -358,7 +358,7 @@ class WarpUnits {
     const bool mine = lane_ < word(record_, kQueryCount);
     const int32_t others = list_end_ - list_begin_ - 1;
     int32_t* arrivals = arrivals_of(params_, word(record_, kMergeBegin) + (mine ? lane_ : 0), kv_head_);
-    bool complete = mine && ptx::load_acquire(arrivals) == others;
+    bool complete = mine && ptx::load_shared_result(arrivals) == others;
     ptx::warp_sync();
     if (ptx::any(mine && !complete)) {
 #pragma unroll
@@ -368,12 +368,8 @@ class WarpUnits {
           write_partial(j, row_lse[j], partial_row(attention_, slot_begin + query[j], head[j]));
         }
       }
-      ptx::fence();
       ptx::warp_sync();
-      if (mine && !complete) {
-        complete = ptx::atomic_add(arrivals, 1) == others;
-        ptx::fence();
-      }
+      if (mine && !complete) complete = ptx::atomic_add_release(arrivals, 1) == others;
       ptx::warp_sync();
     }
     if (ptx::any(complete)) {

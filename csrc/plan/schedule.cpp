@@ -182,8 +182,9 @@ class Scheduler {
     finish_ = finish_time(longest);
     for (double share : kShares) {
       if (finish_ <= 1.02 * even) break;
-      const double candidate = even * share;
-      if (candidate >= longest || candidate <= overhead_) continue;
+      // A unit does not get shorter than what it costs to take it up, however little there is to do.
+      const double candidate = std::max(even * share, 2 * overhead_);
+      if (candidate >= longest) continue;
       const double finish = finish_time(candidate);
       if (finish < 0.99 * finish_) {
         finish_ = finish;

@@ -12,7 +12,7 @@
 
 namespace emulation {
 
-constexpr int kBlockThreads = 128;
+constexpr int kMaxBlockThreads = 256;
 constexpr int kWarpThreads = 32;
 
 // When asynchronous copies land: at once, or only when a wait demands them. Correct code gives the same for both.
@@ -49,10 +49,13 @@ struct Block {
   int index = 0;
   std::vector<char> shared;
   uint64_t arrived = 0;
-  Exchange warps[kBlockThreads / kWarpThreads];
+  bool vote = false;
+  Exchange warps[kMaxBlockThreads / kWarpThreads];
   std::vector<std::unique_ptr<Fiber>> fibers;
 
-  char* shared_begin() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 * 1024); }
+  char* shared_begin() {
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 * 1024);
+  }
 };
 
 struct Machine {
@@ -96,7 +99,7 @@ inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6]
 inline void sync_block() {
   Fiber& fiber = self();
   ++fiber.block->arrived;
-  const uint64_t target = ++fiber.syncs * kBlockThreads;
+  const uint64_t target = ++fiber.syncs * fiber.block->fibers.size();
   while (fiber.block->arrived < target) yield();
 }
 
@@ -107,7 +110,8 @@ inline void land(const PendingCopy& copy) {
 inline void check_shared(const void* address, int bytes) {
   const auto& shared = self().block->shared;
   const char* at = static_cast<const char*>(address);
-  if (at < self().block->shared_begin() || at + bytes > shared.data() + shared.size()) fail("access outside shared memory");
+  if (at < self().block->shared_begin() || at + bytes > shared.data() + shared.size())
+    fail("access outside shared memory");
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
 }
 
@@ -122,8 +126,9 @@ inline void fiber_main() {
   yield();
 }
 
-// Runs `kernel(shared memory)` on every thread of `grid` blocks. Throws if a thread fails or if none can go on.
-inline void run(int grid, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
+// Runs `kernel(shared memory)` on `threads` threads of each of `grid` blocks. Throws if a thread fails or if none can
+// go on.
+inline void run(int grid, int threads, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
   Machine here;
   here.grid = grid;
   here.copies = copies;
@@ -134,7 +139,7 @@ inline void run(int grid, int shared_bytes, Copies copies, std::function<void(ch
     block->index = index;
     // Not-a-number in every 16-bit and 32-bit format: what is read before it is written shows.
     block->shared.assign(shared_bytes + 1024, static_cast<char>(0xff));
-    for (int thread = 0; thread < kBlockThreads; ++thread) {
+    for (int thread = 0; thread < threads; ++thread) {
       auto fiber = std::make_unique<Fiber>();
       fiber->stack.resize(128 * 1024);
       fiber->block = block.get();

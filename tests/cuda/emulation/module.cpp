@@ -43,9 +43,9 @@ Plan copy_plan(const py::object& source) {
 
 template <int HeadDim, class Element>
 void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
-  emulation::run(2, 0, copies, [&](char*) { prepare_step(params); });
+  emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
-    emulation::run(blocks, kLaunchSharedBytes, copies,
+    emulation::run(blocks, kThreads, kLaunchSharedBytes, copies,
                    [&](char* shared) { run_queue<HeadDim, Element>(params, shared); });
   }
 }
@@ -65,10 +65,10 @@ void run_head_dim(const KernelParams& params, int blocks, emulation::Copies copi
 
 // q, k, v, out: 16-bit patterns. planned_lens: what the plan was made for; seq_lens: what the step has.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array_t<uint16_t>& k,
-               const py::array_t<uint16_t>& v, Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
-               const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
-               const Array<int64_t>& seq_lens, int growth, float scale, float logit_cap, int window_left,
-               const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
+               const py::array_t<uint16_t>& v, Array<uint16_t>& out, Array<float>& lse,
+               const Array<int32_t>& req_to_token, const Array<int64_t>& req_pool_indices,
+               const Array<int64_t>& planned_lens, const Array<int64_t>& seq_lens, int growth, float scale,
+               float logit_cap, int window_left, const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
   const Plan plan = copy_plan(plan_object);
   PlanWords words = plan_words(plan, planned_lens.data(), growth);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));

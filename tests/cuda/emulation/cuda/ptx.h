@@ -15,8 +15,19 @@ namespace prefixpack::ptx {
 
 inline int thread_index() { return emulation::self().thread; }
 inline int block_index() { return emulation::self().block->index; }
+inline int block_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
 inline int grid_size() { return emulation::machine()->grid; }
 inline void block_sync() { emulation::sync_block(); }
+inline bool block_any(bool predicate) {
+  bool& vote = emulation::self().block->vote;
+  if (predicate) vote = true;
+  emulation::sync_block();
+  const bool result = vote;
+  emulation::sync_block();
+  vote = false;
+  emulation::sync_block();
+  return result;
+}
 inline int atomic_add(int32_t* address, int32_t value) {
   const int32_t before = *address;
   *address += value;
@@ -24,6 +35,7 @@ inline int atomic_add(int32_t* address, int32_t value) {
 }
 inline float exp2(float x) { return std::exp2(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float log2(float x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
 inline void store_pair(float* address, float left, float right) {
@@ -51,6 +63,11 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
 }
+// One ticket for the block's first warp, known to all its lanes; 0 in the other warps.
+inline int32_t take_ticket(int32_t* counter) {
+  const int32_t ticket = thread_index() == 0 ? atomic_add(counter, 1) : 0;
+  return shuffle(ticket, 0);
+}
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
   const auto* lanes = emulation::exchange(&word, 1, line);
@@ -59,13 +76,12 @@ inline bool any(bool predicate, int line = __builtin_LINE()) {
   return result;
 }
 inline void warp_sync(int line = __builtin_LINE()) { any(false, line); }
-inline void fence() {}
-inline int32_t load_acquire(const int32_t* address) { return *address; }
+inline int32_t atomic_add_release(int32_t* address, int32_t value) { return atomic_add(address, value); }
+inline int32_t load_shared_result(const int32_t* address) { return *address; }
 inline float load_shared_result(const float* address) { return *address; }
-inline void load_shared_result(const float* address, float& left, float& right) {
-  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emulation::fail("misaligned 8-byte load");
-  left = address[0];
-  right = address[1];
+inline void load_shared_result(const float* address, float (&out)[4]) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte load");
+  for (int i = 0; i < 4; ++i) out[i] = address[i];
 }
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
@@ -170,8 +186,7 @@ struct Float16 {
 // Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
 // row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
 template <class Element>
-inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                     int line = __builtin_LINE()) {
+inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   const auto* lanes = emulation::exchange(words, 6, line);
   const int lane = thread_index() % 32;
