@@ -72,6 +72,8 @@ class DeviceModel:
         item_overhead: float,
         reread: float,
         tile_rows: tuple[int, ...],
+        narrow_rows: int = 0,
+        narrow_per_worker: int = 1,
     ) -> None: ...
 
 class Plan:

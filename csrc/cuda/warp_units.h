@@ -91,6 +91,11 @@ class WarpUnits {
   };
   PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::shuffle(record, which); }
 
+  // At least one, of which nothing is visible where the window has left the whole item behind.
+  PREFIXPACK_DEVICE static int32_t tiles_of(int32_t keys) {
+    return keys > 0 ? (keys + TileT::kKeys - 1) / TileT::kKeys : 1;
+  }
+
   // The loading side ------------------------------------------------------------------------------------------------
 
   // Fills the ring as far as what is to be loaded is known.
@@ -136,7 +141,7 @@ class WarpUnits {
     load_slots_ = next_slots_;
     load_keys_ = next_keys_;
     load_tile_ = 0;
-    load_tiles_ = (next_keys_ + TileT::kKeys - 1) / TileT::kKeys;
+    load_tiles_ = tiles_of(next_keys_);
     pair_ = next_pair_;
     following_pair_ = lane_ + 32 < load_keys_ ? load_slots_[32] : -1;
     const int64_t chunk = lane_ % kChunks * 16;
@@ -221,7 +226,7 @@ class WarpUnits {
     lowest_ = word(record_, kLowest);
     rows_ = word(record_, kQueryCount) * group_;
     tile_begin_ = first_read(word(record_, kKvBegin), kv_end_, lowest_, window_, TileT::kKeys);
-    num_tiles_ = (kv_end_ - tile_begin_ + TileT::kKeys - 1) / TileT::kKeys;
+    num_tiles_ = tiles_of(kv_end_ - tile_begin_);
     if (word(record_, kSlotBegin) != kWriteThrough) ask_for_merge_lists();
     return true;
   }

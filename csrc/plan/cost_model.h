@@ -21,6 +21,8 @@ struct DeviceModel {
   double item_overhead = 0;        // seconds of a worker to take up an item
   double reread = 1;               // price of reading KV again right after a sibling tile did, 0 .. 1
   std::vector<int32_t> tile_rows;  // tile table, ascending
+  int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
+  int32_t narrow_per_worker = 1;   // which does so many of them at a time
 };
 
 // Seconds of the whole device unless said otherwise; all KV heads of an item together. The partial price follows
@@ -48,6 +50,12 @@ class CostModel {
   int32_t workers() const { return device_.workers; }
   int32_t kv_heads() const { return kv_heads_; }
   double overhead() const { return overhead_seconds_; }
+
+  // How many items like this one a worker does at a time; each takes that much longer than by itself.
+  int32_t at_a_time(int32_t tile_rows) const {
+    return tile_rows <= device_.narrow_rows ? device_.narrow_per_worker : 1;
+  }
+  int32_t most_at_a_time() const { return device_.narrow_per_worker; }
 
   int32_t tile_rows(int32_t queries) const {
     const int32_t rows = queries * group_;

@@ -24,7 +24,8 @@ struct Tile {
   bool open;           // kv_end is the request's current length
   bool partial;        // the queries have other partials
   bool first_of_pack;  // the tiles behind it read the same range and are split as it is
-  double seconds;
+  double seconds;      // of work
+  double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 
   int32_t tokens() const { return kv_end - kv_begin; }
 };
@@ -119,6 +120,7 @@ class Scheduler {
         tile.first_of_pack = open || first == 0;
         tile.seconds =
             cost_.item(count, end - pack.kv_begin, first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
+        tile.duration = tile.seconds * cost_.at_a_time(tile.tile_rows);
       }
     }
   }
@@ -129,8 +131,8 @@ class Scheduler {
   }
 
   int32_t pieces_for(const Tile& tile, double longest) const {
-    if (tile.seconds <= longest) return 1;
-    const int32_t wanted = static_cast<int32_t>(std::ceil(tile.seconds / longest));
+    if (tile.duration <= longest) return 1;
+    const int32_t wanted = static_cast<int32_t>(std::ceil(tile.duration / longest));
     return std::max(1, std::min(wanted, tile.tokens() / kMinPieceTokens));
   }
 
@@ -139,6 +141,13 @@ class Scheduler {
     const double partial = tile.query_count * partial_;
     return (tile.seconds - overhead_ - (tile.partial ? partial : 0.0)) / pieces + overhead_ + partial;
   }
+
+  double piece_duration(const Tile& tile, int32_t pieces) const {
+    return piece_seconds(tile, pieces) * cost_.at_a_time(tile.tile_rows);
+  }
+
+  // Share of a worker, in the smallest shares that there are.
+  int32_t share(const Tile& tile) const { return cost_.most_at_a_time() / cost_.at_a_time(tile.tile_rows); }
 
   int32_t bin(double seconds) const { return static_cast<int32_t>(seconds * to_bin_); }
 
@@ -152,14 +161,15 @@ class Scheduler {
       const int32_t pieces = pieces_for(tile, longest);
       const double seconds = piece_seconds(tile, pieces);
       total += pieces * seconds - tile.seconds;
-      --count[bin(tile.seconds)];
-      count[std::min(bin(seconds), kCostBins - 1)] += pieces;
+      count[bin(tile.duration)] -= share(tile);
+      count[std::min(bin(piece_duration(tile, pieces)), kCostBins - 1)] += pieces * share(tile);
     }
     double latest = total * cost_.kv_heads() / cost_.workers();
+    const int64_t at_once = int64_t{cost_.workers()} * cost_.most_at_a_time();
     int64_t units = 0, waves = 0;
     for (int32_t bin = kCostBins - 1; bin >= 0; --bin) {
       units += int64_t{count[bin]} * cost_.kv_heads();
-      for (; waves * cost_.workers() < units; ++waves) latest = std::max(latest, (waves + 1) * bin / to_bin_);
+      for (; waves * at_once < units; ++waves) latest = std::max(latest, (waves + 1) * bin / to_bin_);
     }
     return latest;
   }
@@ -169,21 +179,21 @@ class Scheduler {
     double longest = 0;
     for (const Tile& tile : tiles_) {
       total_ += tile.seconds;
-      longest = std::max(longest, tile.seconds);
+      longest = std::max(longest, tile.duration);
     }
     if (tiles_.empty()) return 1;
     to_bin_ = (kCostBins - 1) / longest;
     const double even = total_ * cost_.kv_heads() / cost_.workers();
     for (size_t i = 0; i < tiles_.size(); ++i) {
-      ++count_[bin(tiles_[i].seconds)];
-      if (tiles_[i].seconds > even * kShares.back()) splittable_.push_back(static_cast<int32_t>(i));
+      count_[bin(tiles_[i].duration)] += share(tiles_[i]);
+      if (tiles_[i].duration > even * kShares.back()) splittable_.push_back(static_cast<int32_t>(i));
     }
     double chosen = longest;
     finish_ = finish_time(longest);
-    for (double share : kShares) {
+    for (double part : kShares) {
       if (finish_ <= 1.02 * even) break;
       // A unit does not get shorter than what it costs to take it up, however little there is to do.
-      const double candidate = std::max(even * share, 2 * overhead_);
+      const double candidate = std::max(even * part, 2 * overhead_);
       if (candidate >= longest) continue;
       const double finish = finish_time(candidate);
       if (finish < 0.99 * finish_) {
@@ -194,7 +204,7 @@ class Scheduler {
     return chosen;
   }
 
-  void add_item(const Tile& tile, int32_t begin, int32_t end, bool last, double seconds, double key) {
+  void add_item(const Tile& tile, int32_t begin, int32_t end, bool last, double duration, double key) {
     const bool open = tile.open && last;
     Plan& plan = schedule_.plan;
     // Field by field: a struct put together on the stack costs a stalled copy per item.
@@ -208,7 +218,7 @@ class Scheduler {
     item.tile_rows = tile.tile_rows;
     plan.kv_tokens_packed += end - begin;
     key_.push_back(key);
-    if (open) dearest_open_ = std::max(dearest_open_, seconds);
+    if (open) dearest_open_ = std::max(dearest_open_, duration);
   }
 
   void split_tiles(double longest) {
@@ -227,7 +237,7 @@ class Scheduler {
       for (int32_t begin = lead.kv_begin; begin < lead.kv_end; begin += length) {
         const int32_t end = std::min(begin + length, lead.kv_end);
         for (size_t i = first; i < after; ++i) {
-          add_item(tiles_[i], begin, end, end == lead.kv_end, piece_seconds(tiles_[i], pieces), key);
+          add_item(tiles_[i], begin, end, end == lead.kv_end, piece_duration(tiles_[i], pieces), key);
         }
       }
       first = after;
@@ -276,7 +286,7 @@ class Scheduler {
 
   int32_t growth_limit() const {
     const double token = cost_.item(1, 1) - cost_.overhead();
-    const double unit_growth = token * per_worker_;
+    const double unit_growth = token * per_worker_ * cost_.at_a_time(cost_.tile_rows(1));
     const double even_growth = token * forest_.num_requests;
     const double slack = kDriftTolerance * finish_ - dearest_open_;
     const double closing = unit_growth - kDriftTolerance * even_growth;
@@ -293,7 +303,7 @@ class Scheduler {
   std::vector<int32_t> partials_;  // of every query
   std::vector<double> key_;
   std::vector<int32_t> splittable_;
-  std::array<int32_t, kCostBins> count_{};  // tiles by unsplit cost
+  std::array<int32_t, kCostBins> count_{};  // shares of workers by unsplit duration
   double total_ = 0, to_bin_ = 0;
   double finish_ = 0, dearest_open_ = 0;
   Schedule schedule_;

@@ -45,6 +45,8 @@ class DeviceModel:
         item_overhead: seconds a worker needs to take up an item.
         reread: price, 0 to 1, of reading KV that a sibling tile has just read.
         tile_rows: row counts of the kernel's tiles, ascending.
+        narrow_rows: an item of so many rows or fewer takes only a part of a worker (on a GPU: one warp of a CTA).
+        narrow_per_worker: such items that a worker does at a time.
     """
 
     workers: int
@@ -53,6 +55,8 @@ class DeviceModel:
     item_overhead: float
     reread: float
     tile_rows: tuple[int, ...]
+    narrow_rows: int = 0
+    narrow_per_worker: int = 1
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -79,6 +83,8 @@ class DeviceModel:
             item_overhead=0.7e-6,
             reread=0.25,
             tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
+            narrow_rows=8,
+            narrow_per_worker=4,
         )
 
 

@@ -81,6 +81,14 @@ def test_sliding_window(emulation: ModuleType, window: int) -> None:
     check(case, emulate(emulation, case))
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)], ids=str)
+def test_a_window_that_has_left_shared_items_behind(emulation: ModuleType, heads: tuple[int, int]) -> None:
+    lens = 260 + np.arange(4, dtype=np.int64)
+    case = make_case(1, heads=heads, window_left=7, batch=([[(0, 0, 200)]] * 4, lens, np.ones(4, dtype=np.int64)))
+    assert len(case.plan.items) > 4
+    check(case, emulate(emulation, case))
+
+
 def test_soft_cap(emulation: ModuleType) -> None:
     case = make_case(1, logit_cap=3.0)
     check(case, emulate(emulation, case))

@@ -9,22 +9,26 @@ from sgl_prefix_attn import _native
 from tests.cuda.cases import make_case
 
 HEADER = 12
+WARP_ROWS = 8
 
 
 def test_words_hold_the_plan_and_room_for_growing_tails() -> None:
     case = make_case(1, requests=12, levels=4)
     plan, growth = case.plan, 9
     words, kv_slots = _native.plan_words(plan, case.planned_lens, growth)
-    num_items, num_queries, num_merges, *at = words[:HEADER].tolist()
+    num_items, num_queries, num_merges, *at, header_block_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_merges) == (len(plan.items), plan.num_queries, len(plan.merge_query))
-    arrays = [plan.items.ravel(), None, plan.query_token, plan.query_request, plan.query_back, plan.merge_query,
+    # What takes a block comes before what takes a warp.
+    items = plan.items[np.argsort(plan.items[:, 6] <= WARP_ROWS, kind="stable")]
+    assert header_block_items == (items[:, 6] > WARP_ROWS).sum()
+    arrays = [items.ravel(), None, plan.query_token, plan.query_request, plan.query_back, plan.merge_query,
               plan.merge_offset, plan.merge_slot]
     for offset, array in zip(at, arrays, strict=False):
         if array is not None:
             np.testing.assert_array_equal(words[offset : offset + len(array)], array)
-    last = plan.items[:, 0] + plan.items[:, 1] - 1
+    last = items[:, 0] + items[:, 1] - 1
     ends = case.planned_lens[plan.query_request[last]] - plan.query_back[last] + growth
-    room = np.where(plan.items[:, 4] == -1, ends, plan.items[:, 4]) - plan.items[:, 3]
+    room = np.where(items[:, 4] == -1, ends, items[:, 4]) - items[:, 3]
     np.testing.assert_array_equal(words[at[1] : at[1] + num_items], np.cumsum(room) - room)
     assert kv_slots == room.sum()
 
