@@ -31,42 +31,58 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, char
     any_ready |= last;
   }
   if (!ptx::block_any(any_ready)) return;
-  // The lse of all partials at once, as far as there is room for them.
+  // Slots and lse of all partials at once, as far as there is room for them.
   const int32_t entries = plan.merge_offset(item.merge_begin + item.query_count) - item.merge_first;
-  auto* lse = reinterpret_cast<float*>(shared + kReadyBytes);  // [near][group]
-  const int32_t room = (kSharedBytes - kReadyBytes) / static_cast<int32_t>(sizeof(float)) / group;
+  const int32_t room = (kSharedBytes - kReadyBytes) / static_cast<int32_t>(sizeof(float)) / (group + 1);
   const int32_t near = entries < room ? entries : room;
-  const auto read_lse = [&](int32_t entry, int32_t head) {
-    const int32_t slot = plan.merge_slot(item.merge_first + entry);
-    return ptx::load_shared_result(partial_row(attention, slot, head).lse);
-  };
+  auto* lse = reinterpret_cast<float*>(shared + kReadyBytes);  // [near][group]
+  auto* slots = reinterpret_cast<int32_t*>(lse + near * group);
+  const int32_t first_head = kv_head * group;
+  const auto read_slot = [&](int32_t entry) { return plan.merge_slot(item.merge_first + entry); };
   for (int32_t i = thread; i < near * group; i += kThreads) {
-    lse[i] = read_lse(i / group, kv_head * group + i % group);
+    const int32_t slot = read_slot(i / group);
+    lse[i] = ptx::load_shared_result(partial_row(attention, slot, first_head + i % group).lse);
+    if (i % group == 0) slots[i / group] = slot;
   }
   ptx::block_sync();
-  // Eight lanes to a row, four columns at a time.
-  const int32_t column = thread % 32 % 8 * 4;
-  for (int32_t row = thread / 8; row < rows; row += kThreads / 8) {
-    const Row place = row_of(row, kv_head, group);
-    if (!ready[place.query]) continue;
+  const int32_t column = thread % kMergeLanes * 4;
+  // Whole warps go round: its lanes exchange what they have read.
+  for (int32_t first_row = thread / 32 * 4; first_row < rows; first_row += kThreads / kMergeLanes) {
+    const int32_t row = first_row + thread % 32 / kMergeLanes;
+    const Row place = row_of(row < rows ? row : 0, kv_head, group);
+    const bool merges = row < rows && ready[place.query];
     const MergeList list = merge_list(plan, item.merge_begin + place.query);
-    const int32_t first = list.first - item.merge_first;
+    const int32_t first = list.first - item.merge_first, count = merges ? list.count : 0;
+    const auto slot_of = [&](int32_t i) { return first + i < near ? slots[first + i] : read_slot(first + i); };
     const auto lse_of = [&](int32_t i) {
-      return first + i < near ? lse[(first + i) * group + place.head - kv_head * group]
-                              : read_lse(first + i, place.head);
+      return first + i < near ? lse[(first + i) * group + place.head - first_head]
+                              : ptx::load_shared_result(partial_row(attention, read_slot(first + i), place.head).lse);
     };
-    const MergeWeights weights = merge_weights(attention, place.head, list.count, lse_of);
+    SoftmaxState state = softmax_start();
+    for (int32_t i = thread % kMergeLanes; i < count; i += kMergeLanes) state = with_partial(state, lse_of(i));
+    ptx::warp_sync();
+    const MergeWeights weights = merge_weights(attention, place.head, state,
+                                               [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+    if (!merges) continue;
     constexpr int32_t kQuads = HeadDim / 32;
     float sums[kQuads][4] = {};
-    for (int32_t i = 0; i < list.count; ++i) {
-      const float weight = weights.of(lse_of(i));
-      const float* from = partial_row(attention, plan.merge_slot(list.first + i), place.head).output + column;
+    for (int32_t begin = 0; begin < count; begin += kMergeAtOnce) {
+      float weight[kMergeAtOnce], partials[kMergeAtOnce][kQuads][4];
 #pragma unroll
-      for (int32_t quad = 0; quad < kQuads; ++quad) {
-        float partial[4];
-        ptx::load_shared_result(from + quad * 32, partial);
+      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+        const bool valid = begin + k < count;
+        const int32_t i = valid ? begin + k : begin;
+        weight[k] = valid ? weights.of(lse_of(i)) : 0.0f;
+        const float* from = partial_row(attention, slot_of(i), place.head).output + column;
 #pragma unroll
-        for (int32_t j = 0; j < 4; ++j) sums[quad][j] = ptx::fma(weight, partial[j], sums[quad][j]);
+        for (int32_t quad = 0; quad < kQuads; ++quad) ptx::load_shared_result(from + quad * 32, partials[k][quad]);
+      }
+#pragma unroll
+      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+#pragma unroll
+        for (int32_t j = 0; j < 4 * kQuads; ++j) {
+          sums[j / 4][j % 4] = ptx::fma(weight[k], partials[k][j / 4][j % 4], sums[j / 4][j % 4]);
+        }
       }
     }
     const OutputRow target = output_row(params, item.query_begin + place.query, place.head);

@@ -70,6 +70,10 @@ PREFIXPACK_DEVICE void load_shared_result(const float* address, float (&out)[4])
                : "memory");
 }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// a * b + c * d, the same bits with the pairs exchanged.
+PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {
+  return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
+}
 PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
   *reinterpret_cast<float2*>(address) = make_float2(left, right);
 }

@@ -55,6 +55,9 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
 
+constexpr int32_t kMergeLanes = 8;
+constexpr int32_t kMergeAtOnce = 4;  // partials whose rows are read together
+
 // The weights of a row's partials are 2^(lse - base) * factor.
 struct MergeWeights {
   float base;
@@ -64,17 +67,27 @@ struct MergeWeights {
   PREFIXPACK_DEVICE float of(float partial_lse) const { return ptx::exp2(partial_lse - base) * factor; }
 };
 
-// lse_of(i): of partial i.
-template <class LseOf>
-PREFIXPACK_DEVICE MergeWeights merge_weights(const AttentionParams& attention, int32_t head, int32_t count,
-                                             const LseOf& lse_of) {
-  SoftmaxState state = softmax_start();
-  for (int32_t i = 0; i < count; ++i) {
-    float keep, add;
-    state = softmax_join(state, {lse_of(i), 1.0f}, [](float x) { return ptx::exp2(x); }, &keep, &add);
+// Eight lanes have read the partials of a row: lane g those with i % 8 == g, in ascending order. The lanes' states are
+// joined in pairs, which gives every lane the same bits.
+template <class Exchange>
+PREFIXPACK_DEVICE MergeWeights merge_weights(const AttentionParams& attention, int32_t head, SoftmaxState state,
+                                             const Exchange& exchange) {
+#pragma unroll
+  for (int32_t mask = 1; mask < kMergeLanes; mask *= 2) {
+    const SoftmaxState other{exchange(state.max, mask), exchange(state.sum, mask)};
+    const float max = ptx::max(state.max, other.max);
+    state = {max, ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), other.sum,
+                                       ptx::exp2(other.max - safe_max(max)))};
   }
   const Normalised result = normalised(with_sink(state, attention, head));
   return {safe_max(state.max), result.factor, result.lse};
+}
+
+// A partial more in a lane's state.
+PREFIXPACK_DEVICE SoftmaxState with_partial(SoftmaxState state, float lse) {
+  const float max = ptx::max(state.max, lse);
+  return {max,
+          ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), 1.0f, ptx::exp2(lse - safe_max(max)))};
 }
 
 // Partials of one query: entries [first, first + count) of the plan's merge_slot, in ascending KV order.

@@ -30,7 +30,7 @@ struct Tile {
   static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
   static constexpr int kKeyWarps = kWarps / kRowWarps;
   static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
-  static constexpr int kKeys = 32;
+  static constexpr int kKeys = HeadDim > 128 && Rows > 32 ? 16 : 32;  // what the registers for scores allow
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = Rows * kRowBytes;

@@ -450,33 +450,49 @@ class WarpUnits {
     const auto lse_of = [&](int32_t slot) {
       return slot == own_slot ? own_lse : ptx::load_shared_result(partial_row(attention_, slot, head).lse);
     };
+    const int32_t count = merges ? list.count : 0;
     SoftmaxState state = softmax_start();
-    for (int32_t i = 0; i < longest; ++i) {
+    for (int32_t begin = 0; begin < longest; begin += kMergeLanes) {
+      const int32_t i = begin + lane_ / 4;
       const int32_t slot = slot_of(i);
-      if (merges && i < list.count) {
-        float keep, add;
-        state = softmax_join(state, {lse_of(slot), 1.0f}, [](float x) { return ptx::exp2(x); }, &keep, &add);
-      }
+      if (i < count) state = with_partial(state, lse_of(slot));
     }
-    const Normalised result = normalised(with_sink(state, attention_, head));
-    const MergeWeights weights{safe_max(state.max), result.factor, result.lse};
+    ptx::warp_sync();
+    const MergeWeights weights = merge_weights(
+        attention_, head, state, [](float value, int32_t mask) { return ptx::shuffle_xor(value, 4 * mask); });
     float sums[kSteps][2];
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) sums[step][0] = sums[step][1] = 0.0f;
-    for (int32_t i = 0; i < longest; ++i) {
-      const int32_t slot = slot_of(i);
-      if (!merges || i >= list.count) continue;
-      const float weight = weights.of(lse_of(slot));
-      const float* from = partial_row(attention_, slot, head).output + lane_ / 4;
+    for (int32_t begin = 0; begin < longest; begin += kMergeAtOnce) {
+      float weight[kMergeAtOnce], partials[kMergeAtOnce][kSteps][2];
 #pragma unroll
-      for (int32_t step = 0; step < kSteps; ++step) {
-        float low = output_[step][j], high = output_[step][2 + j];
-        if (slot != own_slot) {
-          low = ptx::load_shared_result(from + step * 16);
-          high = ptx::load_shared_result(from + step * 16 + 8);
+      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+        const int32_t slot = slot_of(begin + k);
+        weight[k] = 0.0f;
+#pragma unroll
+        for (int32_t step = 0; step < kSteps; ++step) {
+          partials[k][step][0] = output_[step][j];
+          partials[k][step][1] = output_[step][2 + j];
         }
-        sums[step][0] = ptx::fma(weight, low, sums[step][0]);
-        sums[step][1] = ptx::fma(weight, high, sums[step][1]);
+        if (begin + k < count) {
+          weight[k] = weights.of(lse_of(slot));
+          if (slot != own_slot) {
+            const float* from = partial_row(attention_, slot, head).output + lane_ / 4;
+#pragma unroll
+            for (int32_t step = 0; step < kSteps; ++step) {
+              partials[k][step][0] = ptx::load_shared_result(from + step * 16);
+              partials[k][step][1] = ptx::load_shared_result(from + step * 16 + 8);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+#pragma unroll
+        for (int32_t step = 0; step < kSteps; ++step) {
+          sums[step][0] = ptx::fma(weight[k], partials[k][step][0], sums[step][0]);
+          sums[step][1] = ptx::fma(weight[k], partials[k][step][1], sums[step][1]);
+        }
       }
     }
 #pragma unroll

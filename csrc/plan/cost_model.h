@@ -55,6 +55,13 @@ class CostModel {
   int32_t at_a_time(int32_t tile_rows) const {
     return tile_rows <= device_.narrow_rows ? device_.narrow_per_worker : 1;
   }
+  // Rows of the smallest tile that takes a whole worker; the widest tile if none does.
+  int32_t narrowest_whole_tile() const {
+    for (int32_t rows : device_.tile_rows) {
+      if (rows > device_.narrow_rows) return rows;
+    }
+    return max_rows_;
+  }
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
 
   int32_t tile_rows(int32_t queries) const {

@@ -14,6 +14,7 @@ constexpr int32_t kMinGrowth = 16;
 // A worker may be this much later than the others before a new plan is worth its time (PackInfer re-packs on drift).
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kCostBins = 512;
+constexpr double kFullShare = 0.75;  // of the narrow items that all workers do at once
 
 // A row tile of a pack before its KV range is split. Times are seconds of one worker for one KV head.
 struct Tile {
@@ -50,6 +51,7 @@ class Scheduler {
     list_queries();
     count_tokens();
     list_tiles();
+    widen_few_narrow_tiles();
     const double longest = choose_longest_unit();
     split_tiles(longest);
     assign_slots();
@@ -122,6 +124,19 @@ class Scheduler {
             cost_.item(count, end - pack.kv_begin, first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
         tile.duration = tile.seconds * cost_.at_a_time(tile.tile_rows);
       }
+    }
+  }
+
+  // Too few narrow items to keep every worker busy: whole workers read them faster, and cut into fewer pieces.
+  void widen_few_narrow_tiles() {
+    int64_t units = 0;
+    for (const Tile& tile : tiles_) units += cost_.at_a_time(tile.tile_rows) > 1 ? cost_.kv_heads() : 0;
+    if (units == 0 || units >= kFullShare * cost_.workers() * cost_.most_at_a_time()) return;
+    const int32_t rows = cost_.narrowest_whole_tile();
+    for (Tile& tile : tiles_) {
+      if (cost_.at_a_time(tile.tile_rows) == 1) continue;
+      tile.tile_rows = rows;
+      tile.duration = tile.seconds;
     }
   }
 

@@ -73,14 +73,14 @@ class DeviceModel:
 
     @classmethod
     def gpu(
-        cls, sm_count: int, *, bandwidth: float = 4.3e12, flops: float = 790e12, max_tile_rows: int = 128
+        cls, sm_count: int, *, bandwidth: float = 4.3e12, flops: float = 400e12, max_tile_rows: int = 128
     ) -> DeviceModel:
-        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures are an H200's."""
+        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best."""
         return cls(
             workers=2 * sm_count,
             bandwidth=bandwidth,
             flops=flops,
-            item_overhead=0.7e-6,
+            item_overhead=4e-6,
             reread=0.25,
             tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
             narrow_rows=8,

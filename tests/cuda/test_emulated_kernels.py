@@ -64,6 +64,14 @@ def test_lengths_around_the_kv_tile(emulation: ModuleType, length: int) -> None:
     check(case, emulate(emulation, case))
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
+def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
+    batch = ([[]], np.array([2600], dtype=np.int64), np.ones(1, dtype=np.int64))
+    case = make_case(7, heads=heads, batch=batch, multiprocessors=132)
+    assert len(case.plan.items) > 16
+    check(case, emulate(emulation, case))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=70)

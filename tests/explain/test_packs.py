@@ -110,6 +110,6 @@ def test_item_classes_add_up() -> None:
     shared, private = item_classes(plan, forest, batch.seq_lens, group=4)
     assert (shared.kind, shared.tile_rows, shared.kv_tokens) == ("shared", 64, 4096)
     assert shared.rows_filled == 40 / 64
-    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 16, 4160)
-    assert private.rows_filled == 4 / 16
+    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 32, 4160)
+    assert private.rows_filled == 4 / 32
     assert shared.items + private.items == len(plan.items)
