@@ -15,7 +15,7 @@ from benchmarks.kernel.gpu_flatten import Cuts, Level, candidates, levels_of
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import World
 
-WORKSPACE_BYTES = 768 << 20
+WORKSPACE_BYTES = 4 << 30
 MOST_CUTS = 4
 TENSOR_CORE_GROUP = 4  # SGLang's rule for decoding with tensor cores
 RANK_BANDWIDTH = 4.3e12  # for ranking flattenings only

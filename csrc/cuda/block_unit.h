@@ -49,6 +49,7 @@ class BlockUnit {
   PREFIXPACK_DEVICE void run(int32_t* next_ticket) {
     load_queries();
     fetch_slots(0);
+#pragma unroll 1
     for (int32_t tile = 0; tile < kStages - 1; ++tile) load_tile(tile);
     start_sums();
     for (int32_t tile = 0; tile < num_tiles_; ++tile) {
@@ -92,7 +93,7 @@ class BlockUnit {
 
   PREFIXPACK_DEVICE void load_queries() {
     const auto* q = static_cast<const uint16_t*>(attention_.q) + thread_ % kChunks * 8;
-#pragma unroll 2
+#pragma unroll 1
     for (int32_t row = thread_ / kChunks; row < TileT::kRows; row += kRowsPerPass) {
       const bool valid = row < rows_;
       const Row place = row_of(valid ? row : 0, kv_head_, group_);
@@ -235,81 +236,54 @@ class BlockUnit {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) add_up_quad(state_[block][half].sum);
     }
-    if constexpr (TileT::kKeyWarps == 1) {
-      store_fragments();
-    } else {
-      join_warps();
-    }
+    store_rows();
   }
 
-  PREFIXPACK_DEVICE void store_fragments() const {
+  // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
+  // warp order, and rows leave it in one piece.
+  PREFIXPACK_DEVICE void store_rows() const {
+    constexpr int32_t kWidth = TileT::kSumWidth;
+    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t row = fragment_row(block, half);
-        if (row >= rows_) continue;
-        const Target target = target_of(row, state_[block][half]);
-        if (target.partial.output != nullptr) {
-          float* to = target.partial.output + lane_ % 4 * 2;
+        float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(block, half)) * kWidth;
 #pragma unroll
-          for (int32_t column = 0; column < kValueBlocks; ++column) {
-            ptx::store_pair(to + column * 8, output_[block][column][2 * half] * target.result.factor,
-                            output_[block][column][2 * half + 1] * target.result.factor);
-          }
-        } else {
-          uint16_t* to = target.output.output + lane_ % 4 * 2;
-#pragma unroll
-          for (int32_t column = 0; column < kValueBlocks; ++column) {
-            store_output<Element>(to, column * 8, output_[block][column][2 * half] * target.result.factor,
-                                  output_[block][column][2 * half + 1] * target.result.factor);
-          }
+        for (int32_t column = 0; column < kValueBlocks; ++column) {
+          ptx::store_pair(mine + column * 8 + lane_ % 4 * 2, output_[block][column][2 * half],
+                          output_[block][column][2 * half + 1]);
         }
-        if (lane_ % 4 == 0) store_lse_of(target);
-      }
-    }
-  }
-
-  // Warps that had different keys of the same rows leave their sums in shared memory; they are added in warp order.
-  PREFIXPACK_DEVICE void join_warps() const {
-    constexpr int32_t kWidth = TileT::kHeadDim + 2;
-    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
-#pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-      float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(0, half)) * kWidth;
-#pragma unroll
-      for (int32_t column = 0; column < kValueBlocks; ++column) {
-        mine[column * 8 + lane_ % 4 * 2] = output_[0][column][2 * half];
-        mine[column * 8 + lane_ % 4 * 2 + 1] = output_[0][column][2 * half + 1];
-      }
-      if (lane_ % 4 == 0) {
-        mine[TileT::kHeadDim] = state_[0][half].max;
-        mine[TileT::kHeadDim + 1] = state_[0][half].sum;
+        if (lane_ % 4 == 0) ptx::store_pair(mine + TileT::kHeadDim, state_[block][half].max, state_[block][half].sum);
       }
     }
     ptx::block_sync();
-    const auto exp2_of = [](float x) { return ptx::exp2(x); };
-    constexpr int32_t kPairs = TileT::kHeadDim / 2;
-    const int32_t count = rows_ * kPairs;
+    constexpr int32_t kQuads = TileT::kHeadDim / 4;
+    const int32_t count = rows_ * kQuads;
+#pragma unroll 1
     for (int32_t i = thread_; i < count; i += kThreads) {
-      const int32_t row = i / kPairs, column = i % kPairs * 2;
+      const int32_t row = i / kQuads, column = i % kQuads * 4;
       SoftmaxState state = softmax_start();
-      float left = 0.0f, right = 0.0f;
+      float quad[4] = {};
 #pragma unroll
       for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
         const float* theirs = sums + (warp * TileT::kRows + row) * kWidth;
         float keep, add;
-        state = softmax_join(state, {theirs[TileT::kHeadDim], theirs[TileT::kHeadDim + 1]}, exp2_of, &keep, &add);
-        left = left * keep + theirs[column] * add;
-        right = right * keep + theirs[column + 1] * add;
+        state = softmax_join(
+            state, {theirs[TileT::kHeadDim], theirs[TileT::kHeadDim + 1]}, [](float x) { return ptx::exp2(x); }, &keep,
+            &add);
+#pragma unroll
+        for (int32_t j = 0; j < 4; ++j) quad[j] = quad[j] * keep + theirs[column + j] * add;
       }
       const Target target = target_of(row, state);
-      left *= target.result.factor;
-      right *= target.result.factor;
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) quad[j] *= target.result.factor;
       if (target.partial.output != nullptr) {
-        ptx::store_pair(target.partial.output + column, left, right);
+        ptx::store_pair(target.partial.output + column, quad[0], quad[1]);
+        ptx::store_pair(target.partial.output + column + 2, quad[2], quad[3]);
       } else {
-        store_output<Element>(target.output.output, column, left, right);
+        store_output<Element>(target.output.output, column, quad[0], quad[1]);
+        store_output<Element>(target.output.output, column + 2, quad[2], quad[3]);
       }
       if (column == 0) store_lse_of(target);
     }

@@ -37,7 +37,7 @@ PREFIXPACK_DEVICE_CALL void run_block_unit(char* shared) {
 
 // Nothing is kept in registers while a unit runs: it needs them all.
 template <int HeadDim, class Element>
-PREFIXPACK_DEVICE void run_block_queue(char* shared) {
+PREFIXPACK_DEVICE void run_block_queue(char* shared, int32_t first_ticket) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   const auto num_units = [&] {
@@ -47,8 +47,7 @@ PREFIXPACK_DEVICE void run_block_queue(char* shared) {
   if (num_units() == 0) return;
   // The first warp writes the same word with all its lanes: a branch for one of them would split the warp.
   const bool writes = ptx::thread_index() < 32;
-  const int32_t first = ptx::take_ticket(&params.step.tickets[0]);
-  if (writes) state->next_ticket = first;
+  if (writes) state->next_ticket = first_ticket;
   for (;;) {
     ptx::warp_sync();
     if (writes) state->ticket = state->next_ticket;
@@ -70,12 +69,13 @@ PREFIXPACK_DEVICE void run_block_queue(char* shared) {
 template <int HeadDim, class Element>
 PREFIXPACK_DEVICE void run_queue(const KernelParams& kernel_params, char* shared) {
   BlockState* state = block_state(shared);
+  const int32_t ticket = ptx::take_ticket(&kernel_params.step.tickets[0]);  // on its way while the header is
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
   ptx::block_sync();
   if (ptx::thread_index() < 32) state->params.plan.near_header = &state->header;
   ptx::block_sync();
-  run_block_queue<HeadDim, Element>(shared);
+  run_block_queue<HeadDim, Element>(shared, ticket);
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     using TileT = WarpTile<HeadDim>;
     WarpUnits<TileT, Element>(kernel_params, state->header, shared + ptx::thread_index() / 32 * TileT::kBytes).run();

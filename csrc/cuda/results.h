@@ -56,7 +56,9 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
 }
 
 constexpr int32_t kMergeLanes = 8;
-constexpr int32_t kMergeAtOnce = 4;  // partials whose rows are read together
+// Partials whose rows are read together, by a block and by a warp, whose code is run for every tail.
+constexpr int32_t kMergeAtOnce = 4;
+constexpr int32_t kMergeAtOnceByWarp = 2;
 
 // The weights of a row's partials are 2^(lse - base) * factor.
 struct MergeWeights {

@@ -33,7 +33,7 @@ class Softmax {
  public:
   PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
       : cap_(attention.logit_cap),
-        to_cap_(attention.logit_cap > 0.0f ? attention.scale / attention.logit_cap : 0.0f),
+        to_cap_(attention.logit_cap > 0.0f ? attention.scale * ptx::reciprocal(attention.logit_cap) : 0.0f),
         to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
 
   // Products become logits, but for a factor that add() applies.

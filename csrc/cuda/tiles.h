@@ -29,18 +29,19 @@ struct Tile {
   static constexpr int kRows = Rows;
   static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
   static constexpr int kKeyWarps = kWarps / kRowWarps;
-  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
+  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;            // blocks of 16 rows per warp
   static constexpr int kKeys = HeadDim > 128 && Rows > 32 ? 16 : 32;  // what the registers for scores allow
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = Rows * kRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
-  static constexpr int kSumBytes = kKeyWarps == 1 ? 0 : kKeyWarps * Rows * (HeadDim + 2) * 4;
+  static constexpr int kSumWidth = HeadDim + 4;  // of a row's sums: whole 16-byte words, banks shifted from row to row
+  static constexpr int kSumBytes = kKeyWarps * Rows * kSumWidth * 4;
 
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
-  static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the warps' sums lie where the stages were");
+  static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
 // A warp on its own: its queries, and a ring of KV tiles.

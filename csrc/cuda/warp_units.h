@@ -463,10 +463,10 @@ class WarpUnits {
     float sums[kSteps][2];
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) sums[step][0] = sums[step][1] = 0.0f;
-    for (int32_t begin = 0; begin < longest; begin += kMergeAtOnce) {
-      float weight[kMergeAtOnce], partials[kMergeAtOnce][kSteps][2];
+    for (int32_t begin = 0; begin < longest; begin += kMergeAtOnceByWarp) {
+      float weight[kMergeAtOnceByWarp], partials[kMergeAtOnceByWarp][kSteps][2];
 #pragma unroll
-      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
         const int32_t slot = slot_of(begin + k);
         weight[k] = 0.0f;
 #pragma unroll
@@ -487,7 +487,7 @@ class WarpUnits {
         }
       }
 #pragma unroll
-      for (int32_t k = 0; k < kMergeAtOnce; ++k) {
+      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
 #pragma unroll
         for (int32_t step = 0; step < kSteps; ++step) {
           sums[step][0] = ptx::fma(weight[k], partials[k][step][0], sums[step][0]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_the_price_of_partials_decides_by_group_size() -> None:
     # no group size, answers both alike.
     forest = PrefixForest.from_paths([[(1, 0, 100)], [(1, 0, 100)]])
     lens = np.array([140, 140])
-    device = DeviceModel.gpu(132)
+    device = replace(DeviceModel.gpu(132), item_overhead=0.7e-6, flops=790e12)
     narrow = Planner(ModelShape(8, 8, 128, partial_bytes=2), device).plan(forest, lens)
     wide = Planner(ModelShape(128, 8, 128, partial_bytes=4), device).plan(forest, lens)
     assert narrow.kv_tokens_packed < narrow.kv_tokens_per_request
@@ -214,7 +215,8 @@ def greedy_finish(plan: Plan, planner: Planner, seq_lens: np.ndarray) -> tuple[f
 )
 def test_long_kv_is_split_until_the_workers_are_balanced(lens: list[int], limit: float) -> None:
     forest, seq_lens = PrefixForest.from_paths([[] for _ in lens]), np.array(lens)
-    planner = Planner(ModelShape(32, 8, 128), DeviceModel.gpu(132))
+    # Balance of tokens is what is looked at here; dear items are rightly cut less.
+    planner = Planner(ModelShape(32, 8, 128), replace(DeviceModel.gpu(132), item_overhead=0.7e-6, flops=790e12))
     plan = planner.plan(forest, seq_lens)
     finish, even = greedy_finish(plan, planner, seq_lens)
     assert finish <= limit * even
