@@ -34,7 +34,7 @@ def readable(symbol: str) -> str:
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(packed|merge)_kernelILi(\d+)E", symbol)
+    kernel = re.search(r"(packed|merge)_(?:kernel|what_is_ready)ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 

@@ -64,9 +64,9 @@ class DeviceModel:
         workers = threads if threads is not None else len(os.sched_getaffinity(0))
         return cls(
             workers=workers,
-            bandwidth=8e9 * workers,
-            flops=40e9 * workers,
-            item_overhead=0.5e-6,
+            bandwidth=10e9 * workers,
+            flops=75e9 * workers,
+            item_overhead=2e-6,
             reread=0.25,
             tile_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128),
         )
