@@ -52,8 +52,7 @@ class MetricsExporter:
         arguments = runner.server_args
         if not getattr(arguments, "enable_metrics", False):
             return None
-        # Up to 0.5.14 the ranks are the runner's own.
-        ranks = getattr(runner, "ps", runner)
+        ranks = _ranks(runner)
         tp_rank = int(getattr(ranks, "tp_rank", 0) or 0)
         if tp_rank != 0 and not getattr(arguments, "enable_metrics_for_all_schedulers", False):
             return None
@@ -104,3 +103,13 @@ class MetricsExporter:
         growth = total - self._exported.get((name, key), 0.0)
         self._exported[(name, key)] = total
         return growth
+
+
+def _ranks(runner: Any) -> Any:
+    """What knows this process's ranks: the runner up to 0.5.14, then its `ps`, from 0.5.21 on SGLang's context."""
+    for holder in (getattr(runner, "ps", None), runner):
+        if hasattr(holder, "tp_rank"):
+            return holder
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()

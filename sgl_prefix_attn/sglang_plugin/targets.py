@@ -269,6 +269,7 @@ _FIELDS = "arg_groups.fields"
 _ARGUMENTS = (
     Target("server_args.get_global_server_args", Use.CALL),
     Target("runtime_context.get_server_args", Use.CALL, since="0.5.15"),
+    Target("runtime_context.get_parallel", Use.CALL),
     *_attributes(
         "server_args.ServerArgs",
         "chunked_prefill_size device disable_radix_cache enable_metrics enable_metrics_for_all_schedulers enable_pdmux "

@@ -144,9 +144,14 @@ class TestMetrics:
             ({"enable_metrics": True, "enable_metrics_for_all_schedulers": True}, 1, True),
         ],
     )
-    def test_who_exports(self, options: dict[str, Any], tp_rank: int, exports: bool) -> None:
+    def test_who_exports(
+        self, options: dict[str, Any], tp_rank: int, exports: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
+        ranks = SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         for runner in (
+            SimpleNamespace(server_args=arguments),
             SimpleNamespace(server_args=arguments, ps=SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)),
             SimpleNamespace(server_args=arguments, tp_rank=tp_rank, pp_rank=0, dp_rank=None),
         ):
