@@ -33,7 +33,7 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 	@set -e; for version in $(VERSIONS); do \
 		echo "== SGLang $$version"; \
 		$(SETUP) --venv .venv-$$version --sglang $$version; \
-		.venv-$$version/bin/python -m pytest -m versions $(PYTEST_ARGS); \
+		.venv-$$version/bin/python -m pytest -m versions tests/e2e $(PYTEST_ARGS); \
 	done
 
 lint: setup ## ruff, mypy on the package, clang-format
