@@ -6,6 +6,10 @@ _Int32 = npt.NDArray[np.int32]
 _Int64 = npt.NDArray[np.int64]
 
 built_with_cuda: bool
+# 32-bit words of the device's structs (csrc/cuda/kernel_params.h).
+plan_header_words: int
+plan_item_words: int
+item_record_words: int
 
 class CudaDevice:
     name: str

@@ -11,8 +11,9 @@ from benchmarks.kernel.gpu_cases import HEAD_DIM
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import SCALE, World
 from sgl_prefix_attn.core.forest import RadixMirror
-from sgl_prefix_attn.core.gpu import GpuStep, StepLimits
+from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep
 
 GROWTH = 64

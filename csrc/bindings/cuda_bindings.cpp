@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "cuda/device.h"
+#include "cuda/kernel_params.h"
 #include "cuda/launch.h"
 #include "cuda/plan_words.h"
 
@@ -130,6 +131,9 @@ void bind_devices(py::module_& m) {
 void bind_cuda(py::module_& m) {
   m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"),
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
+  m.attr("plan_header_words") = kPlanHeaderWords;
+  m.attr("plan_item_words") = kPlanItemWords;
+  m.attr("item_record_words") = kRecordWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;
   bind_devices(m);

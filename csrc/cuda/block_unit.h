@@ -299,12 +299,12 @@ class BlockUnit {
     const Row place = row_of(row, kv_head_, group_);
     Target target{};
     if (item_.slot_begin == kWriteThrough) {
-      state = with_sink(state, attention_, place.head);
       target.output = output_row(params_, item_.query_begin + place.query, place.head);
+      target.result = normalised_with_sink(state, attention_, place.head);
     } else {
       target.partial = partial_row(attention_, item_.slot_begin + place.query, place.head);
+      target.result = normalised(state);
     }
-    target.result = normalised(state);
     return target;
   }
 

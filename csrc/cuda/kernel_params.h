@@ -23,6 +23,9 @@ struct PlanHeader {
   int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
 };
 
+constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // with its slots and its merge
+
 struct DevicePlan {
   const int32_t* words;
   const PlanHeader* near_header = nullptr;  // a copy in shared memory, once a block has made one

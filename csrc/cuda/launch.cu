@@ -57,6 +57,9 @@ void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
 }
 
 void launch_attention(const KernelParams& params, int32_t blocks, void* stream) {
+  for (int64_t stride : {params.attention.k_slot_stride, params.attention.v_slot_stride}) {
+    if (stride > INT32_MAX / 2) throw std::runtime_error("KV slots lie further apart than 2^31 - 1 bytes");
+  }
   dispatch(params.attention.head_dim, params.attention.dtype,
            Launch{params, blocks, static_cast<cudaStream_t>(stream)});
 }

@@ -12,7 +12,6 @@ namespace prefixpack {
 namespace {
 
 constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
-constexpr size_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
 
 }  // namespace
 
@@ -20,13 +19,13 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
   PlanWords result;
   std::vector<int32_t>& words = result.words;
   const size_t num_items = plan.items.size();
-  words.resize(kHeaderWords + num_items * (kWordsPerItem + 2));
+  words.resize(kPlanHeaderWords + num_items * kPlanItemWords);
   PlanHeader header{};
   header.num_items = static_cast<int32_t>(num_items);
   header.num_queries = plan.num_queries;
   header.num_merges = static_cast<int32_t>(plan.merge_query.size());
-  header.items_at = kHeaderWords;
-  header.item_slots_at = static_cast<int32_t>(kHeaderWords + num_items * kWordsPerItem);
+  header.items_at = kPlanHeaderWords;
+  header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
   std::vector<int32_t> merge_of(plan.num_queries, 0);
   for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
     merge_of[plan.merge_query[merge]] = static_cast<int32_t>(merge);

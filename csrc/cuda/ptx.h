@@ -85,8 +85,6 @@ PREFIXPACK_DEVICE float exp2(float x) {
 PREFIXPACK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
 PREFIXPACK_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
 PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
-// Of absolute error below 1e-6; the library's branches would be in every kernel, for a rare option.
-PREFIXPACK_DEVICE float tanh(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2(x * 2.885390082f)); }
 
 // An address in shared memory, as instructions take it.
 using SharedAddress = uint32_t;

@@ -56,7 +56,7 @@ PREFIXPACK_DEVICE void run_block_queue(char* shared, int32_t first_ticket) {
     const int32_t rows = params.step.items[unit_of(state->ticket, params.attention.kv_heads).item].tile_rows;
     if (rows <= 32) {
       run_block_unit<Tile<HeadDim, 32>, Element>(shared);
-    } else if (rows == 64) {
+    } else if (rows <= 64) {
       run_block_unit<Tile<HeadDim, 64>, Element>(shared);
     } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
       run_block_unit<Tile<HeadDim, 128>, Element>(shared);

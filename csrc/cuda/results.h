@@ -18,10 +18,14 @@ PREFIXPACK_DEVICE Normalised normalised(SoftmaxState state) {
           state.sum > 0.0f ? safe_max(state.max) + ptx::log2(state.sum) : kMinusInfinity};
 }
 
-// An attention sink: a logit with no value.
-PREFIXPACK_DEVICE SoftmaxState with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
-  if (attention.sinks != nullptr) state.sum += ptx::exp2(attention.sinks[head] * kLog2E - safe_max(state.max));
-  return state;
+// As above with the head's attention sink, a logit with no value, which may be above all others.
+PREFIXPACK_DEVICE Normalised normalised_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
+  if (attention.sinks == nullptr) return normalised(state);
+  float keep, add;
+  const SoftmaxState sink{attention.sinks[head] * kLog2E, 1.0f};
+  Normalised result = normalised(softmax_join(state, sink, [](float x) { return ptx::exp2(x); }, &keep, &add));
+  result.factor *= keep;
+  return result;
 }
 
 struct OutputRow {
@@ -81,7 +85,7 @@ PREFIXPACK_DEVICE MergeWeights merge_weights(const AttentionParams& attention, i
     state = {max, ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), other.sum,
                                        ptx::exp2(other.max - safe_max(max)))};
   }
-  const Normalised result = normalised(with_sink(state, attention, head));
+  const Normalised result = normalised_with_sink(state, attention, head);
   return {safe_max(state.max), result.factor, result.lse};
 }
 

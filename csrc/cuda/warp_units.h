@@ -346,7 +346,7 @@ class WarpUnits {
     if (slot_begin == kWriteThrough) {
 #pragma unroll
       for (int32_t j = 0; j < 2; ++j) {
-        const Normalised result = normalised(with_sink(state_[j], attention_, head[j]));
+        const Normalised result = normalised_with_sink(state_[j], attention_, head[j]);
         row_lse[j] = result.lse;
         scale_row(j, result.factor);
       }

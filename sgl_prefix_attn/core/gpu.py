@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepBuffers, StepLimits
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
-_STAGING_BUFFERS = 2
 
 
-class PlanTooLarge(ValueError):  # noqa: N818 (it is an answer, not a fault: the step runs elsewhere)
-    """A plan that does not fit the buffers; the message says which limit and by how much."""
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What the buffers of a `GpuStep` hold at most.
-
-    Attributes:
-        queries: query tokens of a step.
-        items: work items of a plan.
-        kv_slots: KV slots of all items together, with room for growing tails.
-        partial_slots: partial results.
-    """
-
-    queries: int
-    items: int
-    kv_slots: int
-    partial_slots: int
-
-
-class GpuStep:
+class GpuStep(StepBuffers):
     """Device memory of packed steps; may be captured into CUDA graphs, since no address ever changes.
 
     Order of a step: `load` when the plan is a new one, `prepare` once, `attend` for every layer. `load` and `prepare`
@@ -61,22 +38,14 @@ class GpuStep:
             raise ValueError(f"head_dim is {shape.head_dim}; the GPU kernels support {HEAD_DIMS}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the GPU kernels support bfloat16 and float16")
-        self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
         with torch.cuda.device(device):
             self.blocks = _native.cuda_resident_blocks(shape.head_dim, DTYPES[dtype])
-        num_words = 12 + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
-        self._words = self._ints(num_words)
-        self._items = self._ints(11 * limits.items)
-        self._positions = self._ints(limits.queries)
-        self._kv_slots = self._ints(limits.kv_slots)
+        super().__init__(shape, device, limits)
+        self.dtype = dtype
+        self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim).tile_rows[-1]
+        self._items = self._ints(_native.item_record_words * limits.items)
         self._tickets = self._ints(3)
         self._arrivals = self._ints(limits.queries * shape.kv_heads)
-        self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
-        self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
-        # The host runs ahead of the device: a buffer is written again only when its last copy is over.
-        self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STAGING_BUFFERS)]
-        self._copied = [torch.cuda.Event() for _ in range(_STAGING_BUFFERS)]
-        self._turn = 0
         self._addresses = _native.StepAddresses(
             words=self._words.data_ptr(),
             items=self._items.data_ptr(),
@@ -86,36 +55,15 @@ class GpuStep:
             arrivals=self._arrivals.data_ptr(),
         )
 
-    def _ints(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self.device)
-
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
-        """Brings a plan to the device.
-
-        Args:
-            plan: made for this shape.
-            seq_lens: [num_requests] int64 on the host, the lengths the plan was made for.
-            growth: tokens by which tails may grow before another plan is loaded.
-
-        Raises:
-            PlanTooLarge: nothing was changed.
-        """
-        words, kv_slots = _native.plan_words(plan, seq_lens, growth)
-        for name, needed in (
-            ("queries", plan.num_queries),
-            ("items", len(plan.items)),
-            ("kv_slots", kv_slots),
-            ("partial_slots", plan.num_slots),
-        ):
-            limit = getattr(self.limits, name)
-            if needed > limit:
-                raise PlanTooLarge(f"the plan needs {needed} {name}; the buffers hold {limit}")
-        self._turn = (self._turn + 1) % _STAGING_BUFFERS
-        staging, copied = self._staging[self._turn], self._copied[self._turn]
-        copied.synchronize()
-        staging.numpy()[: len(words)] = words
-        self._words[: len(words)].copy_(staging[: len(words)], non_blocking=True)
-        copied.record()
+        """As `StepBuffers.load`; PlanTooLarge also for tiles that the kernels do not have."""
+        widest = int(plan.items[:, TILE_ROWS].max(initial=0))
+        if widest > self._widest_tile:
+            raise PlanTooLarge(
+                f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
+                f"at most {self._widest_tile}: see DeviceModel.gpu"
+            )
+        super().load(plan, seq_lens, growth)
 
     def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Gathers the step's KV slots, ends and positions, so that the layers read nothing of the scheduler's.
@@ -124,14 +72,11 @@ class GpuStep:
             req_to_token: int32 [rows, context] on the device.
             req_pool_indices: int64 [num_requests] on the device.
             seq_lens: int64 [num_requests] on the device, the step's own tokens included.
+
+        Raises:
+            ValueError: a tensor of the wrong type, layout or device.
         """
-        for name, tensor, dtype in (
-            ("req_to_token", req_to_token, torch.int32),
-            ("req_pool_indices", req_pool_indices, torch.int64),
-            ("seq_lens", seq_lens, torch.int64),
-        ):
-            if tensor.dtype is not dtype or tensor.device != self.device or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be a contiguous {dtype} tensor on {self.device}")
+        self._check_tables(req_to_token, req_pool_indices, seq_lens)
         _native.cuda_prepare(
             self._addresses, req_to_token.data_ptr(), req_to_token.stride(0), req_pool_indices.data_ptr(),
             seq_lens.data_ptr(), self.blocks, torch.cuda.current_stream(self.device).cuda_stream,
@@ -153,8 +98,10 @@ class GpuStep:
         """Attention of one layer; arguments as in `core.attention.packed_attention`.
 
         Raises:
-            ValueError: a tensor of the wrong shape, type or layout.
+            ValueError: a tensor of the wrong shape, type or layout, or a scale that is not positive.
         """
+        if not scale > 0:  # maxima are taken before it is applied
+            raise ValueError(f"scale is {scale}; the GPU kernels need a positive one")
         q_heads, kv_heads, head_dim = self.shape.q_heads, self.shape.kv_heads, self.shape.head_dim
         for name, tensor, heads in (
             ("q", q, q_heads), ("k_cache", k_cache, kv_heads), ("v_cache", v_cache, kv_heads), ("out", out, q_heads),

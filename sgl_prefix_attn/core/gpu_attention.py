@@ -12,8 +12,9 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core import gpu, planner
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.gpu import GpuStep, StepLimits
+from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.core.step_buffers import StepLimits
 
 OLDEST_CAPABILITY = (8, 0)
 _SMALLEST_LIMIT = 256
@@ -108,7 +109,7 @@ def native_obstacle(
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
         if tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
             return f"the native kernels read whole, aligned 16-byte words; {name} has strides {tensor.stride()}"
-    table = DeviceModel.gpu(1, max_tile_rows=64 if head_dim > 128 else 128).tile_rows
+    table = DeviceModel.gpu(1, head_dim=head_dim).tile_rows
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():
         if rows not in table:
             return f"the plan has tiles of {rows} rows, made for another device: see DeviceModel.gpu"

@@ -73,9 +73,22 @@ class DeviceModel:
 
     @classmethod
     def gpu(
-        cls, sm_count: int, *, bandwidth: float = 4.3e12, flops: float = 400e12, max_tile_rows: int = 128
+        cls,
+        sm_count: int,
+        *,
+        head_dim: int = 128,
+        bandwidth: float = 4.3e12,
+        flops: float = 400e12,
+        max_tile_rows: int = 128,
     ) -> DeviceModel:
-        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best."""
+        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best.
+
+        Args:
+            head_dim: heads wider than 128 leave the kernels no registers for tiles of 128 rows, nor a warp for items
+                of its own (csrc/cuda/tiles.h).
+        """
+        wide = head_dim > 128
+        max_tile_rows = min(max_tile_rows, 64 if wide else 128)
         return cls(
             workers=2 * sm_count,
             bandwidth=bandwidth,
@@ -84,7 +97,7 @@ class DeviceModel:
             reread=0.25,
             tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
             narrow_rows=8,
-            narrow_per_worker=4,
+            narrow_per_worker=1 if wide else 4,
         )
 
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
 from sgl_prefix_attn.core.planner import ModelShape
 
 _STAGING_BUFFERS = 2
-_HEADER_WORDS = 12
+
+
+class PlanTooLarge(ValueError):  # noqa: N818 (it is an answer, not a fault: the step runs elsewhere)
+    """A plan that does not fit the buffers or the kernels; the message says which limit and by how much."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the buffers of a step hold at most.
+
+    Attributes:
+        queries: query tokens of a step.
+        items: work items of a plan.
+        kv_slots: KV slots of all items together, with room for growing tails.
+        partial_slots: partial results.
+    """
+
+    queries: int
+    items: int
+    kv_slots: int
+    partial_slots: int
 
 
 class StepBuffers:
@@ -25,7 +46,14 @@ class StepBuffers:
 
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
-        num_words = _HEADER_WORDS + 9 * limits.items + 5 * limits.queries + limits.partial_slots + 1
+        # Three words a query, as many for its merge and its end, and the slots that are merged.
+        num_words = (
+            _native.plan_header_words
+            + _native.plan_item_words * limits.items
+            + 5 * limits.queries
+            + limits.partial_slots
+            + 1
+        )
         self._words = self._ints(num_words)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
@@ -69,3 +97,13 @@ class StepBuffers:
         self._words[: len(words)].copy_(staging[: len(words)], non_blocking=True)
         if copied is not None:
             copied.record()
+
+    def _check_tables(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """ValueError unless the scheduler's tables are of the types and on the device that `prepare` reads."""
+        for name, tensor, dtype in (
+            ("req_to_token", req_to_token, torch.int32),
+            ("req_pool_indices", req_pool_indices, torch.int64),
+            ("seq_lens", seq_lens, torch.int64),
+        ):
+            if tensor.dtype is not dtype or tensor.device != self.device or tensor.stride(-1) != 1:
+                raise ValueError(f"{name} must be a contiguous {dtype} tensor on {self.device}")

@@ -12,9 +12,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from sgl_prefix_attn.core import triton_kernels
-from sgl_prefix_attn.core.gpu import StepLimits
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.core.step_buffers import StepBuffers
+from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits
 
 MAX_HEAD_DIM = 256
 # What `DeviceModel.gpu` is to be told for the best plans; plans for wider tiles run as well.
@@ -130,13 +129,7 @@ class TritonStep(StepBuffers):
         Raises:
             ValueError: a tensor of the wrong type, layout or device.
         """
-        for name, tensor, dtype in (
-            ("req_to_token", req_to_token, torch.int32),
-            ("req_pool_indices", req_pool_indices, torch.int64),
-            ("seq_lens", seq_lens, torch.int64),
-        ):
-            if tensor.dtype is not dtype or tensor.device != self.device or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be a contiguous {dtype} tensor on {self.device}")
+        self._check_tables(req_to_token, req_pool_indices, seq_lens)
         with self._on_device():
             triton_kernels.prepare_step[(self.blocks,)](
                 self._words, self._records, self._positions, self._kv_slots,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sgl_prefix_attn.core.gpu import PlanTooLarge
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, reasons, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-from sgl_prefix_attn.core.gpu import StepLimits
 from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
+from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, PackedStep, gpu_device, lens_of_batch
@@ -121,7 +121,7 @@ class CudaExecutor:
         device = k_cache.device
         step, graph_out = self._buffers(shape, dtype, device)
         model, growth = (
-            gpu_device(self._settings, _sm_count(device), self._kernels.max_tile_rows),
+            gpu_device(self._settings, _sm_count(device), shape.head_dim, self._kernels.max_tile_rows),
             self._settings.replan_growth,
         )
         uncut_model = dataclasses.replace(model, workers=1)

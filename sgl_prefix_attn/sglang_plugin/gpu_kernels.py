@@ -10,8 +10,9 @@ import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import gpu
-from sgl_prefix_attn.core.gpu import GpuStep, StepLimits
+from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin import reasons
 
 OLDEST_CAPABILITY = (8, 0)

@@ -48,6 +48,7 @@ def make_case(
     logit_cap: float = 0.0,
     window_left: int = -1,
     with_sinks: bool = False,
+    sink_offset: float = 0.0,
     eager: bool = True,
     batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
 ) -> Case:
@@ -61,7 +62,7 @@ def make_case(
     pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
-    device = DeviceModel.gpu(multiprocessors, max_tile_rows=64 if head_dim > 128 else 128)
+    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim)
     if eager:  # small batches too are packed as if reading KV was all that counts: more levels, more to be merged
         device = replace(device, item_overhead=0.0, bandwidth=1e9)
     decode = bool((query_lens == 1).all())
@@ -70,7 +71,7 @@ def make_case(
         "scale": head_dim**-0.5,
         "logit_cap": logit_cap,
         "window_left": window_left,
-        "sinks": torch.from_numpy(rng.standard_normal(q_heads)).float() if with_sinks else None,
+        "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
     expected = reference_attention(
         q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,

@@ -102,9 +102,10 @@ def test_soft_cap(emulation: ModuleType) -> None:
     check(case, emulate(emulation, case))
 
 
-def test_sinks(emulation: ModuleType) -> None:
-    case = make_case(2, with_sinks=True)
-    check(case, emulate(emulation, case))
+@pytest.mark.parametrize("offset", [0.0, 150.0])
+def test_sinks(emulation: ModuleType, offset: float) -> None:
+    """Also one so far above all logits that 2^(sink - maximum) is no float."""
+    check(case := make_case(2, with_sinks=True, sink_offset=offset), emulate(emulation, case))
 
 
 @pytest.mark.parametrize("blocks", [2, 5])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core.gpu import GpuStep, PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.gpu import GpuStep
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from tests.cuda.cases import Case, Result, check, make_case
 
 pytestmark = [

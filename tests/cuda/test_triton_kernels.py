@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
 from sgl_prefix_attn.core.gpu_attention import StepPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.reference import reference_attention
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from tests.cuda.cases import Case, Result, check, make_case
 
 triton_step = pytest.importorskip("sgl_prefix_attn.core.triton_step")

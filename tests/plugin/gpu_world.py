@@ -16,8 +16,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.gpu import PlanTooLarge, StepLimits
 from sgl_prefix_attn.core.planner import ModelShape, Plan
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import PlanTooLarge
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import admission, gpu_kernels, reasons, runtime
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
@@ -390,6 +390,12 @@ class TestAdmission:
         world = decode(kv_dtype=torch.float32)
         world.backend._look_at_layers()
         assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.KV_DTYPE}
+
+    @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (256, 64)])
+    def test_plans_have_the_tiles_that_the_kernels_have_for_the_head_size(self, head_dim: int, widest: int) -> None:
+        world = decode(head_dim=head_dim)
+        world.backend._look_at_layers()
+        assert [planner.device.tile_rows[-1] for planner in world.executor.planners] == [widest]
 
     def test_a_model_of_such_layers_only_has_stock_graphs(self) -> None:
         world = decode(head_dim=32, graphs=4)

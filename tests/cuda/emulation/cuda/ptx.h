@@ -37,7 +37,6 @@ inline float exp2(float x) { return std::exp2(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float log2(float x) { return std::log2(x); }
-inline float tanh(float x) { return std::tanh(x); }
 inline float sum_of_products(float a, float b, float c, float d) { return a * b + c * d; }
 inline void store_pair(float* address, float left, float right) {
   if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emulation::fail("misaligned 8-byte store");

@@ -1,0 +1,83 @@
+"""What a `GpuStep` refuses before anything is launched; the launches themselves are recorded, not made."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core import gpu
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.gpu import GpuStep
+from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
+
+LIMITS = StepLimits(queries=256, items=512, kv_slots=1 << 16, partial_slots=1024)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for the CUDA half of the native module; the names of what would have been launched."""
+    made: list[str] = []
+    native: dict[str, Any] = {name: getattr(_native, name) for name in ("plan_words", "item_record_words")}
+    monkeypatch.setattr(gpu, "_native", SimpleNamespace(
+        built_with_cuda=True, cuda_resident_blocks=lambda *_: 4, StepAddresses=dict,
+        cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
+    ))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    return made
+
+
+def shared_by(requests: int, head_dim: int, device: DeviceModel) -> tuple[Plan, np.ndarray]:
+    lens = np.full(requests, 900)
+    forest = PrefixForest.from_paths([[(0, 0, 800)]] * requests)
+    return Planner(ModelShape(8, 2, head_dim), device).plan(forest, lens), lens
+
+
+def step_of(head_dim: int) -> GpuStep:
+    return GpuStep(ModelShape(8, 2, head_dim), torch.bfloat16, torch.device("cpu"), LIMITS)
+
+
+@pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (128, 128), (256, 64)])
+def test_the_device_model_has_the_tiles_of_the_kernels(launches: list[str], head_dim: int, widest: int) -> None:
+    device = replace(DeviceModel.gpu(132, head_dim=head_dim), item_overhead=0.0)
+    plan, lens = shared_by(60, head_dim, device)
+    assert plan.items[:, TILE_ROWS].max() == widest
+    step_of(head_dim).load(plan, lens, 0)
+
+
+def test_a_tile_that_the_kernels_do_not_have_is_refused(launches: list[str]) -> None:
+    plan, lens = shared_by(60, 256, replace(DeviceModel.gpu(132), item_overhead=0.0))
+    with pytest.raises(PlanTooLarge, match="tiles of 128 rows; with head_dim 256 the GPU kernels have at most 64"):
+        step_of(256).load(plan, lens, 0)
+
+
+def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
+    plan, lens = shared_by(60, 128, replace(DeviceModel.gpu(132), item_overhead=0.0))
+    exact = StepLimits(plan.num_queries, len(plan.items), _native.plan_words(plan, lens, 0)[1], plan.num_slots)
+    step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
+    step.load(plan, lens, 0)
+    words = _native.plan_words(plan, lens, 0)[0]
+    np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
+    with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
+        GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)
+
+
+def test_tables_and_scale_are_checked(launches: list[str]) -> None:
+    step = step_of(128)
+    table, rows, lens = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.ones(2).long()
+    step.prepare(table, rows, lens)
+    with pytest.raises(ValueError, match=r"seq_lens must be a contiguous torch\.int64"):
+        step.prepare(table, rows, lens.int())
+    q, cache = torch.zeros(2, 8, 128, dtype=torch.bfloat16), torch.zeros(16, 2, 128, dtype=torch.bfloat16)
+    step.attend(q, cache, cache, q.clone(), scale=0.1)
+    with pytest.raises(ValueError, match=r"scale is 0\.0"):
+        step.attend(q, cache, cache, q.clone(), scale=0.0)
+    assert launches == ["prepare", "attend"]
