@@ -100,7 +100,7 @@ setup(
     packages=[*rooms(), "sgl_prefix_attn.patches"],
     package_dir={"sgl_prefix_attn.patches": "patches"},
     package_data={
-        "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md"],
+        "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "routing/profiles/*.json"],
         "sgl_prefix_attn.patches": ["*/*.patch", "*.md"],
     },
     ext_modules=[

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
     "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),
+    "route": ("sgl_prefix_attn.routing.cli", "fit, test and explain the choice between packed and stock kernels"),
     "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
 }
 

@@ -73,6 +73,24 @@ class Settings(BaseModel):
         description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs from "
         "compute capability 8.0. triton: for all others. auto: native where they run.",
     )
+    route: Literal["auto", "packed", "inner"] = Field(
+        "auto",
+        description="Where decode steps run. packed: on the packed kernels. inner: on the inner backend. auto: each "
+        "step where its predicted time is the lower one; on a CPU, packed unless route_profile is set.",
+    )
+    route_margin: int = Field(
+        10,
+        ge=0,
+        le=1000,
+        description="Percent by which packed has to be predicted faster before steps that run on the inner backend "
+        "change over; they go back when packed is predicted to be slower.",
+    )
+    route_profile: str | None = Field(
+        None,
+        description="Profile that route = auto predicts by, from `python -m sgl_prefix_attn route fit`. Unset: on a "
+        "GPU the one in the package, measured on an H200.",
+        json_schema_extra={"accepts": "the path of a JSON file, or none"},
+    )
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of the CPU executor. Unset: as many as torch uses."
     )

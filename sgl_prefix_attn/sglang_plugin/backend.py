@@ -1,13 +1,11 @@
 """The attention backend `prefixpack`: packed attention where it applies, the inner stock backend everywhere else.
 
-This file decides; executors run. Outside of graphs each step is decided by itself. A captured decode graph holds
-packed layers or the inner backend's for good, so there the decision is made once, at capture.
+This file decides; executors run. Each step is decided by itself. A captured decode graph holds packed layers or the
+inner backend's for good, so there are two of each size where steps may go either way (`graph_routes`).
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,19 +16,17 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
-from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, reasons, versions
-from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
+from sgl_prefix_attn.routing.policy import Route
+from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.admission import admit, make_executor
 from sgl_prefix_attn.sglang_plugin.delegation import delegate
 from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor, PackedStep
-from sgl_prefix_attn.sglang_plugin.handover import Handed, Kind
-from sgl_prefix_attn.sglang_plugin.inner import build_inner, inner_name, is_cpu
+from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes
+from sgl_prefix_attn.sglang_plugin.handover import Handed
 from sgl_prefix_attn.sglang_plugin.layers import attention_layers, unsupported_buffers, unsupported_layer
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
+from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,10 @@ class PrefixPackBackend(AttentionBackend):
         made = make_executor(runner, runtime.settings) if executor is None else executor
         self._never = made if isinstance(made, str) else None  # why no step of this runner ever runs packed
         self._executor = CpuExecutor(runner, runtime.settings) if isinstance(made, str) else made
+        self.routes = StepRoutes(runtime.settings, runtime.counters, self._executor, runtime.inner_backend, inner)
+        self.graph_routes = GraphRoutes(self._graph_has_choice)
+        if self._never is None:
+            runtime.routes, runtime.graph_routes = self.routes, self.graph_routes
         self._layers: dict[int, _LayerFacts] = {}
         self._layers_seen = False
         self._any_layer_falls_back = False
@@ -97,32 +97,44 @@ class PrefixPackBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
-        if self._never is None and self._executor.runs_in_graphs and self._executor.packs("decode") is None:
+        if self._graphs_may_be_packed():
             self._executor.reserve_graphs(max_bs)
             if not self._layers_seen:
                 self._look_at_layers()
 
-    def _graph_is_packed(self, mode: Any) -> bool:
-        """Whether graphs of this forward mode hold packed layers: the same at capture and at every replay."""
+    def _graphs_may_be_packed(self) -> bool:
         return (
             self._never is None
             and self._executor.runs_in_graphs
-            and bool(self._executor.planners)
-            and mode.is_decode()
             and self._executor.packs("decode") is None
+            and not self.routes.always_inner
         )
 
+    def _graph_is_packed(self, mode: Any) -> bool:
+        """Whether SGLang's own graphs of this forward mode hold packed layers: the same at capture and at replays."""
+        return mode.is_decode() and bool(self._executor.planners) and self._graphs_may_be_packed()
+
+    def _graph_has_choice(self, mode: Any) -> bool:
+        """Whether there are to be graphs of the inner backend beside packed ones.
+
+        Not if packed graphs have layers of the inner backend, which keeps metadata of one graph for each size only.
+        """
+        return self.routes.may_change and self._graph_is_packed(mode) and not self._any_layer_falls_back
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        packed = self._graph_is_packed(forward_batch.forward_mode)
+        packed = self._graph_is_packed(forward_batch.forward_mode) and not self.graph_routes.capturing
         if in_capture and packed:
             self._runtime.handover.take()
             self._inner_ready = False
             self._read_alone(forward_batch)
+        elif in_capture and self.graph_routes.capturing:
+            self._step = None
         else:
             self._begin(forward_batch, in_graph=True)
-            if packed and self._step is None:
+            self.graph_routes.replaying = self._step is None and self.graph_routes.has(forward_batch.batch_size)
+            if packed and self._step is None and not self.graph_routes.replaying:
                 self._read_alone(forward_batch)
-        if not packed or self._any_layer_falls_back:
+        if self._step is None or self._any_layer_falls_back:
             self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             self._inner_ready = True
 
@@ -139,9 +151,13 @@ class PrefixPackBackend(AttentionBackend):
         return self._step is not None and self._step.in_graph and not self._any_layer_falls_back
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """Where reads of the scheduler's tables end (SGLang 0.5.18 and later): see `cuda_steps`."""
+        """Where reads of the scheduler's tables end (SGLang 0.5.18 and later): see `cuda_steps`.
+
+        SGLang asks before the step is decided. Ours end first, so where it may go to the inner backend, that one's
+        answer holds for both.
+        """
         inner = self.inner.shared_read_ends(fm)
-        if self._graph_is_packed(fm) and not self._any_layer_falls_back:
+        if self._graph_is_packed(fm) and not self._any_layer_falls_back and not self.graph_routes.sizes:
             return type(inner).PRE_REPLAY
         return inner
 
@@ -176,7 +192,8 @@ class PrefixPackBackend(AttentionBackend):
             self._step = last
             self._runtime.last_packed = handed
             self._counters.packed_on(last.host_lens.shape[0], last.kv_tokens, last.age)
-        else:
+            self.routes.stays_packed()
+        elif not (self._inner_can_run(forward_batch, in_graph) and self.routes.stays_inner(handed.step)):
             admitted = self._admit(handed.step, forward_batch, in_graph)
             if isinstance(admitted, str):
                 reason: str | None = admitted
@@ -202,7 +219,7 @@ class PrefixPackBackend(AttentionBackend):
         return admitted
 
     def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any, in_graph: bool) -> str | None:
-        """Makes the step packed; returns a reason if that cannot be."""
+        """Makes the step packed, unless it is routed to the inner backend; returns a reason if it cannot be."""
         planners = self._executor.planners
         size = forward_batch.batch_size
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
@@ -210,6 +227,9 @@ class PrefixPackBackend(AttentionBackend):
         host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return reasons.ROW_MISMATCH
+        routed = paths.mode == "decode" and self._inner_can_run(forward_batch, in_graph)
+        if routed and self.routes.decide(paths, host_lens) is Route.INNER:
+            return None
         try:
             plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
         except ValueError:
@@ -230,6 +250,14 @@ class PrefixPackBackend(AttentionBackend):
         self._runtime.planner = planners[0] if planners else None
         self._runtime.last_packed = handed
         return None
+
+    def _inner_can_run(self, forward_batch: Any, in_graph: bool) -> bool:
+        """Whether the step can go to the inner backend as a whole."""
+        return (
+            not in_graph
+            or self.graph_routes.has(forward_batch.batch_size)
+            or not self._graph_is_packed(forward_batch.forward_mode)
+        )
 
     def _read_alone(self, forward_batch: Any) -> None:
         """Sets up a step of a packed graph without usable paths: right, but every request reads its own KV."""
@@ -334,48 +362,3 @@ def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs:
     if missing and not (step.may_be_padded and missing < 0 and missing % row == 0):
         return reasons.ROW_MISMATCH
     return None
-
-
-def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
-    """The factory behind the name `prefixpack`.
-
-    Raises:
-        ValueError: an MLA model, an inner backend that cannot work here, or `handover=patch` without the patch.
-    """
-    version = versions.installed_version()
-    if runner.use_mla_backend:
-        raise ValueError(
-            "attention backend 'prefixpack' does not support models with multi-head latent attention (MLA); start "
-            "SGLang with another --attention-backend for this model"
-        )
-    name = inner_name(runner, settings.inner_backend)
-    kind = handover_kind(settings, version)
-    runtime = runtime_module.start(settings, version, kind, runner)
-    runtime.inner_backend = name
-    wanted = hooks.OTHER_HOOKS + (hooks.HANDOVER_HOOKS if kind == "hooks" else ())
-    if is_cpu(runner):
-        cpu_traps.note_cpu_backend()
-        wanted += hooks.cpu_hooks()
-    for hook in hooks.ensure_applied(wanted):
-        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
-    if versions.ask_for_readable_tree_core(os.environ):
-        logger.warning(
-            "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
-            "Python core (%s=python)",
-            version,
-            versions.TREE_CORE_VARIABLE,
-        )
-    backend = PrefixPackBackend(runner, build_inner(runner, name), runtime)
-    logger.info("prefixpack: inner backend %s, paths through %s, SGLang %s", name, kind, version)
-    return backend
-
-
-def handover_kind(settings: Settings, version: str) -> Kind:
-    """How paths are handed over under these settings with the installed SGLang."""
-    patched = versions.has_native_seam()
-    if settings.handover == "patch" and not patched:
-        raise ValueError(
-            f"handover='patch', but the installed SGLang {version} does not carry the patch; apply it with "
-            "`python -m sgl_prefix_attn patch apply`, or set handover to 'auto' or 'hooks'"
-        )
-    return "patch" if patched and settings.handover != "hooks" else "hooks"

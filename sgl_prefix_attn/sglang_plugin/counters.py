@@ -22,6 +22,8 @@ class Counters:
         kv_tokens_read: KV positions that packed steps read, per layer and KV head; `_per_request` is what
             request-wise attention would have read for them, `_unique` each position once.
         steps_packed: packed steps by mode (decode, extend, mixed).
+        routed_steps: decode steps that could run packed or on the inner backend, by where they were sent (packed,
+            inner). Those sent to the inner backend are no fallbacks.
         fallbacks: by reason; a step that went to the inner backend counts once, and so does, in a packed step, each
             layer that did, and a step of a packed graph that ran without sharing.
     """
@@ -31,6 +33,7 @@ class Counters:
     kv_tokens_per_request: int = 0
     kv_tokens_unique: int = 0
     steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0))
+    routed_steps: Counter[str] = field(default_factory=lambda: Counter(packed=0, inner=0))
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
@@ -103,6 +106,7 @@ class Counters:
             "kv_tokens_per_request": self.kv_tokens_per_request,
             "kv_tokens_unique": self.kv_tokens_unique,
             "steps_packed": dict(self.steps_packed),
+            "routed_steps": dict(self.routed_steps),
             "fallbacks": dict(self.fallbacks),
         }
 

@@ -72,6 +72,7 @@ class CudaExecutor:
 
     def __init__(self, runner: Any, settings: Settings, kernels: Kernels) -> None:
         self.planners: list[Planner] = []
+        self.kernels = kernels.name
         self._settings = settings
         self._kernels = kernels
         self._req_to_token_pool = runner.req_to_token_pool

@@ -47,7 +47,7 @@ def register_name(settings: Settings) -> None:
 
     @register_attention_backend(NAME)
     def create_prefixpack_backend(runner: Any) -> Any:
-        from sgl_prefix_attn.sglang_plugin.backend import create_backend
+        from sgl_prefix_attn.sglang_plugin.creation import create_backend
 
         return create_backend(runner, settings)
 
@@ -63,6 +63,8 @@ def register_hooks(settings: Settings) -> None:
         wanted += hooks.HANDOVER_HOOKS
     if not torch.cuda.is_available():
         wanted += hooks.cpu_hooks()
+    elif settings.route == "auto":
+        wanted += hooks.GRAPH_HOOKS
     hooks.register(wanted)
 
 

@@ -98,11 +98,13 @@ class Executor(Protocol):
     """One device's way of running packed steps.
 
     Attributes:
-        planners: one for each slot, a slot being an attention shape of the model.
+        planners: one for each slot, a slot being an attention shape of the model; the same list for good.
+        kernels: what computes, by the name that routing profiles have for it.
         runs_in_graphs: whether captured graphs may hold packed layers.
     """
 
     planners: list[Planner]
+    kernels: str
     runs_in_graphs: bool
 
     def reserve_graphs(self, max_batch: int) -> None:
@@ -141,6 +143,7 @@ class Executor(Protocol):
 class CpuExecutor:
     """Runs plans with the CPU kernels; tensors of a step are host memory, so they may be looked at."""
 
+    kernels = "cpu"
     runs_in_graphs = False
 
     def __init__(self, runner: Any, settings: Settings) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin import cpu_traps, group_scheduling, handover, state, targets
+from sgl_prefix_attn.sglang_plugin import cpu_traps, graph_routes, group_scheduling, handover, state, targets
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,21 @@ OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.ON_IDLE, state.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
     Hook(targets.CALC_PRIORITY, group_scheduling.after_calc_priority, "AFTER", "offline jobs run as they come"),
     Hook(targets.ADD_ONE_REQ, group_scheduling.around_add_one_req, "AROUND", "offline jobs run as they come"),
+)
+# Where decode steps may go either way.
+GRAPH_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        targets.MAKE_GRAPH_KEY,
+        graph_routes.around_make_graph_key,
+        "AROUND",
+        "all steps of decode graphs run packed",
+    ),
+    Hook(
+        targets.CAPTURE_ONE_SHAPE,
+        graph_routes.around_capture_one_shape,
+        "AROUND",
+        "all steps of decode graphs run packed",
+    ),
 )
 
 

@@ -25,6 +25,7 @@ COUNTERS = {
     "kv_tokens_saved_total": ("KV tokens that request-wise attention would have read besides.", "kv_tokens_saved"),
 }
 PACKED_STEPS = ("packed_steps_total", "Steps that ran packed, by mode.")
+ROUTED_STEPS = ("routed_steps_total", "Decode steps that had a choice, by route: packed or inner.")
 FALLBACKS = ("fallbacks_total", "Steps, or layers of packed steps, that the inner backend ran, by reason.")
 READ_RATIO = (
     "kv_read_ratio",
@@ -78,6 +79,8 @@ class MetricsExporter:
             self._increase(name, "", getattr(counters, attribute))
         for mode, steps in counters.steps_packed.items():
             self._increase(PACKED_STEPS[0], mode, steps, mode=mode)
+        for route, steps in counters.routed_steps.items():
+            self._increase(ROUTED_STEPS[0], route, steps, route=route)
         for reason, times in counters.fallbacks.items():
             self._increase(FALLBACKS[0], reason, times, reason=reason)
 
@@ -88,7 +91,7 @@ class MetricsExporter:
         names = list(self.labels)
         for name, (text, _) in COUNTERS.items():
             self._metrics[name] = Counter(PREFIX + name, text, names, registry=registry)
-        for (name, text), label in ((PACKED_STEPS, "mode"), (FALLBACKS, "reason")):
+        for (name, text), label in ((PACKED_STEPS, "mode"), (ROUTED_STEPS, "route"), (FALLBACKS, "reason")):
             self._metrics[name] = Counter(PREFIX + name, text, [*names, label], registry=registry)
         self._metrics[READ_RATIO[0]] = Gauge(
             PREFIX + READ_RATIO[0], READ_RATIO[1], names, registry=registry, multiprocess_mode="mostrecent"

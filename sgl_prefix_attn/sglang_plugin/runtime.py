@@ -10,8 +10,10 @@ from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import handover as handover_module
 from sgl_prefix_attn.sglang_plugin.counters import Counters
+from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes
 from sgl_prefix_attn.sglang_plugin.handover import Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.metrics import MetricsExporter
+from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
 from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ class Runtime:
     Attributes:
         planner: of the last packed step; None before the first.
         last_packed: what the last packed step was handed.
+        routes, graph_routes: of the backend whose steps may run packed.
     """
 
     settings: Settings
@@ -34,6 +37,8 @@ class Runtime:
     inner_backend: str = ""
     planner: Planner | None = None
     last_packed: Handed | None = None
+    routes: StepRoutes | None = None
+    graph_routes: GraphRoutes | None = None
     _steps: int = field(default=0, repr=False)
 
     def step_done(self) -> None:

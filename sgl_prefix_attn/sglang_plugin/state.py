@@ -3,10 +3,12 @@
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "inner_backend": name,
-     "sglang": version, "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first
-     packed step), "batch": null or the last packed batch as
+     "sglang": version, "route": how decode steps are routed or null, "shape": fields of ModelShape, "device": fields of
+     DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}}
 
+`route` is {"setting": "auto"|"packed"|"inner", "profile": what it predicts by or null, "last": null or the last
+decision as {"route", "packed_us", "inner_us"}, "graph_sizes": batch sizes with a decode graph for either route}.
 The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
 """
 
@@ -50,6 +52,13 @@ def batch_state(handed: Handed) -> dict[str, Any] | None:
     }
 
 
+def route_state(current: runtime.Runtime) -> dict[str, Any] | None:
+    """How decode steps are routed."""
+    if current.routes is None or current.graph_routes is None:
+        return None
+    return {**current.routes.state(), "graph_sizes": current.graph_routes.sizes}
+
+
 def process_state(current: runtime.Runtime) -> dict[str, Any]:
     """State of a process that built at least one backend."""
     planner, last = current.planner, current.last_packed
@@ -59,6 +68,7 @@ def process_state(current: runtime.Runtime) -> dict[str, Any]:
         "handover": current.handover.kind,
         "inner_backend": current.inner_backend,
         "sglang": current.sglang_version,
+        "route": route_state(current),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),
         "batch": None if last is None else batch_state(last),

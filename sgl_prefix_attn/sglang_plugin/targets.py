@@ -75,6 +75,10 @@ ADD_ONE_REQ = Target("managers.schedule_policy.PrefillAdder.add_one_req", Use.HO
 _LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
 GET_LAST_LOC_EARLY = Target("mem_cache.common.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, until="0.5.15.post1")
 GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, since="0.5.16")
+# Decode graphs for either route: not hooked on a CPU, nor if the route is fixed.
+_GRAPH_RUNNER = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+CAPTURE_ONE_SHAPE = Target(f"{_GRAPH_RUNNER}.capture_one_shape", Use.HOOK, ("self", "size", "forward"))
+MAKE_GRAPH_KEY = Target(f"{_GRAPH_RUNNER}._make_graph_key", Use.HOOK, ("self",))
 HOOKS = (
     FORWARD_BATCH_INIT,
     MODEL_RUNNER_FORWARD,
@@ -85,6 +89,8 @@ HOOKS = (
     ADD_ONE_REQ,
     GET_LAST_LOC_EARLY,
     GET_LAST_LOC,
+    CAPTURE_ONE_SHAPE,
+    MAKE_GRAPH_KEY,
 )
 
 # The class that a seam of ours is patched into, and the method that says it has been.
@@ -179,6 +185,14 @@ _BACKENDS = (
         "attn_type is_cross_attention layer_id logit_cap logit_capping_method pos_encoding_mode qk_head_dim scaling "
         "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim xai_temperature_len",
     ),
+)
+
+# Decode graphs.
+_GRAPHS = (
+    *_attributes(_GRAPH_RUNNER, "attn_backend capture_forward_mode enable_profile_cuda_graph"),
+    *_attributes("model_executor.runner.shape_key.ShapeKey", "size variant_label"),
+    *_attributes("layers.attention.hybrid_attn_backend.HybridAttnBackend", "decode_backend"),
+    *_attributes("layers.attention.flashinfer_backend.FlashInferAttnBackend", "decode_use_tensor_cores"),
 )
 
 # KV pool.
@@ -300,4 +314,15 @@ _ARGUMENTS = (
     ),
 )
 
-TARGETS = (*HOOKS, *_REGISTRATION, *_BACKENDS, *_POOLS, *_BATCHES, *_ADMISSION, *_OFFLINE, *_TREES, *_ARGUMENTS)
+TARGETS = (
+    *HOOKS,
+    *_REGISTRATION,
+    *_BACKENDS,
+    *_GRAPHS,
+    *_POOLS,
+    *_BATCHES,
+    *_ADMISSION,
+    *_OFFLINE,
+    *_TREES,
+    *_ARGUMENTS,
+)

@@ -20,8 +20,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import backend as backend_module
-from sgl_prefix_attn.sglang_plugin import reasons, runtime, versions
-from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend, create_backend
+from sgl_prefix_attn.sglang_plugin import creation, reasons, runtime, versions
+from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.creation import create_backend
 from sgl_prefix_attn.sglang_plugin.delegation import delegated_members
 from sgl_prefix_attn.sglang_plugin.executor import cpu_device
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
@@ -373,8 +374,8 @@ class TestDelegation:
 class TestFactory:
     @pytest.fixture(autouse=True)
     def _no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backend_module.hooks, "ensure_applied", lambda wanted: [])
-        monkeypatch.setattr(backend_module.cpu_traps, "note_cpu_backend", lambda: None)
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: [])
+        monkeypatch.setattr(creation.cpu_traps, "note_cpu_backend", lambda: None)
 
     def runner(self, **options: Any) -> Any:
         return decode(**options).runner
@@ -413,13 +414,13 @@ class TestFactory:
         self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        assert backend_module.handover_kind(Settings(handover=setting), "0.5.20") == kind
+        assert creation.handover_kind(Settings(handover=setting), "0.5.20") == kind
 
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lost = backend_module.hooks.HANDOVER_HOOKS[1]
-        monkeypatch.setattr(backend_module.hooks, "ensure_applied", lambda wanted: [lost])
+        lost = creation.hooks.HANDOVER_HOOKS[1]
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: [lost])
         runner = self.runner()
         runtime.stop()
         with caplog.at_level(logging.ERROR):
@@ -442,7 +443,7 @@ class TestFactory:
         self, chosen: str | None, inner: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
-        assert backend_module.inner_name(SimpleNamespace(device="cuda"), "auto") == inner
+        assert creation.inner_name(SimpleNamespace(device="cuda"), "auto") == inner
 
     def test_settings_shape_the_planners_device(self) -> None:
         device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))

@@ -1,0 +1,176 @@
+"""Arguments of `python -m sgl_prefix_attn route`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.explain.batch import parse_tree
+from sgl_prefix_attn.explain.devices import model_shape
+from sgl_prefix_attn.routing.compare import DEFAULT_MARGIN, Outcome, Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.fit import fit_profile
+from sgl_prefix_attn.routing.measured import inner_kernel, read_results
+from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
+from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile
+
+BACKENDS = ("fa3", "flashinfer", "triton")
+_EXAMPLES = """examples:
+  %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
+      fit a profile to what `python -m benchmarks.kernel.gpu_attention` measured; use it with PREFIXPACK_ROUTE_PROFILE
+  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@10 --inner fa3
+      A/B test: what each policy would have cost over the measured steps, against an oracle and the inner backend
+  %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --inner flashinfer
+      both predicted times of a batch, by term, and the route
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Routing of decode steps between packed kernels and the inner backend's, by predicted cost: fit the cost "
+        "models, test policies against measurements, and see why a batch goes where."
+    )
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    fit = commands.add_parser("fit", help="fit a profile to measured steps")
+    fit.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
+    fit.add_argument("--out", required=True, type=Path, metavar="PROFILE.json", help="where to write the profile")
+    fit.set_defaults(act=_fit)
+
+    compare = commands.add_parser("compare", help="A/B test of policies over measured steps")
+    compare.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
+    compare.add_argument(
+        "policies",
+        nargs="+",
+        metavar="POLICY",
+        help="packed or inner for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
+        "is used X times on average; PROFILE[@MARGIN]: a profile's file, or shipped, and the route_margin in percent "
+        f"(default {DEFAULT_MARGIN})",
+    )
+    compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
+    _add_kernels(compare)
+    compare.set_defaults(act=_compare)
+
+    explain = commands.add_parser("explain", help="predicted times and route of a batch")
+    explain.add_argument("--tree", required=True, metavar="NODES/TOKENS", help="as in `explain --tree`")
+    explain.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
+    explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
+    explain.add_argument("--profile", metavar="FILE", help="default: the shipped one")
+    explain.add_argument(
+        "--margin", type=int, default=DEFAULT_MARGIN, metavar="PERCENT", help=f"default {DEFAULT_MARGIN}"
+    )
+    _add_kernels(explain)
+    explain.set_defaults(act=_explain, kv_dtype=None, partial_dtype=None)
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--packed", default="native", metavar="KERNELS", help="native (default) or triton")
+    parser.add_argument("--inner", default="fa3", choices=BACKENDS, help="the inner backend (default fa3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        args.act(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> None:
+    profile = fit_profile(read_results(args.results))
+    try:
+        profile.save(args.out)
+    except OSError as error:
+        raise ValueError(f"{args.out}: cannot write the profile: {error.strerror}") from error
+    print(f"{args.out}: {profile.machine}, commit {profile.commit}, measured {profile.measured}")
+    print("error: root mean square of log(predicted / measured); then of each family, left out of the fit")
+    for kind, fits in (("packed", profile.packed), ("inner", profile.inner)):
+        for kernel, fitted in fits.items():
+            print(_fit_line(f"{kind} {kernel}", fitted))
+
+
+def _fit_line(name: str, fitted: Fit) -> str:
+    families = "  ".join(f"{family} {error:.2f}" for family, error in fitted.error_left_out.items())
+    return f"  {name:22} {fitted.cases:4} cases  {fitted.error:.3f}   left out: {families}"
+
+
+def _compare(args: argparse.Namespace) -> None:
+    results = read_results(args.results)
+    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or inner {args.inner}, one layer, cold L2")
+    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against inner")
+    rows: list[tuple[str, ...]] = [header]
+    for text in args.policies:
+        steps = outcomes(results.cases, candidate(text, args.packed, args.inner), args.packed, args.inner)
+        rows.append(_row(text, judge(steps)))
+        if args.families:
+            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(
+        "regret: time lost against an oracle, of the total; mean: geometric, each step counting alike; worst: of one "
+        "step"
+    )
+
+
+def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
+    return (
+        name,
+        str(verdict.steps),
+        str(verdict.packed),
+        str(verdict.wrong),
+        f"{verdict.regret:+.2%}",
+        f"{verdict.mean_regret:+.2%}",
+        f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
+        f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
+    )
+
+
+def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for step in steps:
+        found.setdefault(step.case.family, []).append(step)
+    return found
+
+
+def _explain(args: argparse.Namespace) -> None:
+    profile = shipped_profile() if args.profile is None else load_profile(args.profile)
+    shape = model_shape(args)
+    batch = parse_tree(args.tree)
+    step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
+    packed = _cost(profile, "packed", args.packed)
+    inner = _cost(profile, "inner", inner_kernel(args.inner, shape))
+    decision = CostPolicy(packed, inner, shape, args.margin / 100).decide(step)
+    print(f"profile: {profile.machine}, commit {profile.commit}, measured {profile.measured}")
+    print(f"step:    {step}")
+    for kernel, cost, total in ((args.packed, packed, decision.packed_us), (args.inner, inner, decision.inner_us)):
+        _print_parts(kernel, cost, step, shape, total)
+    print(f"route:   {decision.route.value}{_why(decision, args.margin)}")
+
+
+def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
+    cost = profile.cost(kind, kernel)
+    if cost is None:
+        known = profile.packed if kind == "packed" else profile.inner
+        raise ValueError(f"the profile has no cost of {kind} kernel {kernel!r}; it has {', '.join(known)}")
+    return cost
+
+
+def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape, total: float) -> None:
+    print(f"{cost.kind} ({kernel}): {total:.1f} us a layer")
+    for name, microseconds in sorted(cost.parts(step, shape).items(), key=lambda part: -part[1]):
+        if microseconds >= 0.05:
+            print(f"  {microseconds:9.1f}  {name}: {TERMS[cost.kind][name][0]}")
+
+
+def _why(decision: Decision, margin: int) -> str:
+    if decision.route is Route.INNER and decision.packed_us < decision.inner_us:
+        return f" (packed is not faster by {margin} %; a batch that runs packed already would stay so)"
+    return ""

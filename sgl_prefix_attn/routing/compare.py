@@ -1,0 +1,150 @@
+"""How much time routing policies would have taken over measured steps: the A/B test of thresholds and profiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.measured import MeasuredCase, inner_kernel
+from sgl_prefix_attn.routing.policy import CostPolicy, Route
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile
+
+Choose = Callable[[MeasuredCase], Route]
+DEFAULT_MARGIN = 10
+POLICIES = "packed, inner, batch>=N, reuse>=X or PROFILE[@PERCENT], for example shipped@10"
+# Single features that a threshold may stand on: to see what a cost model is better by.
+THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
+    "batch": lambda step: step.requests,
+    "reuse": lambda step: step.tokens / step.unique_tokens,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy under test; `name` as the user wrote it."""
+
+    name: str
+    choose: Choose
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step under a policy: microseconds it took, and what the two routes take."""
+
+    case: MeasuredCase
+    route: Route
+    packed_us: float
+    inner_us: float
+
+    @property
+    def us(self) -> float:
+        return self.packed_us if self.route is Route.PACKED else self.inner_us
+
+    @property
+    def best_us(self) -> float:
+        return min(self.packed_us, self.inner_us)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A policy over many steps. Losses are ratios minus one: 0.1 is 10 % slower.
+
+    Attributes:
+        regret: total time over the total of an oracle that knows both times.
+        mean_regret: the same as a geometric mean over steps, where small steps count as much as long ones.
+        worst_regret: of one step, against the oracle.
+        worst_loss: of one step, against the inner backend: what a user loses by turning packing on.
+        packed, wrong: steps that ran packed; that ran on the slower route.
+    """
+
+    steps: int
+    regret: float
+    mean_regret: float
+    worst_regret: tuple[float, str]
+    worst_loss: tuple[float, str]
+    packed: int
+    wrong: int
+
+
+def candidate(text: str, packed: str, backend: str) -> Candidate:
+    """A policy from what a user wrote.
+
+    `packed` or `inner` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
+    X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost.
+
+    Args:
+        packed: kernels of packed steps, as profiles name them.
+        backend: the inner SGLang backend.
+
+    Raises:
+        ValueError: not of that form; an unusable profile, or one without these kernels.
+    """
+    if text in ("packed", "inner"):
+        route = Route(text)
+        return Candidate(text, lambda case: route)
+    feature, threshold, bound = text.partition(">=")
+    if threshold:
+        return Candidate(text, _threshold(text, feature, bound))
+    name, at, margin_text = text.rpartition("@")
+    name, margin_text = (name, margin_text) if at else (text, str(DEFAULT_MARGIN))
+    if not margin_text.isdigit():
+        raise ValueError(f"{text!r}: expected {POLICIES}")
+    profile = shipped_profile() if name == "shipped" else load_profile(name)
+    return Candidate(text, profile_choice(profile, packed, backend, int(margin_text) / 100))
+
+
+def _threshold(text: str, feature: str, bound: str) -> Choose:
+    try:
+        least, value = float(bound), THRESHOLDS[feature]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{text!r}: expected {POLICIES}") from error
+    return lambda case: Route.PACKED if value(case.step) >= least else Route.INNER
+
+
+def profile_choice(profile: Profile, packed: str, backend: str, margin: float) -> Choose:
+    """What a profile decides about a step that comes after one on the inner backend."""
+    packed_cost = profile.cost("packed", packed)
+    if packed_cost is None:
+        raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
+
+    def choose(case: MeasuredCase) -> Route:
+        kernel = inner_kernel(backend, case.shape)
+        inner_cost = profile.cost("inner", kernel)
+        if inner_cost is None:
+            raise ValueError(f"the profile has no cost of inner backend {kernel!r}; it has {', '.join(profile.inner)}")
+        return CostPolicy(packed_cost, inner_cost, case.shape, margin).decide(case.step).route
+
+    return choose
+
+
+def outcomes(cases: Sequence[MeasuredCase], chosen: Candidate, packed: str, backend: str) -> list[Outcome]:
+    """The measured steps that have both times, as the policy would have run them."""
+    found = []
+    for case in cases:
+        packed_us, inner_us = case.packed.get(packed), case.inner_us(backend)
+        if packed_us is not None and inner_us is not None:
+            found.append(Outcome(case, chosen.choose(case), packed_us, inner_us))
+    return found
+
+
+def judge(steps: Sequence[Outcome]) -> Verdict:
+    """Sums outcomes up.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not steps:
+        raise ValueError("no measured step has both times")
+    regrets = [(step.us / step.best_us - 1, step.case.key) for step in steps]
+    losses = [(step.us / step.inner_us - 1, step.case.key) for step in steps]
+    return Verdict(
+        steps=len(steps),
+        regret=sum(step.us for step in steps) / sum(step.best_us for step in steps) - 1,
+        mean_regret=math.exp(sum(math.log1p(regret) for regret, _ in regrets) / len(steps)) - 1,
+        worst_regret=max(regrets),
+        worst_loss=max(losses),
+        packed=sum(step.route is Route.PACKED for step in steps),
+        wrong=sum(step.us > step.best_us for step in steps),
+    )

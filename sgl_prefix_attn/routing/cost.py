@@ -1,0 +1,99 @@
+"""Predicted time of one layer's attention in a decode step: a sum of terms that each stand for something a kernel does.
+
+Coefficients are fitted (`fit`) and kept in a profile. They are microseconds per unit of their term and never negative,
+so that a model cannot predict less time for more work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.features import StepFeatures
+
+Kind = Literal["packed", "inner"]
+Term = Callable[[StepFeatures, ModelShape], float]
+
+
+def _kv_megabytes(tokens: int, shape: ModelShape) -> float:
+    """K and V of one layer, all KV heads."""
+    return 2e-6 * tokens * shape.kv_heads * shape.head_dim * shape.kv_bytes
+
+
+def _gigaflop(tokens: int, shape: ModelShape) -> float:
+    """Of the two products of one query each with `tokens` positions, all query heads."""
+    return 4e-9 * tokens * shape.q_heads * shape.head_dim
+
+
+# What a packed step does: read every position once, multiply shared ones with many rows, hand partial results on.
+PACKED_TERMS: dict[str, tuple[str, Term]] = {
+    "launch": ("a launch, whatever it does", lambda step, shape: 1.0),
+    "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
+    "own_mb": (
+        "MB of KV that only one request has",
+        lambda s, shape: _kv_megabytes(s.tokens - s.linked_tokens, shape),
+    ),
+    "shared_gflop": ("Gflop over shared KV", lambda s, shape: _gigaflop(s.linked_tokens, shape)),
+    "tails": ("thousand own tails times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
+    "nodes": ("thousand shared ranges times KV heads", lambda s, shape: 1e-3 * s.nodes * shape.kv_heads),
+    "links": (
+        "thousand requests below shared ranges times KV heads",
+        lambda s, shape: 1e-3 * s.links * shape.kv_heads,
+    ),
+    "row_mb": (
+        "MB of fp32 rows that are stored or merged",
+        lambda s, shape: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
+    ),
+    "longest_range": ("thousand tokens of the longest range", lambda s, shape: 1e-3 * s.longest_range),
+}
+# What request-wise attention does: read each request's positions, some of them again from the L2 cache.
+INNER_TERMS: dict[str, tuple[str, Term]] = {
+    "launch": ("a launch, whatever it does", lambda step, shape: 1.0),
+    "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
+    "repeated_mb": (
+        "MB of KV that another request has read",
+        lambda s, shape: _kv_megabytes(s.tokens - s.unique_tokens, shape),
+    ),
+    "gflop": ("Gflop", lambda s, shape: _gigaflop(s.tokens, shape)),
+    "requests": ("thousand requests times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
+    "longest_request": ("thousand tokens of the longest request", lambda s, shape: 1e-3 * s.longest_request),
+}
+TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "inner": INNER_TERMS}
+
+
+class CostModel:
+    """Microseconds of one layer by a kernel.
+
+    Args:
+        coefficients: microseconds per unit, by term; a term that is absent costs nothing.
+
+    Raises:
+        ValueError: an unknown term or a negative coefficient.
+    """
+
+    def __init__(self, kind: Kind, coefficients: Mapping[str, float]) -> None:
+        unknown = sorted(set(coefficients) - set(TERMS[kind]))
+        if unknown:
+            raise ValueError(f"no term {unknown[0]!r} in the cost of {kind} steps; there are {', '.join(TERMS[kind])}")
+        for name, value in coefficients.items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"term {name!r} costs {value} us; it has to be a finite number from 0 on")
+        self.kind = kind
+        self.coefficients = dict(coefficients)
+        self._used = [(TERMS[kind][name][1], value) for name, value in coefficients.items() if value]
+
+    def microseconds(self, step: StepFeatures, shape: ModelShape) -> float:
+        total = 0.0
+        for term, coefficient in self._used:
+            total += coefficient * term(step, shape)
+        return total
+
+    def parts(self, step: StepFeatures, shape: ModelShape) -> dict[str, float]:
+        """Microseconds by term."""
+        return {name: value * TERMS[self.kind][name][1](step, shape) for name, value in self.coefficients.items()}
+
+
+def term_values(kind: Kind, step: StepFeatures, shape: ModelShape) -> list[float]:
+    """The terms of a step in the order of `TERMS[kind]`."""
+    return [term(step, shape) for _, term in TERMS[kind].values()]

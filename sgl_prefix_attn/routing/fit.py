@@ -1,0 +1,117 @@
+"""Fits profiles: least squares with coefficients that are not negative, on relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_prefix_attn.routing.cost import TERMS, Kind, term_values
+from sgl_prefix_attn.routing.measured import TIME, MeasuredCase, Results
+from sgl_prefix_attn.routing.profile import VERSION, Fit, Profile
+
+Array = npt.NDArray[np.float64]
+
+METHOD = (
+    f"non-negative least squares on relative errors of {TIME} (graph replay of one layer, L2 flushed), weights "
+    "refined until they stand for errors of the logarithm"
+)
+_REFINEMENTS = 30
+_DIGITS = 6
+
+
+def fit_profile(results: Results) -> Profile:
+    """A profile of everything that was measured on enough cases.
+
+    Raises:
+        ValueError: no kernel of ours, or no inner backend, was measured on as many cases as its cost has terms.
+    """
+    packed = _fits("packed", results.cases)
+    inner = _fits("inner", results.cases)
+    for kind, fits in (("packed", packed), ("inner", inner)):
+        if not fits:
+            raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
+    return Profile(
+        version=VERSION,
+        machine=results.machine,
+        commit=results.commit,
+        measured=results.measured,
+        source=results.source,
+        method=METHOD,
+        packed=packed,
+        inner=inner,
+    )
+
+
+def _fits(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
+    kernels = dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind))
+    fits = {}
+    for kernel in kernels:
+        measured = [case for case in cases if kernel in getattr(case, kind)]
+        if len(measured) >= len(TERMS[kind]):
+            fits[kernel] = fit_kernel(kind, kernel, measured)
+    return fits
+
+
+def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
+    """One kernel's cost, with its error and the error of families that were left out of the fit."""
+    terms = np.array([term_values(kind, case.step, case.shape) for case in cases])
+    times = np.array([getattr(case, kind)[kernel] for case in cases])
+    families = np.array([case.family for case in cases])
+    coefficients = _fit(terms, times)
+    left_out = {}
+    for family in dict.fromkeys(families.tolist()):
+        rest = families != family
+        if rest.sum() >= terms.shape[1]:
+            left_out[family] = round(_error(terms[~rest] @ _fit(terms[rest], times[rest]), times[~rest]), 4)
+    return Fit(
+        us={name: float(f"{value:.{_DIGITS}g}") for name, value in zip(TERMS[kind], coefficients, strict=True)},
+        cases=len(cases),
+        error=round(_error(terms @ coefficients, times), 4),
+        error_left_out=left_out,
+    )
+
+
+def _fit(terms: Array, times: Array) -> Array:
+    """Coefficients whose logarithmic errors are small: (p - t)^2 / (p t) is the square of log(p / t) for small ones."""
+    weights = 1.0 / times
+    for _ in range(_REFINEMENTS):
+        coefficients = non_negative_least_squares(terms * weights[:, None], times * weights)
+        predicted = np.maximum(terms @ coefficients, 1e-3 * times)
+        weights = 1.0 / np.sqrt(times * predicted)
+    return coefficients
+
+
+def _error(predicted: Array, times: Array) -> float:
+    return float(np.sqrt(np.mean(np.log(np.maximum(predicted, 1e-9) / times) ** 2)))
+
+
+def non_negative_least_squares(matrix: Array, target: Array) -> Array:
+    """The x >= 0 that minimises |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    columns = scaled.shape[1]
+    solution = np.zeros(columns)
+    free = np.zeros(columns, dtype=bool)
+    tolerance = 1e-10 * float(np.linalg.norm(target))
+    for _ in range(10 * columns):
+        gradient = scaled.T @ (target - scaled @ solution)
+        gradient[free] = -np.inf
+        entering = int(gradient.argmax())
+        if gradient[entering] <= tolerance:
+            break
+        free[entering] = True
+        while True:
+            trial = np.zeros(columns)
+            trial[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
+            blocked = free & (trial <= 0)
+            if not blocked.any():
+                solution = trial
+                break
+            steps = solution[blocked] / np.maximum(solution[blocked] - trial[blocked], 1e-300)
+            solution = solution + float(steps.min()) * (trial - solution)
+            free &= solution > 1e-12
+            solution[~free] = 0.0
+    return solution / scale

@@ -1,0 +1,122 @@
+"""Measured decode steps: what `benchmarks.kernel.gpu_attention` writes, as features and times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+
+# Ways in the results -> kernels in a profile.
+PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
+INNER_WAYS = {
+    "fa3": "fa3",
+    "flashinfer_decode_tc": "flashinfer_tc",
+    "flashinfer_decode_cc": "flashinfer_cc",
+    "triton": "triton",
+}
+# Layers are far apart in a model, so nothing of their KV is in the L2 cache when their turn comes.
+TIME = "cold_us"
+
+
+class ResultsError(ValueError):
+    """A results file cannot be used: the message names file and place."""
+
+
+@dataclass(frozen=True)
+class MeasuredCase:
+    """One decode step of one layer.
+
+    Attributes:
+        packed, inner: measured microseconds, by kernel as profiles name them; absent if it failed.
+    """
+
+    key: str
+    family: str
+    shape: ModelShape
+    step: StepFeatures
+    packed: Mapping[str, float]
+    inner: Mapping[str, float]
+
+    def inner_us(self, backend: str) -> float | None:
+        """The time of an SGLang backend, None if it was not measured."""
+        return self.inner.get(inner_kernel(backend, self.shape))
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results file."""
+
+    source: str
+    machine: str
+    commit: str
+    measured: str
+    cases: list[MeasuredCase]
+
+
+def inner_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
+    """The name in profiles of what an SGLang backend runs decode steps with.
+
+    Args:
+        tensor_cores: whether flashinfer uses them; None: as SGLang chooses for 16-bit KV.
+    """
+    if backend != "flashinfer":
+        return backend
+    if tensor_cores is None:
+        tensor_cores = shape.q_heads // shape.kv_heads >= 4
+    return "flashinfer_tc" if tensor_cores else "flashinfer_cc"
+
+
+def read_results(path: str | Path) -> Results:
+    """Reads a results file of `python -m benchmarks.kernel.gpu_attention`.
+
+    A row's features are taken from its "step", and where it has none, from the benchmark's case of that name.
+
+    Raises:
+        ResultsError: unreadable, or not such a file.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        machine, rows = data["machine"], data["rows"]
+        head_dim = int(data.get("head_dim", 128))
+        cases = [_case(row, head_dim) for row in rows]
+        return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), cases)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{path}: not JSON: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ResultsError(f"{path}: not a results file of benchmarks.kernel.gpu_attention: {error!r}") from error
+
+
+def _case(row: dict[str, Any], head_dim: int) -> MeasuredCase:
+    shape = ModelShape(row["q_heads"], row["kv_heads"], head_dim)
+    step = StepFeatures(**row["step"]) if "step" in row else _step_of_catalogue(row["case"], shape)
+    times = {way: result[TIME] for way, result in row["ways"].items() if TIME in result}
+    return MeasuredCase(
+        key=row["key"],
+        family=row["case"].partition("/")[0],
+        shape=shape,
+        step=step,
+        packed={kernel: times[way] for way, kernel in PACKED_WAYS.items() if way in times},
+        inner={kernel: times[way] for way, kernel in INNER_WAYS.items() if way in times},
+    )
+
+
+def _step_of_catalogue(name: str, shape: ModelShape) -> StepFeatures:
+    try:
+        catalogue = importlib.import_module("benchmarks.kernel.gpu_cases")
+    except ImportError as error:
+        raise ResultsError(
+            f"the results do not say what case {name!r} looks like: run this in the repository, where "
+            f"benchmarks.kernel.gpu_cases knows ({error})"
+        ) from error
+    found = catalogue.select([name], [(shape.q_heads, shape.kv_heads)])
+    if not found:
+        raise ResultsError(f"benchmarks.kernel.gpu_cases has no case {name!r}")
+    return StepFeatures.of(ForestFacts.of(found[0].forest()), found[0].lengths)

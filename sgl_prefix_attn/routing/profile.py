@@ -1,0 +1,123 @@
+"""Measured profiles: the coefficients of cost models, and where they come from. One JSON file each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+
+VERSION = 1
+SHIPPED = "h200.json"
+
+Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used: the message names the file, the place and what is wrong there."""
+
+
+class Fit(BaseModel):
+    """One kernel's fitted cost.
+
+    Attributes:
+        us: microseconds per unit, by term of `cost.TERMS`.
+        cases: measured steps that it was fitted on.
+        error: root mean square of log(predicted / measured) over these.
+        error_left_out: the same by family of cases, each predicted by a fit on all other families.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    us: dict[str, Coefficient]
+    cases: int = 0
+    error: float = 0.0
+    error_left_out: dict[str, float] = {}
+
+
+class Profile(BaseModel):
+    """Fitted costs of one machine.
+
+    Attributes:
+        packed: by the kernels that run packed steps: native, triton, cpu.
+        inner: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
+            `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads.
+        source: what it was fitted on.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int
+    machine: str
+    commit: str
+    measured: str
+    source: str
+    method: str
+    packed: dict[str, Fit]
+    inner: dict[str, Fit]
+
+    @field_validator("version")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value != VERSION:
+            raise ValueError(f"profiles of version {VERSION} are understood")
+        return value
+
+    @field_validator("packed")
+    @classmethod
+    def _packed_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
+        return _checked("packed", fits)
+
+    @field_validator("inner")
+    @classmethod
+    def _inner_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
+        return _checked("inner", fits)
+
+    def cost(self, kind: Kind, kernel: str) -> CostModel | None:
+        """The cost of a kernel, None if it was not measured."""
+        fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.inner
+        return CostModel(kind, fits[kernel].us) if kernel in fits else None
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+
+
+def _checked(kind: Kind, fits: dict[str, Fit]) -> dict[str, Fit]:
+    for kernel, fit in fits.items():
+        for name in fit.us:
+            if name not in TERMS[kind]:
+                raise ValueError(f"{kernel}: no term {name!r}; there are {', '.join(TERMS[kind])}")
+    return fits
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        ProfileError: the file cannot be read or is none.
+    """
+    try:
+        return _parsed(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot read the profile: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path}: the profile is not UTF-8 text: {error.reason}") from error
+
+
+def shipped_profile() -> Profile:
+    """The profile that comes with the package, of an NVIDIA H200."""
+    return _parsed(resources.files(__package__).joinpath("profiles", SHIPPED).read_text(encoding="utf-8"), SHIPPED)
+
+
+def _parsed(text: str, name: str) -> Profile:
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ProfileError(f"{name}: not a routing profile: {place}: {first['msg']}") from error

@@ -1,0 +1,138 @@
+"""The route of each decode step of a backend: packed, or as a whole on the inner backend.
+
+`sgl_prefix_attn.routing` predicts; here is what a running server adds: which profile and which kernels are meant, and
+that steady steps are not asked about every time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.cost import CostModel, Kind
+from sgl_prefix_attn.routing.measured import inner_kernel
+from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.counters import Counters
+from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, Executor
+from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+
+logger = logging.getLogger(__name__)
+
+
+class StepRoutes:
+    """Decides decode steps of one backend, and counts what it decided.
+
+    Args:
+        settings: settings in force.
+        counters: totals of the process.
+        executor: what runs packed steps; its first planner's attention shape stands for all layers.
+        inner_name: the inner backend's name.
+        inner: the inner backend.
+
+    Raises:
+        ProfileError: `route_profile` cannot be used.
+    """
+
+    def __init__(self, settings: Settings, counters: Counters, executor: Executor, inner_name: str, inner: Any) -> None:
+        self.setting = settings.route
+        self._margin_percent = settings.route_margin
+        self._counters = counters
+        self._executor = executor
+        self._inner_name, self._inner = inner_name, inner
+        self._profile: Profile | None = None
+        self._router: Router | None = None
+        self._inner_paths: StepPaths | None = None  # of the last step, if that was routed to the inner backend
+        self._age = 0
+        if settings.route == "auto":
+            if settings.route_profile is not None:
+                self._profile = load_profile(settings.route_profile)
+            elif executor.kernels != "cpu":
+                self._profile = shipped_profile()
+
+    @property
+    def always_inner(self) -> bool:
+        """Whether no decode step ever runs packed."""
+        return self.setting == "inner"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether some decode steps may run packed and others not. To be asked when layers are known."""
+        return self._usable_router() is not None
+
+    def state(self) -> dict[str, Any]:
+        """The setting, the profile in use and the last decision, as JSON-able values."""
+        last = None if self._router is None else self._router.last
+        return {
+            "setting": self.setting,
+            "profile": None if self._profile is None else f"{self._profile.machine}, commit {self._profile.commit}",
+            "last": last and {"route": last.route.value, "packed_us": last.packed_us, "inner_us": last.inner_us},
+        }
+
+    def stays_packed(self) -> None:
+        """A step goes on with the packed step before it."""
+        if self._router is not None:
+            self._counters.routed_steps["packed"] += 1
+
+    def stays_inner(self, paths: StepPaths | str) -> bool:
+        """Whether a step goes to the inner backend without a look at its lengths: its batch is the last one's."""
+        if isinstance(paths, str) or paths.mode != "decode":
+            return False
+        if not self.always_inner:
+            if paths is not self._inner_paths or self._age + 1 >= STEPS_WITHOUT_A_LOOK:
+                return False
+            self._age += 1
+        self._counters.routed_steps["inner"] += 1
+        return True
+
+    def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
+        """The route of a decode step.
+
+        Args:
+            host_lens: [requests] KV lengths.
+        """
+        self._inner_paths = None
+        router = self._usable_router()
+        if router is None:
+            return Route.PACKED
+        route = router.decide(paths.forest, host_lens)
+        self._counters.routed_steps[route.value] += 1
+        if route is Route.INNER:
+            self._inner_paths, self._age = paths, 0
+        return route
+
+    def _usable_router(self) -> Router | None:
+        if self._router is None and self._profile is not None and self._executor.planners:
+            self._router = self._make_router(self._profile, self._executor.planners[0].shape)
+        return self._router
+
+    def _make_router(self, profile: Profile, shape: ModelShape) -> Router | None:
+        """None, and no more decisions, if the profile does not know the kernels."""
+        tensor_cores = getattr(self._inner, "decode_use_tensor_cores", None)
+        packed = self._cost(profile, "packed", self._executor.kernels)
+        inner = self._cost(profile, "inner", inner_kernel(self._inner_name, shape, tensor_cores))
+        if packed is None or inner is None:
+            self._profile = None
+            return None
+        logger.info(
+            "prefixpack: decode steps go where they are predicted to be faster, by a profile of %s (commit %s), margin "
+            "%d %%",
+            profile.machine,
+            profile.commit,
+            self._margin_percent,
+        )
+        return Router(CostPolicy(packed, inner, shape, self._margin_percent / 100))
+
+    def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
+        cost = profile.cost(kind, kernel)
+        if cost is None:
+            logger.warning(
+                "prefixpack: the routing profile has no cost of %s kernel %r, so all decode steps run packed; fit one "
+                "with `python -m sgl_prefix_attn route fit`, or set route to packed or inner",
+                kind,
+                kernel,
+            )
+        return cost
