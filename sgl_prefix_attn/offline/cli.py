@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import shutil
@@ -12,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineError
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
 from sgl_prefix_attn.offline.journal import JournalError
 from sgl_prefix_attn.offline.progress import Progress
+from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 
@@ -38,7 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ordered", action="store_true", help="results in the order of IN (default: as they finish)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
-    parser.add_argument("--engines", type=int, default=1, metavar="N", help="engines to run, groups are never split")
+    parser.add_argument("--engines", type=int, default=1, metavar="N", help="engines to run, each with its groups")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="run the engines on the machines of this Ray cluster (without ADDRESS: the one this machine belongs to)",
+    )
     parser.add_argument("--window", type=int, default=512, metavar="N", help="requests an engine has at once (512)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--server-args", default="", help="more arguments for SGLang, as one quoted string")
@@ -58,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
             options = _without_tokenizer(options)
         from sgl_prefix_attn.sglang_plugin import offline_engine
 
-        summary = run_batch(options, offline_engine.main, encoder.encode, Progress(enabled=not args.quiet))
-    except (UsageError, OSError, ValueError) as error:
+        progress = Progress(enabled=not args.quiet)
+        summary = run_batch(options, offline_engine.main, encoder.encode, progress, _start(args, options))
+    except (UsageError, RayMissingError, OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 2
     except (JournalError, EngineError) as error:
@@ -71,6 +81,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.failed else 0
 
 
+def _start(args: argparse.Namespace, options: BatchOptions) -> StartEngines:
+    """What starts the engines: on this machine, or on a Ray cluster."""
+    if args.ray is None:
+        return EnginePool
+    gpus = _gpus_per_engine(options.engines[0].arguments) if _device(args) == "cuda" else 0
+    return functools.partial(RayEnginePool, connect(args.ray), gpus=gpus)
+
+
 def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
     errors = args.errors or args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
     for name, value in (("--engines", args.engines), ("--window", args.window)):
@@ -80,7 +98,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         raise UsageError(f"{args.input}: no such file")
     if args.output.resolve() in (args.input.resolve(), errors.resolve()) or errors.resolve() == args.input.resolve():
         raise UsageError("IN, OUT and the errors file must be three different files")
-    device = args.device or _default_device()
+    device = _device(args)
     logs.mkdir(parents=True, exist_ok=True)
     arguments = ("--model-path", args.model, *_server_arguments(args.server_args, device))
     # The tiny matrices of models that run on a CPU for tests are not worth sharing between threads.
@@ -91,7 +109,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         log.unlink(missing_ok=True)
         more = (
             ("--base-gpu-id", str(number * _gpus_per_engine(arguments)))
-            if device == "cuda" and args.engines > 1
+            if device == "cuda" and args.engines > 1 and args.ray is None  # Ray gives each its own
             else ()
         )
         engines.append(EngineArguments(arguments + more, environment, log))
@@ -140,7 +158,9 @@ def _without_tokenizer(options: BatchOptions) -> BatchOptions:
     return replace(options, engines=engines)
 
 
-def _default_device() -> str:
+def _device(args: argparse.Namespace) -> str:
+    if args.device:
+        return str(args.device)
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sgl_prefix_attn.offline.answers import Answer
 
@@ -61,6 +61,28 @@ class Outcome:
 EngineMain = Callable[[Connection, EngineArguments], None]
 
 
+class Engines(Protocol):
+    """Engines that run, wherever they do. A context manager; leaving it ends them."""
+
+    def __enter__(self) -> Engines: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def wait_ready(self) -> list[Ready]:
+        """Waits until every engine takes requests. Raises EngineError when one does not start."""
+
+    def outstanding(self, engine: int) -> int:
+        """Tasks of an engine whose outcome has not come yet."""
+
+    def submit(self, engine: int, task: Task) -> None:
+        """Raises EngineError when the engine is gone; it may as well be `outcomes` that does."""
+
+    def outcomes(self, timeout: float) -> list[Outcome]:
+        """What has come, after waiting for at most `timeout` seconds. Raises EngineError when an engine is gone."""
+
+
 class EngineError(RuntimeError):
     """An engine process ended or failed to start. The message ends with the tail of its log."""
 
@@ -74,8 +96,11 @@ class _Engine:
     outstanding: set[int] = field(default_factory=set)
 
 
+StartEngines = Callable[[EngineMain, Sequence[EngineArguments]], Engines]
+
+
 class EnginePool:
-    """Runs engines; use as a context manager. Engines start at once and load while the caller does other work.
+    """Runs engines on this machine. They start at once and load while the caller does other work.
 
     Args:
         main: what an engine's process runs; has to be importable there.
@@ -110,18 +135,15 @@ class EnginePool:
         return len(self._engines)
 
     def wait_ready(self) -> list[Ready]:
-        """Waits until every engine takes requests. Raises EngineError when one does not start."""
         for engine in self._engines:
             if engine.ready is None:
                 engine.ready = self._receive(engine)
         return [engine.ready for engine in self._engines if engine.ready is not None]
 
     def outstanding(self, engine: int) -> int:
-        """Tasks of an engine whose outcome has not come yet."""
         return len(self._engines[engine].outstanding)
 
     def submit(self, engine: int, task: Task) -> None:
-        """Raises EngineError when the engine is gone."""
         try:
             self._engines[engine].connection.send(task)
         except OSError as error:
@@ -129,7 +151,6 @@ class EnginePool:
         self._engines[engine].outstanding.add(task.number)
 
     def outcomes(self, timeout: float) -> list[Outcome]:
-        """What has come, after waiting for at most `timeout` seconds. Raises EngineError when an engine is gone."""
         by_connection: dict[Any, _Engine] = {e.connection: e for e in self._engines if e.outstanding}
         outcomes = []
         for connection in wait(list(by_connection), timeout):

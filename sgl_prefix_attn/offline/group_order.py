@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_prefix_attn.offline.output_lengths import Float64Array
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
@@ -99,36 +98,3 @@ class GroupOrder(Iterator[int]):
         # Ascending, as the next one is taken from the end; equal ratios by number, so that the order is the same
         # everywhere and whatever was handed out before.
         return children[np.lexsort((-children, self.ratios(children)))]
-
-
-def shards(
-    tree: PrefixTree, decode_tokens: Float64Array, engines: int, groups: npt.NDArray[np.integer] | None = None
-) -> list[Int64Array]:
-    """Prompts for each engine, about equal in work, no group split.
-
-    Args:
-        groups: [prompts] group of each, -1 for none; default: those of `tree.enlarged_first_level()`.
-
-    Returns:
-        For each engine the numbers of its prompts, ascending. Engines without work get none.
-
-    Raises:
-        ValueError: engines below 1.
-    """
-    if engines < 1:
-        raise ValueError(f"engines={engines}; expected at least 1")
-    groups = tree.enlarged_first_level() if groups is None else groups
-    prompts = tree.order.astype(np.int64)
-    work = tree.prompts.lengths[prompts] - tree.shared + np.asarray(decode_tokens)[prompts]
-    # A prompt without a group is a group of its own.
-    unit = np.where(groups[prompts] >= 0, groups[prompts], prompts + tree.num_nodes)
-    _, unit = np.unique(unit, return_inverse=True)
-    unit_work = np.bincount(unit, weights=work) if len(unit) else np.zeros(0)
-    # Longest first to the engine that has least.
-    load = np.zeros(engines)
-    engine_of = np.empty(len(unit_work), dtype=np.int64)
-    for number in np.argsort(-unit_work, kind="stable"):
-        engine = int(np.argmin(load))
-        engine_of[number] = engine
-        load[engine] += unit_work[number]
-    return [np.sort(prompts[engine_of[unit] == engine]) for engine in range(engines)]

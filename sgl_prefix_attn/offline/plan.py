@@ -10,11 +10,12 @@ import numpy as np
 
 from sgl_prefix_attn.offline.batch_file import BatchRequest
 from sgl_prefix_attn.offline.engines import Task
-from sgl_prefix_attn.offline.group_order import GroupOrder, shards
+from sgl_prefix_attn.offline.group_order import GroupOrder
 from sgl_prefix_attn.offline.output_lengths import OutputLengths
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Int32Array, Int64Array, Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
+from sgl_prefix_attn.offline.sharding import shards
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import orjson
 
 from sgl_prefix_attn.offline.answers import failure, success
 from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Outcome
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, Outcome, StartEngines
 from sgl_prefix_attn.offline.journal import Finished, Journal, write_lines
 from sgl_prefix_attn.offline.plan import Plan, Work
 from sgl_prefix_attn.offline.progress import Progress
@@ -80,12 +80,14 @@ def run_batch(
     main: EngineMain,
     encode: Callable[[BatchRequest], list[int] | LineError],
     progress: Progress | None = None,
+    start: StartEngines = EnginePool,
 ) -> BatchSummary:
     """Runs what is left of a batch, writes output and errors, and removes the journal.
 
     Args:
         main: what an engine process runs (see `EnginePool`).
         encode: turns a request into token ids.
+        start: starts the engines.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -99,7 +101,7 @@ def run_batch(
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
         remaining = [request for request in lines.usable if request.line not in journal.finished]
         if remaining:
-            with EnginePool(main, options.engines) as pool, progress:
+            with start(main, options.engines) as pool, progress:
                 work = _prepare(remaining, encode, pool, lines.errors, progress)
                 _run(
                     Plan(work, len(pool), uuid.uuid4().hex[:8], grouped=options.grouped),
@@ -129,7 +131,7 @@ def _read(source: Path) -> _Lines:
 def _prepare(
     requests: Sequence[BatchRequest],
     encode: Callable[[BatchRequest], list[int] | LineError],
-    pool: EnginePool,
+    pool: Engines,
     errors: list[LineError],
     progress: Progress,
 ) -> Work:
@@ -175,7 +177,7 @@ def _too_long(request: BatchRequest, length: int, room: int) -> LineError:
 
 
 def _run(
-    plan: Plan, pool: EnginePool, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
+    plan: Plan, pool: Engines, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
 ) -> None:
     work = plan.work
     summary.shared_tokens = int(plan.tree.shared.sum(dtype=np.int64))

@@ -1,11 +1,12 @@
 """An engine process without a model: answers depend on the prompt alone, in an order and at a speed of its own.
 
-`python -m tests.offline.fake_engine IN OUT [ENGINES] [SECONDS]` runs a batch on it; what it executes is noted in
-OUT.executed, a line number each (with the engine's number).
+`python -m tests.offline.fake_engine IN OUT ENGINES SECONDS [ADDRESS]` runs a batch on it, on the Ray cluster at that
+address if one is given; what it executes is noted in OUT.executed, a line number each (with the engine's number).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -15,7 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sgl_prefix_attn.offline.answers import Answer, Choice
-from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Task
+from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, Outcome, Ready, StartEngines, Task
+from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 
@@ -72,8 +74,14 @@ def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, 
 
 
 if __name__ == "__main__":
-    source, output, engines, seconds = sys.argv[1:]
+    from tests.offline import fake_engine  # an actor finds `main` by the module's name
+
+    source, output, engines, seconds, *address = sys.argv[1:]
     folder = Path(output).parent  # a model folder without a tokenizer
+    start: StartEngines = functools.partial(RayEnginePool, connect(*address)) if address else EnginePool
     run_batch(
-        options(Path(source), Path(output), int(engines), float(seconds)), main, PromptEncoder(str(folder)).encode
+        options(Path(source), Path(output), int(engines), float(seconds)),
+        fake_engine.main,
+        PromptEncoder(str(folder)).encode,
+        start=start,
     )

@@ -1,4 +1,4 @@
-"""Groups run together, those with much decoding per prefill token first, and no group is split over engines."""
+"""Groups run together, those with much decoding per prefill token first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_prefix_attn.offline.group_order import GroupOrder, shards
+from sgl_prefix_attn.offline.group_order import GroupOrder
 from sgl_prefix_attn.offline.output_lengths import OutputLengths
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree, consecutive_sharing
 from sgl_prefix_attn.offline.prompts import Prompts
@@ -99,30 +99,6 @@ def test_equal_ratios_keep_one_order_whatever_was_handed_out():
 def test_estimates_of_another_batch_are_refused():
     with pytest.raises(ValueError, match="decode_tokens has 3 entries for 2 prompts"):
         order_of([[1], [2]], [1.0, 1.0, 1.0])
-
-
-@settings(max_examples=100, deadline=None)
-@given(BATCHES, st.integers(1, 5))
-def test_shards_hold_every_prompt_once_and_split_no_group(prompts, engines):
-    tree = PrefixTree(Prompts.from_lists(prompts))
-    parts = shards(tree, np.ones(len(prompts)), engines)
-    assert len(parts) == engines
-    assert sorted(number for part in parts for number in part.tolist()) == list(range(len(prompts)))
-    group_of = tree.enlarged_first_level()
-    for group in set(group_of.tolist()) - {-1}:
-        members = set(np.flatnonzero(group_of == group).tolist())
-        assert sum(bool(members & set(part.tolist())) for part in parts) == 1
-
-
-def test_shards_are_balanced_by_work():
-    tree = PrefixTree(Prompts.from_lists(groups(*[(100, 4, 10)] * 8)))
-    work = [int(tree.restricted(part).unique_tokens) for part in shards(tree, np.ones(32), 4)]
-    assert max(work) == min(work)
-
-
-def test_one_engine_at_least():
-    with pytest.raises(ValueError, match="engines=0; expected at least 1"):
-        shards(PrefixTree(Prompts.from_lists([[1]])), np.ones(1), 0)
 
 
 def test_output_lengths_start_at_the_limit_and_learn_by_kind():

@@ -109,6 +109,13 @@ def test_no_group_is_split_over_engines(tmp_path):
     assert {engine for engines in by_group.values() for engine in engines} == {0, 1, 2}
 
 
+def test_one_prefix_for_all_still_gives_every_engine_work(tmp_path):
+    lines = [batches.line(number, [7] * 100 + [100 + number] * 20) for number in range(60)]
+    run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", engines=3)
+    done = [engine for engine, _ in executed(tmp_path / "out.jsonl")]
+    assert [done.count(engine) for engine in range(3)] == [20, 20, 20]
+
+
 def test_an_empty_batch_has_an_empty_output(tmp_path):
     source = batches.write(tmp_path / "in.jsonl", [])
     run(source, tmp_path / "out.jsonl")

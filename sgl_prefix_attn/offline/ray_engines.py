@@ -1,0 +1,144 @@
+"""Engines on the machines of a Ray cluster: an actor for each, which runs the engine's process beside it.
+
+Needs the `ray` extra. Every machine has this package, SGLang and the model under the same name. Should the process that
+uses this die, Ray ends its actors, and the engines die with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_prefix_attn.offline.engines import (
+    EngineArguments,
+    EngineError,
+    EngineMain,
+    EnginePool,
+    Outcome,
+    Ready,
+    Task,
+)
+
+_WAIT_SECONDS = 10.0  # an actor's answer about outcomes, at the latest
+_STOP_SECONDS = 20.0
+_TASKS = "tasks"
+
+
+class RayMissingError(RuntimeError):
+    """Ray is not installed."""
+
+
+def connect(address: str) -> Any:
+    """Connects to a Ray cluster; returns the module `ray`.
+
+    Args:
+        address: as `ray.init` takes it: "auto" for the cluster that this machine belongs to, "local" for one of this
+            machine alone, or host:port.
+
+    Raises:
+        RayMissingError: Ray is not installed.
+        ConnectionError: there is no such cluster.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RayMissingError(
+            "Ray is not installed: pip install 'sgl-prefix-attn[ray]', or leave --ray away to run on this machine"
+        ) from error
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    return ray
+
+
+class _Actor:
+    """Runs one engine; what `EnginePool` does, on another machine."""
+
+    def __init__(self, main: EngineMain, arguments: EngineArguments) -> None:
+        if arguments.log is not None:
+            arguments.log.parent.mkdir(parents=True, exist_ok=True)
+        self._pool = EnginePool(main, [arguments])
+
+    def wait_ready(self) -> Ready:
+        return self._pool.wait_ready()[0]
+
+    def submit(self, task: Task) -> None:
+        self._pool.submit(0, task)
+
+    def outcomes(self, submitted: None) -> list[Outcome]:
+        return self._pool.outcomes(_WAIT_SECONDS)
+
+    def stop(self) -> None:
+        self._pool.__exit__()
+
+
+class RayEnginePool:
+    """As `EnginePool`, on a cluster that `connect` was called for.
+
+    Args:
+        ray: what `connect` returned.
+        gpus: GPUs of each engine; each also takes one CPU of its machine.
+
+    Raises:
+        ValueError: the cluster has not that many GPUs or CPUs. (Ray would wait for them without a word.)
+    """
+
+    def __init__(self, ray: Any, main: EngineMain, engines: Sequence[EngineArguments], gpus: int = 0) -> None:
+        self._ray = ray
+        resources = ray.cluster_resources()
+        for name, each in (("GPU", gpus), ("CPU", 1)):
+            if each * len(engines) > resources.get(name, 0):
+                raise ValueError(
+                    f"{len(engines)} engines need {each * len(engines)} {name}s, and the Ray cluster has "
+                    f"{resources.get(name, 0):g}: start fewer engines"
+                )
+        # Tasks go in, in order, while a call waits for outcomes.
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, concurrency_groups={_TASKS: 1})(_Actor)
+        self._actors = [actor.remote(main, arguments) for arguments in engines]
+        self._outstanding: list[set[int]] = [set() for _ in engines]
+        self._submitted: list[Any] = [None for _ in engines]  # the last call to submit
+        self._asked: dict[Any, int] = {}  # calls for outcomes that are under way, with the engine's number
+
+    def __enter__(self) -> RayEnginePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not any(exception):
+            self._ray.wait([actor.stop.remote() for actor in self._actors], timeout=_STOP_SECONDS)
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def wait_ready(self) -> list[Ready]:
+        return [self._get(number, actor.wait_ready.remote()) for number, actor in enumerate(self._actors)]
+
+    def outstanding(self, engine: int) -> int:
+        return len(self._outstanding[engine])
+
+    def submit(self, engine: int, task: Task) -> None:
+        self._submitted[engine] = self._actors[engine].submit.options(concurrency_group=_TASKS).remote(task)
+        self._outstanding[engine].add(task.number)
+
+    def outcomes(self, timeout: float) -> list[Outcome]:
+        asked = set(self._asked.values())
+        for number, actor in enumerate(self._actors):
+            if self._outstanding[number] and number not in asked:
+                # After that submission, or the call would find nothing to wait for.
+                self._asked[actor.outcomes.remote(self._submitted[number])] = number
+        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout)
+        outcomes = []
+        for call in ready:
+            number = self._asked.pop(call)
+            for outcome in self._get(number, call):
+                self._outstanding[number].discard(outcome.number)
+                outcomes.append(outcome)
+        return outcomes
+
+    def _get(self, number: int, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            raise EngineError(f"engine {number}, of {len(self)} on Ray: {error.cause}") from error
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(f"engine {number}, of {len(self)} on Ray, is gone: {error}") from error

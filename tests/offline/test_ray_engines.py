@@ -1,0 +1,108 @@
+"""Engines on a Ray cluster do what engines on this machine do. Needs the `ray` extra, but for the first test."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
+from sgl_prefix_attn.offline.runner import run_batch
+from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from tests.offline import batches, fake_engine
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RayMissingError, match=r"pip install 'sgl-prefix-attn\[ray\]'"):
+        connect("auto")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="the ray extra is not installed")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield connect("local")
+    ray.shutdown()
+
+
+def run(cluster: Any, source: Path, output: Path, engines: int, **more: Any):
+    options = fake_engine.options(source, output, engines, **more)
+    start = functools.partial(RayEnginePool, cluster)
+    return run_batch(options, fake_engine.main, PromptEncoder(str(output.parent)).encode, start=start)
+
+
+def test_the_output_is_that_of_engines_on_this_machine(cluster, tmp_path):
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(300, groups=20))
+    (tmp_path / "here").mkdir()
+    here = tmp_path / "here" / "out.jsonl"
+    run_batch(fake_engine.options(source, here, 2), fake_engine.main, PromptEncoder(str(tmp_path)).encode)
+    summary = run(cluster, source, tmp_path / "out.jsonl", engines=2)
+    assert (summary.requests, summary.failed) == (300, 0)
+    assert batches.without_time(batches.read(tmp_path / "out.jsonl")) == batches.without_time(batches.read(here))
+    done_by = {text.split()[0] for text in (tmp_path / "out.jsonl.executed").read_text().splitlines()}
+    assert done_by == {"0", "1"}
+
+
+def test_the_end_of_an_engine_is_told_with_its_log_and_the_next_run_goes_on(cluster, tmp_path):
+    lines = [*batches.grouped(100), batches.line(100, [fake_engine.DEADLY_TOKEN])]
+    source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with pytest.raises(EngineError, match="the engine has found something deadly"):
+        run(cluster, source, output, engines=1, seconds=0.001)
+    before = len(batches.read(tmp_path / "out.jsonl.journal")) - 1
+    assert run(cluster, source, output, engines=1).resumed == before
+    assert len(batches.read(output)) == 101
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of this machine's actors, and those of their engines."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if "ray::_Actor" in " ".join(p.info["cmdline"] or ())]
+    return [*found, *(child for actor in found for child in actor.children(recursive=True))]
+
+
+def test_an_actor_that_is_gone_is_told(cluster, tmp_path):
+    options = fake_engine.options(tmp_path / "in", tmp_path / "out.jsonl")
+    with RayEnginePool(cluster, fake_engine.main, options.engines) as pool:
+        pool.wait_ready()
+        actor, *engine = actors()
+        actor.kill()
+        with pytest.raises(EngineError, match="engine 0, of 1 on Ray, is gone"):
+            pool.wait_ready()
+        assert not psutil.wait_procs(engine, timeout=10)[1], "the engine outlives its actor"
+
+
+def test_a_killed_run_takes_its_engines_with_it_and_can_go_on(cluster, tmp_path):
+    source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(100)), tmp_path / "out.jsonl"
+    address = cluster.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "tests.offline.fake_engine", source, output, "2", "0.1", address]
+    process = subprocess.Popen(list(map(str, command)), cwd=REPOSITORY)
+    executed = tmp_path / "out.jsonl.executed"
+    deadline = time.monotonic() + 60
+    while (not executed.exists() or executed.read_text().count("\n") < 20) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running = actors()
+    assert len(running) >= 4
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(running, timeout=30)[1], "engines outlive a killed run"
+    summary = run(cluster, source, output, engines=2)
+    assert summary.resumed > 0
+    assert len(batches.read(output)) == 100
+
+
+def test_more_engines_than_the_cluster_can_run_are_refused(cluster, tmp_path):
+    options = fake_engine.options(tmp_path / "in", tmp_path / "out.jsonl", engines=4)
+    with pytest.raises(ValueError, match="4 engines need 4 CPUs, and the Ray cluster has 3"):
+        RayEnginePool(cluster, fake_engine.main, options.engines)
+    with pytest.raises(ValueError, match="4 engines need 8 GPUs, and the Ray cluster has 0"):
+        RayEnginePool(cluster, fake_engine.main, options.engines, gpus=2)
