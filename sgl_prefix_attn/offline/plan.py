@@ -14,7 +14,7 @@ from sgl_prefix_attn.offline.group_order import GroupOrder
 from sgl_prefix_attn.offline.output_lengths import OutputLengths
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Int32Array, Int64Array, Prompts
-from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
+from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, WORTH_WAITING_FOR, Place, SharedPrefix
 from sgl_prefix_attn.offline.sharding import shards
 
 
@@ -76,6 +76,9 @@ class EngineQueue:
         self.left = len(part)
         tree = plan.tree if len(part) == len(plan.work.requests) else plan.tree.restricted(part)
         self._order = GroupOrder(tree, plan.decode_tokens()) if grouped else None
+        self._tree = tree
+        uses = np.concatenate([[0], np.cumsum(_engine_requests(plan.work.samples[tree.order]))])
+        self._uses = uses[tree.node_last] - uses[tree.node_first]
         self._in_file_order = iter(part.tolist())
 
     def next(self) -> Task | None:
@@ -91,10 +94,22 @@ class EngineQueue:
             self._order.update(plan.decode_tokens())
         request = next(self._order)
         shared = 0 if self._last is None else _in_common(work.prompts[self._last], work.prompts[request])
-        place = Place(self._name, self._handed_out, shared, round(float(self._estimates[request])))
+        decode = round(float(self._estimates[request]))
+        place = Place(self._name, self._handed_out, shared, decode, self._prefixes(request))
         self._last = request
         self._handed_out += 1
         return self._task(request, place)
+
+    def _prefixes(self, request: int) -> tuple[SharedPrefix, ...]:
+        """What of the request's prompt is shared; stretches that are not worth waiting for are left out."""
+        tree, prefixes = self._tree, []
+        node = int(tree.tail_node[request])
+        while node >= 0:
+            begin, end = int(tree.node_begin[node]), int(tree.node_end[node])
+            if end - begin >= WORTH_WAITING_FOR:
+                prefixes.append(SharedPrefix(node, begin, end, int(self._uses[node])))
+            node = int(tree.node_parent[node])
+        return tuple(reversed(prefixes))
 
     def _task(self, request: int, place: Place | None) -> Task:
         work = self._plan.work
@@ -103,6 +118,11 @@ class EngineQueue:
         if place is not None:
             sampling["custom_params"] = {CUSTOM_PARAMETER: place.encode()}
         return Task(request, work.prompts[request], sampling)
+
+
+def _engine_requests(samples: Int64Array) -> Int64Array:
+    """Requests that SGLang makes of one with so many samples: it computes the prompt of several by itself first."""
+    return samples + (samples > 1)
 
 
 def _in_common(a: Int32Array, b: Int32Array) -> int:

@@ -8,9 +8,10 @@ otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 # Key in a request's custom_params whose value is its encoded Place.
 CUSTOM_PARAMETER = "prefixpack_offline"
@@ -24,6 +25,21 @@ _ALL = 1 << 60
 RequestT = TypeVar("RequestT", bound=Hashable)
 
 
+class SharedPrefix(NamedTuple):
+    """A stretch of a prompt that requests of its job share.
+
+    Attributes:
+        node: its number within the job.
+        begin, end: token positions.
+        uses: how many of the job's requests have it in their prompt.
+    """
+
+    node: int
+    begin: int
+    end: int
+    uses: int
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a request stands in its job.
@@ -33,26 +49,32 @@ class Place:
         number: 0, 1, ... in the order in which the requests should run. Samples of one prompt share a number.
         shared: tokens in common with the request numbered one less.
         decode: expected output tokens.
+        prefixes: what of its prompt is shared, from the beginning on.
     """
 
     job: str
     number: int
     shared: int
     decode: int
+    prefixes: tuple[SharedPrefix, ...] = ()
 
     def encode(self) -> list[str | int]:
         """As a list that survives JSON."""
-        return [self.job, self.number, self.shared, self.decode]
+        return [self.job, self.number, self.shared, self.decode, *itertools.chain.from_iterable(self.prefixes)]
 
     @classmethod
     def decode_list(cls, values: Sequence[object]) -> Place:
         """Raises ValueError for anything that `encode` does not return."""
-        if len(values) == 4:
+        if len(values) >= 4 and len(values) % 4 == 0:
             job, *numbers = values
             whole = [value for value in numbers if type(value) is int and value >= 0]
-            if isinstance(job, str) and len(whole) == 3:
-                return cls(job, *whole)
-        raise ValueError(f"{values!r} is no place in an offline job; expected [job, number, shared, decode]")
+            if isinstance(job, str) and len(whole) == len(numbers):
+                prefixes = (SharedPrefix(*whole[at : at + 4]) for at in range(3, len(whole), 4))
+                return cls(job, whole[0], whole[1], whole[2], tuple(prefixes))
+        raise ValueError(
+            f"{values!r} is no place in an offline job; "
+            "expected [job, number, shared, decode] and [node, begin, end, uses] of each shared prefix"
+        )
 
 
 @dataclass(frozen=True)

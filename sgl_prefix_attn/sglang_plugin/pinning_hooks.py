@@ -170,11 +170,12 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 
 
 def after_calc_priority(result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
+    """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order; what offline jobs share."""
     keeper = keeper_of(policy.tree_cache)
     if keeper is None or not keeper.retention:
         return
     try:
+        keeper.offline.arrived(waiting_queue)
         keeper.queue(waiting_queue)
     except Exception:  # the one guard of this hook
         keeper.counters.failed()

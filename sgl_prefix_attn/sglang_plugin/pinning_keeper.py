@@ -28,6 +28,7 @@ from sgl_prefix_attn.pinning import (
 )
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
 from sgl_prefix_attn.sglang_plugin.pinning_counters import PinningCounters
+from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, LockableTree, Namespace, NodeLock
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class CacheKeeper:
         self._block = block
         self._cached = CachedTree(block)
         self._held: dict[int, _Held] = {}
+        self.offline = OfflinePrefixes(self.announce)
         self._root = tree.root()
         self._avoided: dict[int, int] = {}  # node -> its last use when its eviction was last avoided
 
@@ -129,14 +131,14 @@ class CacheKeeper:
             self.counters.pins_expired += 1
             self._count_pins()
 
-    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN) -> None:
+    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN, begin: int = 0) -> None:
         """So many requests of an offline group are still to come that share this prefix, and then no more.
 
-        Raises ValueError if retention is off.
+        begin: position from which on the announcement holds. Raises ValueError if retention is off.
         """
         if not self.retention:
             raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
-        self.worth.announce(keys_of(tokens, self._block, namespace.text), uses)
+        self.worth.announce(keys_of(tokens, self._block, namespace.text)[begin // self._block :], uses)
 
     # What happens in the scheduler ------------------------------------------------------------------------------------
 

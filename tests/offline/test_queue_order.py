@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sgl_prefix_attn.offline.queue_order import Place, QueueOrder, Waiting
+from sgl_prefix_attn.offline.queue_order import Place, QueueOrder, SharedPrefix, Waiting
 
 
 def job(*groups: tuple[int, int], tail: int = 10, decode: int = 5, name: str = "job") -> list[Waiting[str]]:
@@ -139,7 +139,17 @@ def test_everybody_gets_a_turn_in_the_end_and_each_prefix_is_computed_once(seed)
 
 
 @pytest.mark.parametrize(
-    "values", [[], ["job", 1, 2], ["job", 1, 2, -1], [1, 1, 2, 3], ["job", 1, 2.0, 3], "abcd", ["job", True, 1, 1]]
+    "values",
+    [
+        [],
+        ["job", 1, 2],
+        ["job", 1, 2, -1],
+        [1, 1, 2, 3],
+        ["job", 1, 2.0, 3],
+        "abcd",
+        ["job", True, 1, 1],
+        ["job", 1, 2, 3, 4],
+    ],
 )
 def test_what_is_no_place_is_refused(values):
     with pytest.raises(ValueError, match="is no place in an offline job"):
@@ -147,5 +157,5 @@ def test_what_is_no_place_is_refused(values):
 
 
 def test_a_place_survives_json():
-    place = Place("job", 3, 20, 7)
+    place = Place("job", 3, 20, 7, (SharedPrefix(0, 0, 40, 9), SharedPrefix(2, 40, 90, 3)))
     assert Place.decode_list(place.encode()) == place
