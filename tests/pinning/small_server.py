@@ -1,8 +1,9 @@
 """SGLang's real requests, prefill adder, pools and prefix caches, driven as its scheduler drives them, without a model.
 
-What the scheduler's loop does is written out here in short (SGLang 0.5.20): admission in queue order that stops at the
-first refusal, the flag `batch_is_full` that a refusal for lack of tokens sets and only a running batch clears, eviction
-before each allocation, retraction when decode finds no room. Our hooks sit where they sit in the server.
+What the scheduler's loop does is written out here in short (generations.py has what differs between releases):
+admission in queue order that stops at the first refusal, the flag `batch_is_full` that a refusal for lack of tokens
+sets and only a running batch clears, eviction before each allocation, retraction when decode finds no room. Our hooks
+sit where they sit in the server.
 """
 
 from __future__ import annotations
@@ -15,38 +16,13 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import common
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefix_attn.sglang_plugin import pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
-from tests.support.small_scheduler import PathInfoCore
-
-# The last one shows itself as the caches of SGLang 0.5.23 do: no nodes, only paths, and lock objects.
-CACHES = ("RadixCache", "UnifiedRadixCache", "tree locks")
-
-
-class TreeLockCache:
-    """A real unified cache behind the interface of SGLang 0.5.23 with its native core."""
-
-    def __init__(self, cache: UnifiedRadixCache) -> None:
-        self._cache = cache
-        self.tree_core = PathInfoCore(cache.tree_core)
-
-    def lock(self, node_id: int) -> Any:
-        return SimpleNamespace(node=node_id, receipt=self._cache.inc_lock_ref(node_id).to_dec_params())
-
-    def unlock(self, lock: Any) -> None:
-        self._cache.dec_lock_ref(lock.node, lock.receipt)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+from tests.pinning.generations import GENERATION, make_cache
 
 
 class SmallServer:
@@ -59,17 +35,8 @@ class SmallServer:
     ) -> None:
         self.slots = slots
         self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=1,
-            tree_components=(ComponentType.FULL,),
-        )
-        self.cache: Any = RadixCache(params) if kind == "RadixCache" else UnifiedRadixCache(params)
-        if kind == "tree locks":
-            self.cache = TreeLockCache(self.cache)
+        self.cache = make_cache(kind, slots, self.pool)
+        self.allocator = self.cache.token_to_kv_pool_allocator
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))
@@ -161,18 +128,19 @@ class SmallServer:
         return True
 
     def _compute(self, request: Req) -> None:
-        cached, total = len(request.prefix_indices), len(request.full_untruncated_fill_ids)
+        found = GENERATION.cached(self.cache, request)
+        cached, total = len(found), len(request.full_untruncated_fill_ids)
         self.prompt_tokens += total
         self.cached_tokens += cached
         slots = self._alloc(total - cached)
         assert slots is not None, "an admitted request got no KV"
         self.pool.alloc([request])
         row = self.pool.req_to_token[request.kv.req_pool_idx]
-        row[:cached] = request.prefix_indices.to(torch.int32)
+        row[:cached] = found.to(torch.int32)
         row[cached:total] = slots.to(torch.int32)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = total
         request.output_ids.append(1_000_000 + self._count * 1000 + len(request.output_ids))
-        self.cache.cache_unfinished_req(request)
+        GENERATION.keep(self.cache, request)
 
     def _decode(self) -> bool:
         running = self.running
@@ -229,7 +197,5 @@ class SmallServer:
         pinning_hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
 
     def _release(self, request: Req, *, insert: bool) -> None:
-        self.cache.cache_finished_req(request, is_insert=insert, kv_len_to_handle=request.kv.kv_committed_len)
-        self.pool.free(request)
-        request.kv.mark_kv_released()
+        GENERATION.release(self.cache, self.pool, request, insert=insert)
         pinning_hooks.after_release_kv(None, request, self.cache)

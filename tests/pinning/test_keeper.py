@@ -12,7 +12,8 @@ from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
-from tests.pinning.small_server import CACHES, SmallServer
+from tests.pinning.generations import CACHES
+from tests.pinning.small_server import SmallServer
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +246,7 @@ class TestCommands:
         ],
     )
     def test_refusals(self, request_id: str, error: str) -> None:
-        keeper = SmallServer("RadixCache", slots=64, settings=pinning(50)).keeper
+        keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
         assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
 
     def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:

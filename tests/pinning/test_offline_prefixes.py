@@ -13,7 +13,8 @@ from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedP
 from sgl_prefix_attn.sglang_plugin import pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from tests.pinning.small_server import CACHES, SmallServer
+from tests.pinning.generations import CACHES
+from tests.pinning.small_server import SmallServer
 
 
 @pytest.fixture(autouse=True)

@@ -74,6 +74,10 @@ def test_a_real_cache_takes_the_same_decisions(
     prompts: list[Prompt], kind: str, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sglang")
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    if hasattr(UnifiedRadixCache, "lock"):
+        pytest.skip("the replay speaks to the caches of SGLang up to 0.5.22")
     from benchmarks.cache import real
     from sgl_prefix_attn.sglang_plugin import pinning_keeper
 
