@@ -3,6 +3,10 @@
     python -m benchmarks.serving --model PATH --load-format dummy --backends prefixpack,flashinfer,fa3,triton \\
         --workload rl --out build/serving_rl.json
 
+An A/B test of two settings of prefixpack is written as if these were backends:
+
+    --backends prefixpack[route=packed],prefixpack[route=auto,route_margin=5],flashinfer
+
 Every backend gets a server of its own, that is stopped again whatever happens; its log is kept. Requests are token
 ids, streamed, greedy and of fixed length. Reported are time to first token, time per output token (of each sequence
 and, as `steady`, only from the moment on at which all sequences had begun, so without prefills), throughput, the KV
@@ -32,6 +36,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import run_once, warm_up
 from benchmarks.serving.report import Report
 from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
@@ -45,8 +50,8 @@ Workloads = dict[str, list[Request]]
 PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
 
 
-class UsageError(Exception):
-    """Arguments that do not go together; the message says what to change."""
+# Workloads whose number of groups is what a user counts; of the others it is requests.
+COUNTED = {"rl": "groups", "shared-prefix": "groups"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,10 +64,17 @@ def parser() -> argparse.ArgumentParser:
         "--backends",
         default="prefixpack,flashinfer,fa3,triton",
         metavar="A,B,...",
-        help="attention backends in this order; the first is what the others' tokens are compared with",
+        help="attention backends in this order, prefixpack perhaps with settings in brackets; the first is what the "
+        "others' tokens are compared with",
     )
     result.add_argument("--repeat", default="", metavar="A,B", help="backends that run the workload a second time")
-    result.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["rl"], help="one after the other (rl)")
+    result.add_argument(
+        "--workload",
+        nargs="+",
+        default=["rl"],
+        metavar="NAME[:N]",
+        help=f"one after the other (rl): {', '.join(WORKLOADS)}; N: requests; groups of rl and shared-prefix",
+    )
     sizes = result.add_argument_group("size of the workload (defaults as published, see workloads.py)")
     sizes.add_argument("--groups", type=int, help="rl: prompts; shared-prefix: system prompts (64)")
     sizes.add_argument("--samples", type=int, help="rl: continuations; shared-prefix: requests of a group (16)")
@@ -115,15 +127,15 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    backends = names(args.backends, "--backends")
-    repeated = names(args.repeat, "--repeat") if args.repeat else []
+    backends = parse_backends(args.backends, "--backends")
+    repeated = parse_backends(args.repeat, "--repeat") if args.repeat else {}
     unknown = [name for name in repeated if name not in backends]
     if unknown:
         raise UsageError(f"--repeat {','.join(unknown)}: not among --backends {args.backends}")
     model, vocabulary, context = model_of(args)
     sizes = sizes_of(args)
-    workloads = {name: make_requests(name, sizes, vocabulary, context) for name in args.workload}
-    servers = {backend: server_options(args, model, context, backend) for backend in backends}
+    workloads = {name: make_requests(*sized(name, sizes), vocabulary, context) for name in args.workload}
+    servers = {name: server_options(args, model, context, backend) for name, backend in backends.items()}
     report = Report(args.out, header_of(args, servers, workloads))
     deadline = time.monotonic() + args.seconds
     longest = 0.0
@@ -134,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         labels = [backend] + [f"{backend} again"] * (backend in repeated)
         try:
-            measure_backend(options, labels, workloads, report, deadline)
+            measure_backend(backend, options, labels, workloads, report, deadline)
         except (ServerError, RequestError, aiohttp.ClientError, TimeoutError) as error:
             report.fail(backend, f"{type(error).__name__}: {error}")
             print(f"{backend}: {error}", file=sys.stderr)
@@ -145,14 +157,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_backend(
-    options: ServerOptions, labels: list[str], workloads: Workloads, report: Report, deadline: float
+    name: str, options: ServerOptions, labels: list[str], workloads: Workloads, report: Report, deadline: float
 ) -> None:
     """All runs of one server. Raises as the server and the client do; runs that were finished are in the report."""
     begun = time.monotonic()
-    print(f"{options.backend}: starting the server", file=sys.stderr, flush=True)
+    print(f"{name}: starting the server", file=sys.stderr, flush=True)
     with serve(options) as server:
         ready = time.monotonic() - begun
-        print(f"{options.backend}: ready after {ready:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name}: ready after {ready:.0f} s", file=sys.stderr, flush=True)
         for workload, requests in workloads.items():
             warm_up(server, requests)
             for label in labels:
@@ -162,15 +174,18 @@ def measure_backend(
                 print(f"{label}: {workload} took {result.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def names(text: str, option: str) -> list[str]:
-    found = [name.strip() for name in text.split(",")]
-    if not all(found) or len(set(found)) < len(found):
-        raise UsageError(f"{option} {text!r}: expected different backend names with commas between them")
-    return found
-
-
 def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)})
+
+
+def sized(text: str, sizes: Sizes) -> tuple[str, Sizes]:
+    """Name and sizes of a workload as the user wrote it: NAME or NAME:N."""
+    name, colon, count = text.partition(":")
+    if name not in WORKLOADS or (colon and not count.isdecimal()):
+        raise UsageError(f"--workload {text}: expected one of {', '.join(WORKLOADS)}, perhaps with :N behind it")
+    if not colon:
+        return name, sizes
+    return name, dataclasses.replace(sizes, **{COUNTED.get(name, "requests"): int(count)})
 
 
 def model_of(args: argparse.Namespace) -> tuple[str, Vocabulary, int]:
@@ -192,7 +207,7 @@ def model_of(args: argparse.Namespace) -> tuple[str, Vocabulary, int]:
     return args.model, Vocabulary(size // 8, size - size // 8), args.context_length or config.max_position_embeddings
 
 
-def server_options(args: argparse.Namespace, model: str, context: int, backend: str) -> ServerOptions:
+def server_options(args: argparse.Namespace, model: str, context: int, backend: Backend) -> ServerOptions:
     device = args.device or ("cuda" if args.model else "cpu")
     extra = ["--load-format", args.load_format]
     if args.context_length:
@@ -201,8 +216,8 @@ def server_options(args: argparse.Namespace, model: str, context: int, backend: 
         extra += ["--max-total-tokens", str(CPU_POOL_TOKENS)]
     extra += ["--stream-interval", str(args.stream_interval or (16 if device == "cuda" else 1))]
     return ServerOptions(
-        model=model, backend=backend, device=device, extra=(*extra, *shlex.split(args.server_args)),
-        start_seconds=args.start_seconds, log_folder=args.logs,
+        model=model, backend=backend.name, device=device, extra=(*extra, *shlex.split(args.server_args)),
+        environment=backend.environment, start_seconds=args.start_seconds, log_folder=args.logs,
     )  # fmt: skip
 
 
@@ -213,6 +228,7 @@ def header_of(args: argparse.Namespace, servers: dict[str, ServerOptions], workl
         "versions": {package: version_of(package) for package in PACKAGES},
         "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
         "servers": {backend: options.command(port=0)[1:] for backend, options in servers.items()},
+        "environments": {backend: options.environment for backend, options in servers.items() if options.environment},
         "workloads": {
             name: {
                 "requests": len(requests), "samples": sum(request.samples for request in requests),

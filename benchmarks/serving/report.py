@@ -58,7 +58,7 @@ class Report:
     def table(self) -> str:
         """One line a run, workload by workload; agreement is with the first run of a workload."""
         header = ("workload", "run", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s", "all tok/s",
-                  "KV saved", "host us", "same as first", "prefix")  # fmt: skip
+                  "KV saved", "host us", "routed packed", "same as first", "prefix")  # fmt: skip
         names = dict.fromkeys(run.workload for run in self.runs)
         rows = [header, *(self._row(run) for name in names for run in self.runs if run.workload == name)]
         lines = aligned(rows)
@@ -85,9 +85,17 @@ class Report:
             f"{figures['all_tokens_per_second']:.0f}",
             "" if run.kv is None else f"{run.kv.saved:.1%}",
             "" if run.host_us_per_step is None else f"{run.host_us_per_step:.0f}",
+            routed_packed(run),
             "" if run is first else same,
             "" if run is first else f"{share:.3f}",
         )
+
+
+def routed_packed(run: Run) -> str:
+    """Decode steps that ran packed, of those that could have gone either way; empty where none could."""
+    routed = run.counters.get("routed_steps", {})
+    total = sum(routed.values())
+    return f"{routed.get('packed', 0)}/{total}" if total else ""
 
 
 def pair(percentiles: dict[str, float] | None, form: str) -> str:

@@ -145,13 +145,13 @@ def _explain(args: argparse.Namespace) -> None:
     shape = model_shape(args)
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
-    packed = _cost(profile, "packed", args.packed)
-    inner = _cost(profile, "inner", inner_kernel(args.inner, shape))
+    kernel = inner_kernel(args.inner, shape)
+    packed, inner = _cost(profile, "packed", args.packed), _cost(profile, "inner", kernel)
     decision = CostPolicy(packed, inner, shape, args.margin / 100).decide(step)
     print(f"profile: {profile.machine}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
-    for kernel, cost, total in ((args.packed, packed, decision.packed_us), (args.inner, inner, decision.inner_us)):
-        _print_parts(kernel, cost, step, shape, total)
+    _print_parts(args.packed, packed, step, shape, decision.packed_us)
+    _print_parts(kernel, inner, step, shape, decision.inner_us)
     print(f"route:   {decision.route.value}{_why(decision, args.margin)}")
 
 

@@ -192,7 +192,8 @@ class PrefixPackBackend(AttentionBackend):
             self._step = last
             self._runtime.last_packed = handed
             self._counters.packed_on(last.host_lens.shape[0], last.kv_tokens, last.age)
-            self.routes.stays_packed()
+            if self._inner_can_run(forward_batch, in_graph):
+                self.routes.stays_packed()
         elif not (self._inner_can_run(forward_batch, in_graph) and self.routes.stays_inner(handed.step)):
             admitted = self._admit(handed.step, forward_batch, in_graph)
             if isinstance(admitted, str):

@@ -69,11 +69,16 @@ class StepRoutes:
         return {
             "setting": self.setting,
             "profile": None if self._profile is None else f"{self._profile.machine}, commit {self._profile.commit}",
-            "last": last and {"route": last.route.value, "packed_us": last.packed_us, "inner_us": last.inner_us},
+            "last": last
+            and {
+                "route": last.route.value,
+                "packed_us": round(last.packed_us, 2),
+                "inner_us": round(last.inner_us, 2),
+            },
         }
 
     def stays_packed(self) -> None:
-        """A step goes on with the packed step before it."""
+        """A step that could go either way goes on with the packed step before it."""
         if self._router is not None:
             self._counters.routed_steps["packed"] += 1
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving import __main__ as command
+from benchmarks.serving.backends import Backend, parse_backends
 from benchmarks.serving.measure import Agreement, Progress, Run, common_length, growth, steady_times
 from benchmarks.serving.report import Report
 from sgl_prefix_attn.demo.client import Answer, Sample
@@ -159,7 +160,14 @@ def test_no_server_is_started_that_would_not_be_done_in_time(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backends", "fa3,fa3"], "different backend names"),
+        (["--backends", "fa3,fa3"], "different backends"),
+        (["--backends", "prefixpack[route=packed"], "different backends"),
+        (["--backends", "fa3[route=packed]"], "only prefixpack has settings"),
+        (["--backends", "prefixpack[route]"], "'route' is not of the form key=value"),
+        (["--backends", "prefixpack[root=packed]"], "did you mean PREFIXPACK_ROUTE"),
+        (["--backends", "prefixpack[route=fast]"], "PREFIXPACK_ROUTE='fast' is not usable"),
+        (["--workload", "rl:many"], "--workload rl:many: expected one of rl, no-sharing"),
+        (["--workload", "chat"], "--workload chat: expected one of rl, no-sharing"),
         (["--backends", "fa3", "--repeat", "triton"], "not among"),
         (["--device", "cuda"], "needs --model"),
         (["--groups", "0"], "groups is 0"),
@@ -168,6 +176,38 @@ def test_no_server_is_started_that_would_not_be_done_in_time(monkeypatch: pytest
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_settings_of_prefixpack_make_another_backend() -> None:
+    text = "prefixpack[route=packed], prefixpack[route=auto,route_margin=5],flashinfer"
+    assert parse_backends(text, "--backends") == {
+        "prefixpack[route=packed]": Backend("prefixpack", {"PREFIXPACK_ROUTE": "packed"}),
+        "prefixpack[route=auto,route_margin=5]": Backend(
+            "prefixpack", {"PREFIXPACK_ROUTE": "auto", "PREFIXPACK_ROUTE_MARGIN": "5"}
+        ),
+        "flashinfer": Backend("flashinfer"),
+    }
+
+
+def test_servers_of_an_ab_test_and_workloads_of_several_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = fake_servers(monkeypatch)
+    out = tmp_path / "out.json"
+    a, b = "prefixpack[route=packed]", "prefixpack[route=auto]"
+    workloads = ["no-sharing:1", "no-sharing:8", "rl:2"]
+    assert command.main(["--backends", f"{a},{b}", "--workload", *workloads, "--out", str(out)]) == 0
+    assert started == ["prefixpack", "prefixpack"]
+    content = json.loads(out.read_text())
+    assert [(run["label"], run["workload"]) for run in content["runs"]] == [
+        (name, workload) for name in (a, b) for workload in workloads
+    ]
+    assert [content["workloads"][name]["requests"] for name in workloads] == [1, 8, 2]
+    assert content["environments"] == {a: {"PREFIXPACK_ROUTE": "packed"}, b: {"PREFIXPACK_ROUTE": "auto"}}
+
+
+def test_the_table_tells_how_many_steps_were_routed_packed() -> None:
+    report = Report(None, {})
+    report.add(dataclasses.replace(run_of("a", [5]), counters={"routed_steps": {"packed": 3, "inner": 9}}), {})
+    assert "3/12" in report.table()
 
 
 @pytest.mark.e2e

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.attention import packed_attention
@@ -19,6 +21,7 @@ from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape, Plan
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import graph_routes
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.gpu_kernels import Kernels, native_kernels
@@ -96,6 +99,14 @@ class GraphInner(CountingInner):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self.graph_calls: list[str] = []
+        self.recording: list[Callable[[], Any]] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.recording is None:
+            return super().forward(*args, **kwargs)
+        out = torch.empty_like(kwargs["q"])
+        self.recording.append(lambda: out.copy_(super(GraphInner, self).forward(*args, **kwargs)))
+        return out
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graph_calls.append(f"state {max_bs}")
@@ -118,6 +129,7 @@ class GpuWorld(World):
 
     Args:
         graphs: size of the largest graph; 0: none.
+        inner_backend: name of the inner backend; as "fa3" it is one that the shipped routing profile knows.
         kernels: real ones, for tensors on a GPU; None: everything is on the host.
     """
 
@@ -126,6 +138,7 @@ class GpuWorld(World):
         *args: Any,
         settings: Settings | None = None,
         graphs: int = 0,
+        inner_backend: str = "",
         kernels: Kernels | None = None,
         **options: Any,
     ) -> None:
@@ -140,6 +153,7 @@ class GpuWorld(World):
         self.steps: list[HostStep] = []
         self.executor = CudaExecutor(self.runner, settings, kernels or host_kernels(self._make_step))
         self.inner = GraphInner(self.runner)
+        self.runtime.inner_backend = inner_backend
         self.backend = PrefixPackBackend(self.runner, self.inner, self.runtime, self.executor)
         if graphs:
             self.graphs = DecodeGraphs(self, graphs)
@@ -165,10 +179,16 @@ class GpuWorld(World):
 
 
 class DecodeGraphs:
-    """SGLang's decode graph runner in small: static inputs, padded batches, two warm-ups, capture, replay."""
+    """SGLang's decode graph runner in small: static inputs, padded batches, two warm-ups, capture, replay.
 
-    def __init__(self, world: GpuWorld, max_batch: int) -> None:
-        self.world, self.max_batch = world, max_batch
+    Graphs lie under the keys that our hooks make of SGLang's; `hooked` False: without the hooks.
+    """
+
+    capture_forward_mode = ForwardMode.DECODE
+
+    def __init__(self, world: GpuWorld, max_batch: int, *, hooked: bool = True) -> None:
+        self.world, self.max_batch, self.hooked = world, max_batch, hooked
+        self.attn_backend = world.backend
         with torch.device(world.tensors):
             self.buffers = SimpleNamespace(
                 input_ids=torch.zeros(max_batch, dtype=torch.int64),
@@ -182,10 +202,27 @@ class DecodeGraphs:
         layer = world.layers[0]
         width = layer.tp_q_head_num * layer.qk_head_dim
         self.q = torch.zeros(len(world.layers), max_batch, width, dtype=DTYPE, device=world.tensors)
-        self.graphs: dict[int, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
+        self.graphs: dict[ShapeKey, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
         world.backend.init_cuda_graph_state(max_batch, max_batch)
 
+    def graph(self, size: int) -> tuple[list[Callable[[], Any]], list[torch.Tensor]]:
+        """The packed graph of a size: launches and outputs."""
+        return self.graphs[ShapeKey(size)]
+
+    def inner_graph(self, size: int) -> tuple[list[Callable[[], Any]], list[torch.Tensor]]:
+        """The inner backend's."""
+        return self.graphs[ShapeKey(size, variant_label=graph_routes.LABEL)]
+
     def capture(self, size: int, **kwargs: Any) -> None:
+        """As SGLang captures a shape, under our hook."""
+        graph_routes.around_capture_one_shape(DecodeGraphs._capture_one_shape, self, size, **kwargs)
+
+    def _key(self, size: int) -> ShapeKey:
+        if not self.hooked:
+            return ShapeKey(size)
+        return graph_routes.around_make_graph_key(lambda runner, size: ShapeKey(size), self, size)
+
+    def _capture_one_shape(self, size: int, **kwargs: Any) -> None:
         world, buffers = self.world, self.buffers
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
@@ -221,22 +258,22 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run_once()
-            self.graphs[size] = [graph.replay], outputs
+            self.graphs[self._key(size)] = [graph.replay], outputs
             return
         recorded = []
-        for step in world.steps:
-            step.recording = recorded
+        for part in (world.inner, *world.steps):
+            part.recording = recorded
         run_once()
-        for step in world.steps:
-            step.recording = None
-        self.graphs[size] = recorded, outputs
+        for part in (world.inner, *world.steps):
+            part.recording = None
+        self.graphs[self._key(size)] = recorded, outputs
 
     def replay(self, handed: Handed | None = None, batch: Any = None, size: int | None = None) -> list[torch.Tensor]:
         """Runs the world's batch through a graph of `size` requests; returns each layer's rows of the batch."""
         world, buffers = self.world, self.buffers
         batch = world.batch if batch is None else batch
         raw = batch.batch_size
-        size = size or min(graph for graph in self.graphs if graph >= raw)
+        size = size or min(key.size for key in self.graphs if key.size >= raw)
         for name, filler in (("req_pool_indices", 0), ("seq_lens", 1), ("seq_lens_cpu", 1), ("out_cache_loc", 0)):
             buffer = getattr(buffers, name)
             buffer[raw:size] = filler
@@ -250,10 +287,11 @@ class DecodeGraphs:
         view = build_replay_fb_view(batch, buffers, size, raw, size, 1, ForwardMode.DECODE, False)
         with world.handover.handed_over(world.handed if handed is None else handed):
             world.backend.init_forward_metadata_out_graph(view)
-        # From here on the scheduler may change its tables: the graph reads copies.
         table = world.rows.req_to_token.clone()
-        world.rows.req_to_token.fill_(0)
-        recorded, outputs = self.graphs[size]
+        if world.backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.PRE_REPLAY:
+            # From here on the scheduler may change its tables: the graph reads copies.
+            world.rows.req_to_token.fill_(0)
+        recorded, outputs = self.graphs[self._key(size)]
         for launch in recorded:
             launch()
         world.rows.req_to_token.copy_(table)

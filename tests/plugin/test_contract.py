@@ -28,6 +28,7 @@ BACKEND = PLUGIN / "backend.py"
 # Members that our backend adds to the base class: what a patched SGLang calls.
 ADDED_MEMBERS = {NATIVE_SEAM}
 # Read by SGLang from whatever backend is the current one, though the base class does not declare them.
+_GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 EXPECTED_ON_BACKEND = {"token_to_kv_pool", "req_to_token_pool"}
 
 
@@ -123,6 +124,36 @@ def test_our_members_take_what_the_base_class_takes(sglang: tuple[str, SourceTre
         if not same_positions or not keywords or not mine.required <= theirs.required:
             rows.append((name, str(mine), str(theirs)))
     assert not rows, table(f"sglang {version}: ours and the base class's parameters differ", rows)
+
+
+def test_a_replay_asks_for_its_key_after_its_metadata_was_made(sglang: tuple[str, SourceTree]) -> None:
+    """What the second set of decode graphs rests on: the route is decided with the metadata, and chooses the key."""
+    version, source = sglang
+    load, execute, capture = (
+        method(source, f"{_GRAPH_RUNNER}.{name}") for name in ("load_batch", "execute", "capture_one_shape")
+    )
+    # Newer versions make the metadata in a method of its own.
+    made = max(calls_of(load, "init_forward_metadata_out_graph") + calls_of(load, "_init_replay_attn_metadata"))
+    assert max(calls_of(load, "_make_graph_key")) > made, version
+    assert max(calls_of(execute, "load_batch")) < min(calls_of(execute, "replay")), version
+    (key,) = calls_of(capture, "_make_graph_key")
+    assert min(calls_of(capture, "init_forward_metadata_out_graph")) < key < max(calls_of(capture, "capture_one"))
+
+
+def method(source: SourceTree, path: str) -> ast.FunctionDef:
+    found = source.find(path)
+    assert found is not None, path
+    assert isinstance(found.node, ast.FunctionDef)
+    return found.node
+
+
+def calls_of(function: ast.FunctionDef, name: str) -> list[int]:
+    """Lines on which a method of that name is called."""
+    return [
+        node.lineno
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
+    ]
 
 
 def backend_class() -> ast.ClassDef:

@@ -71,7 +71,7 @@ def test_replays_of_a_growing_batch(kernels: gpu_kernels.Kernels, size: int) -> 
         assert_same(world.graphs.replay(), world.run_stock())
         world.grow(1)
     assert world.fallbacks == {}
-    assert all(output.isfinite().all() for output in world.graphs.graphs[size][1])
+    assert all(output.isfinite().all() for output in world.graphs.graph(size)[1])
 
 
 def test_replays_with_other_members_and_without_paths(kernels: gpu_kernels.Kernels) -> None:

@@ -171,7 +171,7 @@ class TestDecodeGraphs:
         world = graphs(4)
         step = world.device_step
         before = (len(step.loads), step.prepared, step.attended)
-        for launch in world.graphs.graphs[4][0]:
+        for launch in world.graphs.graph(4)[0]:
             launch()
         assert (len(step.loads), step.prepared, step.attended) == (*before[:2], before[2] + LAYERS)
 
@@ -180,7 +180,7 @@ class TestDecodeGraphs:
         world = graphs(size)
         assert_same(world.graphs.replay(), world.run_stock())
         assert world.device_step.loads[-1].num_requests == 4
-        assert all(output.isfinite().all() for output in world.graphs.graphs[size][1])
+        assert all(output.isfinite().all() for output in world.graphs.graph(size)[1])
 
     def test_a_smaller_batch_in_the_same_graph(self) -> None:
         world = graphs(4)
@@ -265,7 +265,7 @@ class TestDecodeGraphs:
             setattr(idle, name, getattr(world.batch, name)[:0])
         world.graphs.replay(NOTHING, idle, size=4)
         assert world.device_step.prepared > 1
-        assert all(output.isfinite().all() for output in world.graphs.graphs[4][1])
+        assert all(output.isfinite().all() for output in world.graphs.graph(4)[1])
 
     def test_a_batch_without_lengths_on_the_host_is_still_right(self) -> None:
         world = graphs(4)

@@ -1,0 +1,33 @@
+"""Profiles made by hand, for decisions that a test can foresee."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sgl_prefix_attn.routing.profile import VERSION, Fit, Profile
+
+
+def profile(
+    packed: Mapping[str, float], inner: Mapping[str, float], *, kernels: str = "native", backend: str = "fa3"
+) -> Profile:
+    """A profile of one packed and one inner kernel with these microseconds by term."""
+    return Profile(
+        version=VERSION,
+        machine="made by hand",
+        commit="none",
+        measured="never",
+        source="a test",
+        method="none",
+        packed={kernels: Fit(us=dict(packed))},
+        inner={backend: Fit(us=dict(inner))},
+    )
+
+
+def write_profile(
+    folder: Path, packed: Mapping[str, float], inner: Mapping[str, float], *, kernels: str, backend: str
+) -> str:
+    """Path of a file with such a profile."""
+    path = folder / "profile.json"
+    profile(packed, inner, kernels=kernels, backend=backend).save(path)
+    return str(path)

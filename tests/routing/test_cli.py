@@ -1,0 +1,56 @@
+"""`python -m sgl_prefix_attn route`, as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.__main__ import main
+
+RESULTS = str(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json")
+
+
+def test_compare_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "compare", RESULTS, "packed", "inner", "batch>=64", "shipped@5", "--inner", "fa3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
+                                "inner"]  # fmt: skip
+    assert [line.split()[0] for line in lines[2:6]] == ["packed", "inner", "batch>=64", "shipped@5"]
+    steps, packed = lines[2].split()[1:3]
+    assert steps == packed
+
+
+def test_compare_by_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "compare", RESULTS, "shipped", "--families"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert names == ["shipped", "pat", "fasttree", "random", "rl", "agents", "none"]
+
+
+def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "explain", "--tree", "1,10/4096,416", "--heads", "32/8", "--inner", "flashinfer"]) == 0
+    out = capsys.readouterr().out
+    assert "packed (native): " in out
+    assert "inner (flashinfer_tc): " in out
+    assert "unique_mb: MB of KV, each position once" in out
+    assert "\nroute:   " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, inner, batch>=N"),
+        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, inner, batch>=N"),
+        (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, inner"),
+        (["compare", RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
+        (["compare", "nowhere.json", "packed"], "nowhere.json: cannot read the results"),
+        (["compare", RESULTS, "shipped", "--packed", "cpu"], "no cost of packed kernels 'cpu'; it has native, triton"),
+        (["compare", RESULTS, "packed", "--packed", "cpu"], "no measured step has both times"),
+        (["fit", RESULTS, "--out", "/nowhere/p.json"], "/nowhere/p.json: cannot write the profile"),
+        (["explain", "--tree", "1,10"], "tree '1,10': expected NODES/TOKENS"),
+        (["explain", "--tree", "4/8", "--heads", "32"], "--heads 32: expected query heads / KV heads"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Profiles from measurements: what the fit recovers, and how the shipped one does over the measured steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.compare import candidate, judge, outcomes
+from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.fit import fit_kernel, fit_profile, non_negative_least_squares
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, inner_kernel, read_results
+from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json"
+SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Results:
+    return read_results(RESULTS)
+
+
+class TestLeastSquares:
+    def test_a_solution_without_negative_parts_is_found_exactly(self) -> None:
+        rng = np.random.default_rng(0)
+        matrix, truth = rng.random((40, 5)), np.array([3.0, 0.0, 1.5, 0.0, 0.25])
+        np.testing.assert_allclose(non_negative_least_squares(matrix, matrix @ truth), truth, atol=1e-9)
+
+    def test_negative_parts_are_left_out_and_the_others_fitted_without_them(self) -> None:
+        rng = np.random.default_rng(1)
+        matrix = rng.random((60, 4))
+        target = matrix @ np.array([2.0, -1.0, 0.5, 1.0]) + rng.normal(0, 0.01, 60)
+        solution = non_negative_least_squares(matrix, target)
+        assert (solution >= 0).all()
+        # Of all supports, none does better: the solution is the best one.
+        best = min(
+            np.linalg.norm(matrix @ trial - target)
+            for bits in range(1, 16)
+            if (trial := _with_support(matrix, target, bits)).min() >= 0
+        )
+        assert np.linalg.norm(matrix @ solution - target) == pytest.approx(best, rel=1e-9)
+
+    def test_a_column_of_zeros_costs_nothing(self) -> None:
+        matrix = np.array([[1.0, 0.0], [2.0, 0.0]])
+        np.testing.assert_allclose(non_negative_least_squares(matrix, np.array([2.0, 4.0])), [2.0, 0.0])
+
+
+def _with_support(matrix: np.ndarray, target: np.ndarray, bits: int) -> np.ndarray:
+    columns = [column for column in range(matrix.shape[1]) if bits >> column & 1]
+    trial = np.zeros(matrix.shape[1])
+    trial[columns] = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
+    return trial
+
+
+def test_times_behind_made_up_coefficients_are_predicted() -> None:
+    truth = CostModel("inner", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
+    rng = np.random.default_rng(0)
+
+    def case(number: int) -> MeasuredCase:
+        requests, unique = int(rng.integers(1, 300)), int(rng.integers(1000, 200_000))
+        tokens = unique + int(rng.integers(0, 10 * unique))
+        step = StepFeatures(requests, tokens, unique, 0, 0, 0, unique, int(rng.integers(1, 9000)))
+        return MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
+
+    fitted = fit_kernel("inner", "fa3", [case(number) for number in range(60)])
+    assert fitted.error < 1e-4
+    assert set(fitted.error_left_out) == {"a", "b"}
+    for another in (case(number) for number in range(10)):
+        assert CostModel("inner", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
+            another.inner["fa3"], rel=1e-3
+        )
+
+
+class TestMeasuredSteps:
+    """The shipped profile over the steps that it was fitted on, against an oracle that knows both times."""
+
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+    def test_regret(self, measured: Results, backend: str) -> None:
+        steps = outcomes(measured.cases, candidate("shipped", "native", backend), "native", backend)
+        always = judge(outcomes(measured.cases, candidate("packed", "native", backend), "native", backend))
+        verdict = judge(steps)
+        assert verdict.steps > 150
+        assert verdict.regret < 0.02
+        assert verdict.mean_regret < 0.03
+        assert verdict.mean_regret < always.mean_regret, "routing has to be worth its trouble"
+        assert verdict.worst_loss[0] < 0.7
+
+    def test_against_the_two_backends_that_a_hopper_gpu_has(self, measured: Results) -> None:
+        worst = {
+            backend: judge(outcomes(measured.cases, candidate("shipped", "native", backend), "native", backend))
+            for backend in ("fa3", "flashinfer")
+        }
+        assert all(verdict.worst_loss[0] < 0.3 for verdict in worst.values()), worst
+
+    def test_no_single_threshold_does_as_well(self, measured: Results) -> None:
+        def mean(policy: str) -> float:
+            return judge(outcomes(measured.cases, candidate(policy, "native", "fa3"), "native", "fa3")).mean_regret
+
+        thresholds = [*(f"batch>={2**n}" for n in range(11)), *(f"reuse>={x}" for x in (1.3, 2, 3, 4, 8))]
+        assert mean("shipped") < min(map(mean, thresholds))
+
+    def test_the_shipped_profile_is_what_the_command_makes_of_the_results(
+        self, measured: Results, tmp_path: Path
+    ) -> None:
+        assert main(["route", "fit", str(RESULTS), "--out", str(tmp_path / "p.json")]) == 0
+        made = load_profile(tmp_path / "p.json")
+        shipped = shipped_profile()
+        assert (made.commit, made.measured) == (shipped.commit, shipped.measured), "fit the shipped profile anew"
+        for kind in ("packed", "inner"):
+            for kernel, fitted in getattr(shipped, kind).items():
+                again = getattr(made, kind)[kernel].us
+                assert again == pytest.approx(fitted.us, rel=1e-3, abs=1e-6), (kind, kernel)
+
+
+def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
+    assert inner_kernel("flashinfer", SHAPE) == "flashinfer_tc"
+    assert inner_kernel("flashinfer", ModelShape(16, 8, 128)) == "flashinfer_cc"
+    assert inner_kernel("flashinfer", SHAPE, tensor_cores=False) == "flashinfer_cc"
+    assert inner_kernel("fa3", SHAPE) == "fa3"
+
+
+class TestResultsFile:
+    ROW: ClassVar = {
+        "key": "x/1@32/8",
+        "case": "x/1",
+        "q_heads": 32,
+        "kv_heads": 8,
+        "ways": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
+    }
+    STEP: ClassVar = {
+        "requests": 1, "tokens": 10, "unique_tokens": 10, "linked_tokens": 0, "nodes": 0, "links": 0,
+        "longest_range": 10, "longest_request": 10,
+    }  # fmt: skip
+
+    def write(self, folder: Path, row: dict[str, Any]) -> Path:
+        path = folder / "r.json"
+        machine = {"gpu": "NVIDIA Test", "date": "today"}
+        path.write_text(json.dumps({"machine": machine, "commit": "abc", "rows": [row]}), encoding="utf-8")
+        return path
+
+    def test_a_row_may_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
+        results = read_results(self.write(tmp_path, self.ROW | {"step": self.STEP}))
+        (case,) = results.cases
+        assert case.step.longest_range == 10
+        assert (dict(case.packed), dict(case.inner)) == ({"native": 20.0}, {"fa3": 10.0})
+        assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
+
+    def test_a_case_that_nobody_knows(self, tmp_path: Path) -> None:
+        with pytest.raises(ResultsError, match="has no case 'x/1'"):
+            read_results(self.write(tmp_path, self.ROW))
+
+    def test_too_few_cases_are_said_to_be(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"r\.json has too few measured cases to fit any packed kernel"):
+            fit_profile(read_results(self.write(tmp_path, self.ROW | {"step": self.STEP})))
+
+    @pytest.mark.parametrize("text", ["{}", "[]", '{"machine": {}, "rows": []}'])
+    def test_another_file(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "r.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ResultsError, match="not a results file"):
+            read_results(tmp_path / "r.json")

@@ -1,0 +1,179 @@
+"""The decision: predicted times, the margin, and what steps that run packed already are granted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import timeit
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.cost import TERMS, CostModel
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
+from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, shipped_profile
+from tests.routing.profiles import profile
+
+LLAMA_8B = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
+STEP = StepFeatures(8, 8000, 8000, 0, 0, 0, 1000, 1000)
+
+
+def policy(packed_us: float, margin: float = 0.1) -> CostPolicy:
+    """Packed takes `packed_us`, the inner backend 100 us."""
+    return CostPolicy(
+        CostModel("packed", {"launch": packed_us}), CostModel("inner", {"launch": 100.0}), LLAMA_8B, margin
+    )
+
+
+class TestMargin:
+    def test_a_step_runs_packed_if_that_is_faster_by_the_margin(self) -> None:
+        assert policy(90.0).decide(STEP).route is Route.PACKED
+
+    def test_slightly_faster_is_not_enough(self) -> None:
+        assert policy(95.0).decide(STEP).route is Route.INNER
+
+    def test_but_it_is_for_steps_that_run_packed_already(self) -> None:
+        assert policy(95.0).decide(STEP, before=Route.PACKED).route is Route.PACKED
+        assert policy(101.0).decide(STEP, before=Route.PACKED).route is Route.INNER
+
+    def test_equal_times_are_the_inner_backends(self) -> None:
+        assert policy(100.0, margin=0).decide(STEP).route is Route.INNER
+        assert policy(100.0, margin=0).decide(STEP, before=Route.PACKED).route is Route.INNER
+
+    def test_the_decision_tells_both_times(self) -> None:
+        decision = policy(95.0).decide(STEP)
+        assert (decision.packed_us, decision.inner_us) == (95.0, 100.0)
+
+
+class TestShippedProfile:
+    """On an H200 with Llama-3-8B's heads."""
+
+    def route(self, paths: list[list[tuple[int, int, int]]], seq_lens: list[int], backend: str = "fa3") -> Route:
+        shipped = shipped_profile()
+        packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", backend)
+        assert packed is not None
+        assert inner is not None
+        return Router(CostPolicy(packed, inner, LLAMA_8B, 0.1)).decide(
+            PrefixForest.from_paths(paths), np.array(seq_lens, dtype=np.int64)
+        )
+
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc"])
+    @pytest.mark.parametrize("requests", [1, 8])
+    def test_few_requests_without_sharing_stay_with_the_inner_backend(self, requests: int, backend: str) -> None:
+        assert self.route([[]] * requests, [512] * requests, backend) is Route.INNER
+
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton"])
+    def test_groups_of_samples_run_packed(self, backend: str) -> None:
+        paths = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
+        assert self.route(paths, [4096 + 160] * 1024, backend) is Route.PACKED
+
+    def test_it_knows_every_kernel_that_a_gpu_server_may_use(self) -> None:
+        shipped = shipped_profile()
+        assert set(shipped.packed) == {"native", "triton"}
+        assert set(shipped.inner) == {"fa3", "flashinfer_tc", "flashinfer_cc", "triton"}
+
+
+class TestRouter:
+    def test_remembers_the_last_route(self) -> None:
+        router = Router(
+            CostPolicy(
+                CostModel("packed", {"launch": 95.0}), CostModel("inner", {"longest_request": 100.0}), LLAMA_8B, 0.1
+            )
+        )
+        forest = PrefixForest.from_paths([[]])
+        lengths = [1000, 1050, 1000, 940, 1000]
+        taken = [router.decide(forest, np.array([length], dtype=np.int64)) for length in lengths]
+        packed, inner = Route.PACKED, Route.INNER
+        assert taken == [inner, packed, packed, inner, inner], "the same length goes where the step before went"
+
+    def test_the_same_steps_get_the_same_routes(self) -> None:
+        """Tensor-parallel ranks have no other way to agree."""
+        shipped = profile({"launch": 20.0, "unique_mb": 0.2}, {"launch": 10.0, "unique_mb": 0.3})
+        rng = np.random.default_rng(0)
+        steps = [rng.integers(1, 4000, 16) for _ in range(50)]
+        forest = PrefixForest.from_paths([[]] * 16)
+
+        def routes() -> list[Route]:
+            packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", "fa3")
+            assert packed is not None
+            assert inner is not None
+            router = Router(CostPolicy(packed, inner, LLAMA_8B, 0.1))
+            return [router.decide(forest, lengths) for lengths in steps]
+
+        assert routes() == routes()
+        assert len(set(routes())) == 2
+
+    def test_a_decision_is_cheap(self) -> None:
+        """Measured: see docs/routing.md. The bound leaves room for busy machines."""
+        shipped = shipped_profile()
+        packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", "fa3")
+        assert packed is not None
+        assert inner is not None
+        router = Router(CostPolicy(packed, inner, LLAMA_8B, 0.1))
+        forest = PrefixForest.from_paths([[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)])
+        lengths = np.full(1024, 5000, dtype=np.int64)
+        best = min(timeit.repeat(lambda: router.decide(forest, lengths), number=20, repeat=20)) / 20
+        assert best < 200e-6
+
+
+class TestCostModel:
+    def test_parts_add_up(self) -> None:
+        for kind, terms in TERMS.items():
+            cost = CostModel(kind, dict.fromkeys(terms, 1.5))
+            assert sum(cost.parts(STEP, LLAMA_8B).values()) == pytest.approx(cost.microseconds(STEP, LLAMA_8B))
+
+    @pytest.mark.parametrize("kind", ["packed", "inner"])
+    @pytest.mark.parametrize("field", ["requests", "tokens", "nodes", "links", "longest_range", "longest_request"])
+    def test_more_work_never_takes_less_time(self, kind: str, field: str) -> None:
+        cost = CostModel(kind, dict.fromkeys(TERMS[kind], 1.0))  # type: ignore[index, arg-type]
+        more = dataclasses.replace(STEP, **{field: getattr(STEP, field) + 8})
+        assert cost.microseconds(more, LLAMA_8B) >= cost.microseconds(STEP, LLAMA_8B)
+
+    def test_an_unknown_term_is_named(self) -> None:
+        with pytest.raises(ValueError, match="no term 'lunch' in the cost of packed steps; there are launch, "):
+            CostModel("packed", {"lunch": 1.0})
+
+    @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+    def test_an_impossible_coefficient_is_named(self, value: float) -> None:
+        with pytest.raises(ValueError, match="term 'launch' costs"):
+            CostModel("inner", {"launch": value})
+
+
+class TestProfileFile:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        made = profile({"launch": 3.0}, {"unique_mb": 0.25})
+        made.save(tmp_path / "p.json")
+        assert load_profile(tmp_path / "p.json") == made
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ProfileError, match=r"p\.json: cannot read the profile: No such file"):
+            load_profile(tmp_path / "p.json")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"version": 2}, "version: Value error, profiles of version 1 are understood"),
+            ({"packed": {"native": {"us": {"lunch": 1.0}}}}, "packed: Value error, native: no term 'lunch'"),
+            ({"inner": {"fa3": {"us": {"launch": -1.0}}}}, r"inner\.fa3\.us\.launch: Input should be greater"),
+            ({"more": 1}, "more: Extra inputs are not permitted"),
+        ],
+    )
+    def test_what_is_wrong_is_named_with_its_place(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+        path = tmp_path / "p.json"
+        path.write_text(json.dumps(profile({}, {}).model_dump() | change), encoding="utf-8")
+        with pytest.raises(ProfileError, match=message):
+            load_profile(path)
+
+    def test_something_else_than_json(self, tmp_path: Path) -> None:
+        (tmp_path / "p.json").write_text("launch: 3", encoding="utf-8")
+        with pytest.raises(ProfileError, match=r"not a routing profile: the file: Invalid JSON"):
+            load_profile(tmp_path / "p.json")
+
+    def test_a_kernel_that_was_not_measured_has_no_cost(self) -> None:
+        made: Profile = profile({}, {})
+        assert made.cost("packed", "triton") is None
