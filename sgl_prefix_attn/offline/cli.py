@@ -62,13 +62,14 @@ def run(args: argparse.Namespace) -> int:
     logs = args.log or Path(tempfile.mkdtemp(prefix="prefixpack-batch-"))
     try:
         options = _options(args, logs)
+        start = _start(args, options)
         encoder = PromptEncoder(args.model)
         if not encoder.has_tokenizer:
             options = _without_tokenizer(options)
         from sgl_prefix_attn.sglang_plugin import offline_engine
 
         progress = Progress(enabled=not args.quiet)
-        summary = run_batch(options, offline_engine.main, encoder.encode, progress, _start(args, options))
+        summary = run_batch(options, offline_engine.main, encoder.encode, progress, start)
     except (UsageError, RayMissingError, OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 2

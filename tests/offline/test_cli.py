@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
     ):
         assert cli.run(parsed(*arguments)) == 2
         assert message in capsys.readouterr().err
+
+
+def test_ray_that_is_not_installed_is_said_so(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.run(parsed(source, tmp_path / "out", "--ray")) == 2
+    assert "Ray is not installed: pip install 'sgl-prefix-attn[ray]'" in capsys.readouterr().err
 
 
 def test_an_output_with_its_journal_is_one_to_go_on_with(source, tmp_path):
