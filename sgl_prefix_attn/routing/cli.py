@@ -22,7 +22,7 @@ BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
   %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
       fit a profile to what `python -m benchmarks.kernel.gpu_attention` measured; use it with PREFIXPACK_ROUTE_PROFILE
-  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@10 --inner fa3
+  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --inner fa3
       A/B test: what each policy would have cost over the measured steps, against an oracle and the inner backend
   %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --inner flashinfer
       both predicted times of a batch, by term, and the route
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="packed or inner for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
         "is used X times on average; PROFILE[@MARGIN]: a profile's file, or shipped, and the route_margin in percent "
-        f"(default {DEFAULT_MARGIN})",
+        f"(default {DEFAULT_MARGIN}); left-out[@MARGIN]: every family of steps by a profile fitted on all others",
     )
     compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     _add_kernels(compare)
@@ -107,7 +107,7 @@ def _compare(args: argparse.Namespace) -> None:
     header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against inner")
     rows: list[tuple[str, ...]] = [header]
     for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.inner), args.packed, args.inner)
+        steps = outcomes(results.cases, candidate(text, args.packed, args.inner, results), args.packed, args.inner)
         rows.append(_row(text, judge(steps)))
         if args.families:
             rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]

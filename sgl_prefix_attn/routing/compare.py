@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.measured import MeasuredCase, inner_kernel
+from sgl_prefix_attn.routing.fit import fit_profile
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results, inner_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile
+from sgl_prefix_attn.settings import Settings
 
 Choose = Callable[[MeasuredCase], Route]
-DEFAULT_MARGIN = 10
-POLICIES = "packed, inner, batch>=N, reuse>=X or PROFILE[@PERCENT], for example shipped@10"
+DEFAULT_MARGIN: int = Settings.model_fields["route_margin"].default
+POLICIES = "packed, inner, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 # Single features that a threshold may stand on: to see what a cost model is better by.
 THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
     "batch": lambda step: step.requests,
@@ -68,15 +71,17 @@ class Verdict:
     wrong: int
 
 
-def candidate(text: str, packed: str, backend: str) -> Candidate:
+def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
     """A policy from what a user wrote.
 
     `packed` or `inner` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
-    X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost.
+    X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost; `left-out[@MARGIN]`: each
+    family of steps by a profile that is fitted on all other families, to see what a profile does with unknown steps.
 
     Args:
         packed: kernels of packed steps, as profiles name them.
         backend: the inner SGLang backend.
+        results: what `left-out` is fitted on.
 
     Raises:
         ValueError: not of that form; an unusable profile, or one without these kernels.
@@ -91,8 +96,20 @@ def candidate(text: str, packed: str, backend: str) -> Candidate:
     name, margin_text = (name, margin_text) if at else (text, str(DEFAULT_MARGIN))
     if not margin_text.isdigit():
         raise ValueError(f"{text!r}: expected {POLICIES}")
+    margin = int(margin_text) / 100
+    if name == "left-out":
+        return Candidate(text, _left_out(results, packed, backend, margin))
     profile = shipped_profile() if name == "shipped" else load_profile(name)
-    return Candidate(text, profile_choice(profile, packed, backend, int(margin_text) / 100))
+    return Candidate(text, profile_choice(profile, packed, backend, margin))
+
+
+def _left_out(results: Results, packed: str, backend: str, margin: float) -> Choose:
+    @cache
+    def of_family(family: str) -> Choose:
+        others = [case for case in results.cases if case.family != family]
+        return profile_choice(fit_profile(replace(results, cases=others)), packed, backend, margin)
+
+    return lambda case: of_family(case.family)(case)
 
 
 def _threshold(text: str, feature: str, bound: str) -> Choose:

@@ -58,7 +58,7 @@ class TestShippedProfile:
         packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", backend)
         assert packed is not None
         assert inner is not None
-        return Router(CostPolicy(packed, inner, LLAMA_8B, 0.1)).decide(
+        return Router(CostPolicy(packed, inner, LLAMA_8B, 0.2)).decide(
             PrefixForest.from_paths(paths), np.array(seq_lens, dtype=np.int64)
         )
 
