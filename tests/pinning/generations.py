@@ -92,6 +92,8 @@ class _TreeLocks:
         common.release_kv_cache(request, cache, checkpoint=insert)
 
 
+torch.set_num_threads(1)  # tensors of a few dozen numbers
+
 GENERATION: _Indices | _TreeLocks = _TreeLocks() if hasattr(UnifiedRadixCache, "lock") else _Indices()
 CACHES = GENERATION.CACHES
 
