@@ -3,8 +3,9 @@
     python -m benchmarks.offline.cache_saving [--requests 1600] [--out FILE.json] [--plot FILE.png]
 
 The pool holds a tenth of the batch's unique tokens. Orders: as given (shuffled) and sorted, both as plain requests
-under SGLang's default policy and LRU; ours: grouped, with the hooks of group scheduling. The limit computes every
-shared token once, which no order and no cache can beat.
+under SGLang's default policy and LRU; as given with its longest-match-first policy (lpm; 128 requests waiting, as it
+goes by arrival beyond that), with LFU, and with the refresh of waiting prefixes that SGLang 0.5.23 does; ours: grouped,
+with the hooks of group scheduling. The limit computes every shared token once, which no order and no cache can beat.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ from sgl_prefix_attn.offline.queue_order import Place
 
 _POOL_SHARE = 0.1
 _WINDOW = 512  # the batch runner's default
-ORDERS = ("given", "sorted", "ours")
+_LPM_WINDOW = 128
+ORDERS = {
+    "given": "given order, LRU",
+    "sorted": "sorted, LRU",
+    "lpm": "longest match first, LRU",
+    "lfu": "given order, LFU",
+    "refresh": "given order, LRU + refresh",
+    "ours": "grouped (ours)",
+}
 
 
 def grouped_jobs(prompts: Tokens, tree: PrefixTree, output: int) -> list[Job]:
@@ -41,21 +50,26 @@ def grouped_jobs(prompts: Tokens, tree: PrefixTree, output: int) -> list[Job]:
     ]
 
 
-def measure(prompts: Tokens, output: int) -> dict[str, Any]:
-    """One workload under every order; raises ReplayError when something hangs or leaks."""
+def measure(prompts: Tokens, output: int, orders: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
+    """One workload under these orders but the known ones; raises ReplayError when something hangs or leaks."""
     tree = PrefixTree(Prompts.from_lists(prompts))
     pool = int(tree.unique_tokens * _POOL_SHARE)
-    runs = {
-        "given": (False, None, [Job(prompt, output) for prompt in prompts]),
-        "sorted": (False, None, [Job(prompt, output) for prompt in sorted(prompts)]),
-        "ours": (True, _WINDOW, grouped_jobs(prompts, tree, output)),
+    given = [Job(prompt, output) for prompt in prompts]
+    runs: dict[str, Callable[[], Result]] = {
+        "given": lambda: Replay(pool).run(given),
+        "sorted": lambda: Replay(pool).run([Job(prompt, output) for prompt in sorted(prompts)]),
+        # Beyond 128 waiting requests SGLang goes by arrival instead.
+        "lpm": lambda: Replay(pool, queue_policy="lpm", window=_LPM_WINDOW).run(given),
+        "lfu": lambda: Replay(pool, eviction="lfu").run(given),
+        "refresh": lambda: Replay(pool, refresh=True).run(given),
+        "ours": lambda: Replay(pool, grouped=True, window=_WINDOW).run(grouped_jobs(prompts, tree, output)),
     }
-    results: dict[str, Any] = {}
-    limit, ours = tree.saving, 0.0
-    for name, (grouped, window, jobs) in runs.items():
+    results: dict[str, Any] = dict(known)
+    for name in orders:
+        if name in known:
+            continue
         started = time.perf_counter()
-        result: Result = Replay(pool, grouped=grouped, window=window).run(jobs)
-        ours = result.saving  # the last one
+        result = runs[name]()
         results[name] = {
             "saving": round(result.saving, 5),
             "steps": result.steps,
@@ -69,8 +83,7 @@ def measure(prompts: Tokens, output: int) -> dict[str, Any]:
         "requests": len(prompts),
         "unique_tokens": tree.unique_tokens,
         "pool_tokens": pool,
-        "limit": round(limit, 5),
-        "ours_of_limit": round(ours / limit, 5),
+        "limit": round(tree.saving, 5),
         "orders": results,
     }
 
@@ -89,14 +102,16 @@ def workloads(requests: int, names: Sequence[str]) -> list[tuple[str, Tokens, in
 
 def table(results: dict[str, Any]) -> str:
     lines = [
-        "| workload | requests | pool | given order | sorted | ours | limit | ours of limit |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| prefix/own tokens x sharing | requests | pool | {' | '.join(ORDERS)} | limit | ours of limit |",
+        "|" + "---|" * (len(ORDERS) + 5),
     ]
     for name, result in results.items():
-        savings = " | ".join(f"{result['orders'][order]['saving']:.3f}" for order in ORDERS)
+        orders = result["orders"]
+        savings = " | ".join(f"{orders[order]['saving']:.3f}" if order in orders else "" for order in ORDERS)
+        share = f"{orders['ours']['saving'] / result['limit']:.2%}" if "ours" in orders else ""
         lines.append(
             f"| {name} | {result['requests']:,} | {result['pool_tokens']:,} | {savings} | {result['limit']:.3f} | "
-            f"{result['ours_of_limit']:.2%} |"
+            f"{share} |"
         )
     return "\n".join(lines)
 
@@ -110,11 +125,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     names = list(results)
     figure, axes = plt.subplots(figsize=(10, 4.5))
     places = np.arange(len(names))
-    for number, (order, label) in enumerate(
-        zip(ORDERS, ("given order, LRU", "sorted, LRU", "grouped (ours)"), strict=True)
-    ):
-        heights = [results[name]["orders"][order]["saving"] for name in names]
-        axes.bar(places + (number - 1) * 0.27, heights, 0.25, label=label)
+    width = 0.84 / len(ORDERS)
+    for number, (order, label) in enumerate(ORDERS.items()):
+        heights = [results[name]["orders"].get(order, {}).get("saving", 0.0) for name in names]
+        axes.bar(places + (number - (len(ORDERS) - 1) / 2) * width, heights, width, label=label)
     for place, name in enumerate(names):
         axes.hlines(results[name]["limit"], place - 0.42, place + 0.42, colors="black", linestyles="dotted")
     axes.plot([], [], "k:", label="limit")
@@ -133,12 +147,17 @@ def main() -> int:
     parser.add_argument(
         "--workloads", nargs="+", default=["micro", "long", "industry"], choices=["micro", "long", "industry"]
     )
-    parser.add_argument("--out", type=Path, help="JSON; workloads that are in it and not asked for stay")
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="only workloads of these names")
+    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--out", type=Path, help="JSON; what is in it is not measured again")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     results = json.loads(args.out.read_text())["workloads"] if args.out and args.out.exists() else {}
     for name, prompts, output in workloads(args.requests, args.workloads):
-        results[name] = measure(prompts, output)
+        if args.settings and name not in args.settings:
+            continue
+        known = results.get(name, {"orders": {}})["orders"]
+        results[name] = measure(prompts, output, args.orders, known)
         print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
         if args.out:
             record = {"pool_share": _POOL_SHARE, "window": _WINDOW, "sglang": _sglang_version(), "workloads": results}

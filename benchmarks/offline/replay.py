@@ -18,9 +18,10 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ from sgl_prefix_attn.sglang_plugin import group_scheduling
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
 _MAX_PREFILL_TOKENS = 16_384
+_REFRESH_EVERY, _REFRESHED_REQUESTS = 32, 128
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Replay:
         max_running: most requests that run at once.
         grouped: with the hooks of group scheduling.
         window: how many requests are handed to the queue at once; None: all.
+        queue_policy: SGLang's --schedule-policy.
+        eviction: SGLang's --radix-eviction-policy.
+        refresh: every 32 rounds of admission, the first 128 waiting requests touch what is cached of their prompts, as
+            SGLang 0.5.23 does.
     """
 
     def __init__(
@@ -95,6 +101,9 @@ class Replay:
         grouped: bool = False,
         window: int | None = None,
         context: int = 32_768,
+        queue_policy: str = "fcfs",
+        eviction: str = "lru",
+        refresh: bool = False,
     ) -> None:
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", device="cpu"))
         self.rows = ReqToTokenPool(size=max_running, max_context_len=context, device="cpu", enable_memory_saver=False)
@@ -105,10 +114,12 @@ class Replay:
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=1,
+                eviction_policy=eviction,
                 tree_components=(ComponentType.FULL,),
             )
         )
-        self.policy = SchedulePolicy("fcfs", self.tree, False, False, False)
+        self.policy = SchedulePolicy(queue_policy, self.tree, False, False, False)
+        self.refresh, self._rounds = refresh, 0
         self.pool, self.max_running, self.grouped, self.window = pool, max_running, grouped, window
         self.running = _Running()
         self.waiting: list[Req] = []
@@ -163,6 +174,10 @@ class Replay:
     def _admit(self) -> list[Req]:
         if self.full or not self.waiting or len(self.running.reqs) >= self.max_running:
             return []
+        self._rounds += 1
+        if self.refresh and self._rounds % _REFRESH_EVERY == 0:
+            for request in self.waiting[:_REFRESHED_REQUESTS]:
+                self.tree.match_prefix(MatchPrefixParams(key=RadixKey(request.origin_input_ids)))
         self.policy.calc_priority(self.waiting, self.running)
         if self.grouped:
             group_scheduling.after_calc_priority(None, self.policy, self.waiting)

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -97,9 +98,18 @@ def test_killed_twenty_times_over_two_thousand_requests(tmp_path):
     check(tmp_path, count=2000, kills=20)
 
 
+def one_prefix(count: int) -> list[dict[str, Any]]:
+    """All share 300 tokens."""
+    rng = random.Random(count)
+    shared = [rng.randrange(10, 900) for _ in range(300)]
+    own = [[rng.randrange(10, 900) for _ in range(rng.randrange(4, 30))] for _ in range(count)]
+    return [batches.line(number, shared + tokens, max_tokens=8) for number, tokens in enumerate(own)]
+
+
 @pytest.mark.slow
-def test_two_engines_and_the_saving_of_the_groups(tmp_path):
-    source = batches.write(tmp_path / "in.jsonl", batches.grouped(200))
+@pytest.mark.parametrize("make", [batches.grouped, one_prefix])
+def test_two_engines_and_the_saving_of_the_groups(tmp_path, make):
+    source = batches.write(tmp_path / "in.jsonl", make(200))
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     reports = [run(source, one), run(source, two, "--engines", "2")]
     assert batches.without_time(batches.read(one)) == batches.without_time(batches.read(two))
