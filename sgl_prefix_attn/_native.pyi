@@ -28,7 +28,7 @@ class StepAddresses:
         self, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
     ) -> None: ...
 
-def cuda_resident_blocks(head_dim: int, dtype: int) -> int: ...
+def cuda_launch_size(head_dim: int, dtype: int) -> tuple[int, int]: ...
 def cuda_prepare(
     step: StepAddresses,
     req_to_token: int,
@@ -78,6 +78,7 @@ class DeviceModel:
         tile_rows: tuple[int, ...],
         narrow_rows: int = 0,
         narrow_per_worker: int = 1,
+        overlap: float = 1.0,
     ) -> None: ...
 
 class Plan:

@@ -97,12 +97,13 @@ void bind_planner(py::module_& m) {
 
   py::class_<DeviceModel>(m, "DeviceModel")
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
-                       std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker) {
-             return DeviceModel{workers,     bandwidth,        flops, item_overhead, reread, std::move(tile_rows),
-                                narrow_rows, narrow_per_worker};
+                       std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker, double overlap) {
+             return DeviceModel{workers,     bandwidth,         flops,  item_overhead, reread, std::move(tile_rows),
+                                narrow_rows, narrow_per_worker, overlap};
            }),
            py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"), py::arg("reread"),
-           py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1);
+           py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
+           py::arg("overlap") = 1.0);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")

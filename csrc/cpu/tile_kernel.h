@@ -160,6 +160,7 @@ struct TileBlock {
                                            int32_t key, bool masked, float* scores, F* largest) {
     const int32_t head_dim = task.params->head_dim;
     const float* q = state.q + static_cast<int64_t>(row) * head_dim;
+    const float* const q_end = q + head_dim * kRows;
     const float* k = state.k + key * kKvStride;
     F sums[K][V];
     PREFIXPACK_UNROLL
@@ -167,13 +168,13 @@ struct TileBlock {
       PREFIXPACK_UNROLL
       for (int v = 0; v < V; ++v) sums[i][v] = F{};
     }
-    for (int32_t d = 0; d < head_dim; ++d) {
+    for (; q != q_end; q += kRows, ++k) {
       F rows[V];
       PREFIXPACK_UNROLL
-      for (int v = 0; v < V; ++v) rows[v] = S::load(q + (d * V + v) * W);
+      for (int v = 0; v < V; ++v) rows[v] = S::load(q + v * W);
       PREFIXPACK_UNROLL
       for (int i = 0; i < K; ++i) {
-        const float element = k[i * kKvStride + d];
+        const float element = k[i * kKvStride];
         PREFIXPACK_UNROLL
         for (int v = 0; v < V; ++v) sums[i][v] += rows[v] * element;
       }
@@ -212,13 +213,13 @@ struct TileBlock {
       PREFIXPACK_UNROLL
       for (int v = 0; v < V; ++v) sums[d][v] = S::load(acc + (d * V + v) * W) * decay[v];
     }
-    for (int32_t key = 0; key < count; ++key) {
+    for (const float* const end = weights + count * kRows; weights != end; weights += kRows, values += kKvStride) {
       F weight[V];
       PREFIXPACK_UNROLL
-      for (int v = 0; v < V; ++v) weight[v] = S::load(weights + (key * V + v) * W);
+      for (int v = 0; v < V; ++v) weight[v] = S::load(weights + v * W);
       PREFIXPACK_UNROLL
       for (int d = 0; d < kValueDims; ++d) {
-        const float element = values[key * kKvStride + d];
+        const float element = values[d];
         PREFIXPACK_UNROLL
         for (int v = 0; v < V; ++v) sums[d][v] += weight[v] * element;
       }

@@ -23,6 +23,7 @@ struct DeviceModel {
   std::vector<int32_t> tile_rows;  // tile table, ascending
   int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
   int32_t narrow_per_worker = 1;   // which does so many of them at a time
+  double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
 // Seconds of the whole device unless said otherwise; all KV heads of an item together. The partial price follows
@@ -40,8 +41,8 @@ class CostModel {
         overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers) {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
       const double multiply = row_token_seconds_ * tile_rows(queries);
-      first_read_.push_back(std::max(token_seconds_, multiply));
-      second_read_.push_back(std::max(token_seconds_ * device.reread, multiply));
+      first_read_.push_back(both(token_seconds_, multiply));
+      second_read_.push_back(both(token_seconds_ * device.reread, multiply));
     }
   }
 
@@ -102,6 +103,9 @@ class CostModel {
   }
 
  private:
+  // Seconds for reading and for arithmetic, as far as they do not overlap.
+  double both(double a, double b) const { return std::max(a, b) + (1 - device_.overlap) * std::min(a, b); }
+
   DeviceModel device_;
   int32_t group_, kv_heads_, max_rows_;
   double token_seconds_, row_token_seconds_, partial_seconds_, overhead_seconds_;

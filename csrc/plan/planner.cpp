@@ -29,6 +29,7 @@ const DeviceModel& checked(const DeviceModel& device) {
   require(device.item_overhead >= 0, "item_overhead is negative");
   require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
   require(device.narrow_per_worker >= 1, "narrow_per_worker must be positive");
+  require(device.overlap >= 0 && device.overlap <= 1, "overlap must lie in 0 .. 1");
   require(!device.tile_rows.empty() && device.tile_rows.front() >= 1, "tile_rows needs at least one positive entry");
   for (size_t i = 1; i < device.tile_rows.size(); ++i) {
     require(device.tile_rows[i] > device.tile_rows[i - 1], "tile_rows must ascend");

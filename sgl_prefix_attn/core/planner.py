@@ -47,6 +47,7 @@ class DeviceModel:
         tile_rows: row counts of the kernel's tiles, ascending.
         narrow_rows: an item of so many rows or fewer takes only a part of a worker (on a GPU: one warp of a CTA).
         narrow_per_worker: such items that a worker does at a time.
+        overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
     """
 
     workers: int
@@ -57,18 +58,24 @@ class DeviceModel:
     tile_rows: tuple[int, ...]
     narrow_rows: int = 0
     narrow_per_worker: int = 1
+    overlap: float = 1.0
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
-        """A CPU with `threads` workers (default: all cores this process may use)."""
+        """A CPU with `threads` workers (default: all cores this process may use).
+
+        The figures are those of one core of an EPYC of 2023; its kernels wait for KV that is not in a cache, where
+        several CTAs of a GPU take turns.
+        """
         workers = threads if threads is not None else len(os.sched_getaffinity(0))
         return cls(
             workers=workers,
-            bandwidth=10e9 * workers,
-            flops=75e9 * workers,
+            bandwidth=14e9 * workers,
+            flops=92e9 * workers,
             item_overhead=2e-6,
             reread=0.25,
-            tile_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128),
+            tile_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128),
+            overlap=0.0,
         )
 
     @classmethod

@@ -62,7 +62,8 @@ def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: Device
 
 def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> npt.NDArray[np.float64]:
     """Seconds one worker needs for each item and one KV head, float64 [items]: overhead, the dearer of reading KV and
-    computing the (padded) tile, and writing partials. KV that a sibling row tile has just read costs `device.reread`.
+    computing the (padded) tile and as much of the other as `device.overlap` leaves, and writing partials. KV that a
+    sibling row tile has just read costs `device.reread`.
     """
     items = plan.items
     tokens = item_ends(plan, seq_lens) - items[:, KV_BEGIN]
@@ -75,7 +76,8 @@ def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: De
     compute = tokens * items[:, TILE_ROWS] * (4 * shape.head_dim / flops)
     partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])
     write = partials * (partial_bytes(1, shape) / 2 / shape.kv_heads / bandwidth)
-    return device.item_overhead + np.maximum(read, compute) + write
+    both = np.maximum(read, compute) + (1 - device.overlap) * np.minimum(read, compute)
+    return device.item_overhead + both + write
 
 
 def partial_bytes(slots: int, shape: ModelShape) -> int:

@@ -299,6 +299,7 @@ def test_bad_lengths_are_named(seq_lens: list[int], query_lens: list[int] | None
         (SHAPES[0], DeviceModel(1, -1.0, 1.0, 0.0, 0.0, (16,)), "bandwidth and flops must be positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 0.0, (32, 16)), "tile_rows must ascend"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 2.0, (16,)), "reread must lie in 0 .. 1"),
+        (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), overlap=1.5), "overlap must lie in 0 .. 1"),
     ],
 )
 def test_bad_shapes_and_devices_are_named(shape: ModelShape, device: DeviceModel, message: str) -> None:

@@ -49,6 +49,13 @@ def test_arithmetic_decides_when_it_is_slower_than_reading() -> None:
     assert seconds([(0, 1, 0, 0, 10, -1, 16)], flops=1024.0) == [0.5 + 16 * 10 * 128 / 512]
 
 
+def test_what_does_not_overlap_is_added() -> None:
+    # Reading takes 10 seconds, arithmetic 40.
+    item = [(0, 1, 0, 0, 10, -1, 16)]
+    assert seconds(item, flops=1024.0, overlap=0.0) == [0.5 + 10 + 40]
+    assert seconds(item, flops=1024.0, overlap=0.75) == [0.5 + 40 + 2.5]
+
+
 def test_partials_are_written_once_for_each_query() -> None:
     without, having = seconds([(0, 3, 0, 0, 10, -1, 16)]), seconds([(0, 3, 0, 0, 10, 7, 16)])
     assert having[0] - without[0] == pytest.approx(3 * 2 * (32 * 4 + 4) / 128)
