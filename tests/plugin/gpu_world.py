@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
@@ -288,8 +287,8 @@ class DecodeGraphs:
         with world.handover.handed_over(world.handed if handed is None else handed):
             world.backend.init_forward_metadata_out_graph(view)
         table = world.rows.req_to_token.clone()
-        if world.backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.PRE_REPLAY:
-            # From here on the scheduler may change its tables: the graph reads copies.
+        if world.backend._step is not None:
+            # From here on the scheduler may change its tables: packed graphs read copies.
             world.rows.req_to_token.fill_(0)
         recorded, outputs = self.graphs[self._key(size)]
         for launch in recorded:

@@ -429,6 +429,25 @@ class TestFactory:
         assert f"SGLang {versions.installed_version()}" in caplog.text
         assert "no step runs packed" in caplog.text
 
+    @pytest.mark.parametrize(("route", "hooked"), [("auto", True), ("packed", False), ("inner", False)])
+    def test_decode_graphs_are_hooked_where_steps_may_go_either_way(
+        self, route: Any, hooked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Any] = []
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+        monkeypatch.setattr(creation, "build_inner", lambda runner, name: SimpleNamespace())
+        runner = self.runner(is_draft_worker=True)  # a GPU runner that needs no kernels
+        runner.device = "cuda"
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False, inner_backend="fa3", route=route))
+        assert (set(creation.hooks.GRAPH_HOOKS) <= set(asked)) == hooked
+
+    def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
+        runner = self.runner()
+        runtime.stop()
+        with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
+            create_backend(runner, Settings(metrics=False, route_profile="nowhere.json"))
+
     @pytest.mark.parametrize(
         ("chosen", "inner"),
         [
