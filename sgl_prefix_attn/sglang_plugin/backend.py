@@ -131,8 +131,9 @@ class PrefixPackBackend(AttentionBackend):
             self._step = None
         else:
             self._begin(forward_batch, in_graph=True)
-            self.graph_routes.replaying = self._step is None and self.graph_routes.has(forward_batch.batch_size)
-            if packed and self._step is None and not self.graph_routes.replaying:
+            alone = packed and self._step is None
+            self.graph_routes.replaying = alone and self.graph_routes.has(forward_batch.batch_size)
+            if alone and not self.graph_routes.replaying:
                 self._read_alone(forward_batch)
         if self._step is None or self._any_layer_falls_back:
             self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)

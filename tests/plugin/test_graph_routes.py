@@ -252,6 +252,14 @@ class TestReplay:
         assert world.inner.layer_calls == LAYERS
         assert routes(world) == {"packed": 0, "inner": 1}
 
+    def test_graphs_of_other_modes_keep_their_keys(self, routed: Routed) -> None:
+        world = routed(ALWAYS_INNER, 4)
+        world.graphs.replay()
+        view = SimpleNamespace(**vars(world.batch))
+        view.forward_mode = ForwardMode.TARGET_VERIFY
+        world.backend.init_forward_metadata_out_graph(view)
+        assert world.graphs._key(4) == ShapeKey(4)
+
     def test_prefill_is_not_routed(self, tmp_path: Path) -> None:
         path = write_profile(tmp_path, **ALWAYS_INNER, kernels="native", backend="fa3")
         settings = Settings(metrics=False, route_profile=path, pack_extend=True)
