@@ -104,12 +104,14 @@ class TestMetrics:
             counters.kv_tokens_read, counters.kv_tokens_per_request = read, 2 * read
             counters.steps_packed["decode"] = read
             counters.fallbacks[reasons.NO_PATHS] = fallbacks
+            counters.routed_steps["inner"] = 3 * fallbacks
             exporter.update(counters)
         labels = {"model_name": "m", "tp_rank": "0"}
         sample = registry.get_sample_value
         assert sample("sglang:prefixpack_kv_tokens_read_total", labels) == 100
         assert sample("sglang:prefixpack_kv_tokens_saved_total", labels) == 100
         assert sample("sglang:prefixpack_packed_steps_total", {**labels, "mode": "decode"}) == 100
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "inner"}) == 12
         assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": reasons.NO_PATHS}) == 4
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
 
