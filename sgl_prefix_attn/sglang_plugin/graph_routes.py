@@ -103,7 +103,7 @@ class GraphRoutes:
 
 def routes_of(runner: Any) -> GraphRoutes | None:
     """Those of the backend that a decode graph runner works for, None if that is not ours or has no choice."""
-    backend = runner.attn_backend
+    backend = getattr(runner, "attn_backend", None)  # runners of draft models have others
     # With different backends for prefill and decode, SGLang puts one before both.
     for candidate in (backend, getattr(backend, "decode_backend", None)):
         routes = getattr(candidate, "graph_routes", None)

@@ -131,6 +131,7 @@ class TestCapture:
         hybrid = SimpleNamespace(prefill_backend=world.inner, decode_backend=world.backend)
         assert graph_routes.routes_of(SimpleNamespace(attn_backend=hybrid)) is world.backend.graph_routes
         assert graph_routes.routes_of(SimpleNamespace(attn_backend=world.inner)) is None
+        assert graph_routes.routes_of(SimpleNamespace()) is None
 
 
 class TestFailedCapture:
