@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, RadixMirror
 from sgl_prefix_attn.sglang_plugin.radix import Path, TreeReader
+
+
+class Known(NamedTuple):
+    """What is known of a batch's requests beforehand.
+
+    Attributes:
+        nodes: [num_requests] int64 node of each request, as the forest before gave it; is written to.
+        changed: batch indices whose entry in `nodes` is to be looked up.
+    """
+
+    nodes: Int64Array
+    changed: list[int]
 
 
 class TreeMirror:
@@ -33,36 +44,41 @@ class TreeMirror:
     def __len__(self) -> int:
         return len(self._mirror)
 
+    def follows_root(self) -> bool:
+        """Whether the tree's content is still the one that was read; if not, forgets it."""
+        root = self._reader.root()
+        if root is self._root or root == self._root:
+            return True
+        self.clear()
+        self._root = root
+        return False
+
     def forest(
         self,
         handles: list[Any],
         prefix_lens: Int64Array,
         live: npt.NDArray[np.bool_] | None,
-        settled: Set[int] = frozenset(),
-    ) -> tuple[PrefixForest, set[int]]:
-        """The forest of a batch, and the ids of its requests' nodes.
+        known: Known | None = None,
+    ) -> tuple[PrefixForest, Int64Array]:
+        """The forest of a batch, and the node of each request as `Known.nodes` wants it next time.
 
         Args:
             handles: each request's `last_node`.
             prefix_lens: [num_requests] positions that existed before this step.
             live: [num_requests] False where the request's KV may be released already; None: all live.
-            settled: ids that need no look-up because the last forest had them.
+            known: requests that need no look-up; None: look all up. Of a tree that `follows_root` said is the same.
 
         Raises:
             ValueError: the tree contradicts itself even when read from scratch.
         """
-        root = self._reader.root()
-        if root is not self._root and root != self._root:
-            self.clear()
-            self._root = root
-            settled = frozenset()
+        self.follows_root()
         try:
-            return self._forest(handles, prefix_lens, live, settled)
+            return self._forest(handles, prefix_lens, live, known)
         except ValueError:
             # Something was read at an unlucky moment, or forgotten meanwhile: start over with the tree as it is now.
             self.restarts += 1
             self.clear()
-            return self._forest(handles, prefix_lens, live, frozenset())
+            return self._forest(handles, prefix_lens, live, None)
 
     def clear(self) -> None:
         """Forgets the tree."""
@@ -70,16 +86,24 @@ class TreeMirror:
         self._roots.clear()
 
     def _forest(
-        self, handles: list[Any], prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None, settled: Set[int]
-    ) -> tuple[PrefixForest, set[int]]:
+        self, handles: list[Any], prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None, known: Known | None
+    ) -> tuple[PrefixForest, Int64Array]:
+        if known is None:
+            nodes = np.array(self._look_up(handles), dtype=np.int64)
+        else:
+            nodes = known.nodes
+            nodes[known.changed] = self._look_up([handles[index] for index in known.changed])
+        return self._mirror.forest(nodes, prefix_lens, live), nodes
+
+    def _look_up(self, handles: list[Any]) -> list[int]:
+        """The mirror's node of each handle, -1 for those that are roots or not in the tree. Reads what is new."""
         ids = self._reader.ids(handles)
         present = set(ids)
         present.discard(-1)
-        unknown = [node for node in present - settled if not self._mirror.known(node) and node not in self._roots]
+        unknown = [node for node in present if not self._mirror.known(node) and node not in self._roots]
         gone = self._learn(unknown, ids, handles) if unknown else set()
         nowhere = gone | self._roots
-        last_nodes = ids if nowhere.isdisjoint(ids) else [-1 if node in nowhere else node for node in ids]
-        return self._mirror.forest(np.array(last_nodes, dtype=np.int64), prefix_lens, live), present
+        return ids if nowhere.isdisjoint(ids) else [-1 if node in nowhere else node for node in ids]
 
     def _learn(self, unknown: list[int], ids: list[int], handles: list[Any]) -> set[int]:
         """Reads the paths of new nodes; returns those that the tree does not have."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.sglang_plugin import reasons
-from sgl_prefix_attn.sglang_plugin.mirror import TreeMirror
+from sgl_prefix_attn.sglang_plugin.mirror import Known, TreeMirror
 from sgl_prefix_attn.sglang_plugin.radix import Unreadable, reader_for
 
 logger = logging.getLogger(__name__)
@@ -58,39 +59,58 @@ class _DecodeState:
     """The last decode batch, as far as its forest depends on it.
 
     Attributes:
+        places: batch index by request.
         finished: each request's finish reason; None if there is none.
-        node_ids: what the mirror knows already.
-        joined: requests that were not in the batch before, and their nodes.
+        nodes: each request's node in the mirror.
+        joined: requests that came or whose node changed lately, and the steps that they are still to be looked at.
         standing: the live requests whose KV slots stand for others.
+        age: steps since.
+        turn: batch index of the requests that are next to be looked at in turn.
+        changed: requests that `moved` found to have another node.
     """
 
     requests: list[Any]
-    members: frozenset[Any]
+    places: dict[Any, int]
     handles: list[Any]
     finished: list[Any] | None
-    node_ids: set[int]
+    nodes: Int64Array
     step: StepPaths
-    joined: list[Any]
-    joined_handles: list[Any]
+    joined: dict[Any, int]
     standing: list[Any]
-    age: int = 0
     turn: int = 0
+    age: int = 0
+    changed: list[Any] = field(default_factory=list)
+    joined_handles: list[Any] = field(init=False)
+    joined_steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joined_handles = list(map(_LAST_NODE, self.joined))
+        self.joined_steps = max(self.joined.values(), default=0)
 
     def moved(self) -> bool:
         """Whether a request that is due for a look has another node or has finished."""
         if self.finished is None and any(map(_FINISHED, self.standing)):
             return True
-        begin = self.turn
-        end = begin + len(self.requests) // _TURN_STEPS + 1
-        self.turn = end if end < len(self.requests) else 0
+        begin, end, self.turn = _turn(self.turn, len(self.requests))
         due = self.requests[begin:end]
         if list(map(_LAST_NODE, due)) != self.handles[begin:end]:
+            self.changed = due
             return True
         finished = list(map(_FINISHED, due))
         if any(finished) if self.finished is None else finished != self.finished[begin:end]:
             return True
         self.age += 1
-        return self.age <= _JOIN_STEPS and list(map(_LAST_NODE, self.joined)) != self.joined_handles
+        if self.age <= self.joined_steps and list(map(_LAST_NODE, self.joined)) != self.joined_handles:
+            self.changed = list(self.joined)
+            return True
+        return False
+
+
+def _turn(begin: int, count: int) -> tuple[int, int, int]:
+    """Batch indices [begin, end) that are due for a look, and where the next turn begins."""
+    begin = begin if begin < count else 0
+    end = begin + count // _TURN_STEPS + 1
+    return begin, end, end if end < count else 0
 
 
 _LAST_NODE = operator.attrgetter("last_node")
@@ -158,7 +178,7 @@ class BatchTracker:
         return (
             requests == last.requests
             and len(batch.seq_lens) == len(requests)
-            and self._prefilled.isdisjoint(last.members)
+            and last.places.keys().isdisjoint(self._prefilled)
             and not last.moved()
         )
 
@@ -166,28 +186,61 @@ class BatchTracker:
         if batch.seq_lens_cpu is None:
             return reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
+        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
+        state = self._continued(requests, prefix_lens, mirror) or self._afresh(requests, prefix_lens, mirror)
+        self._prefilled.clear()
+        self._decode = state
+        return state.step
+
+    def _afresh(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState:
+        """The state of a batch of which nothing is taken for known."""
         handles = list(map(_LAST_NODE, requests))
         finished = _finished(requests)
+        forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
+        place_of = dict(zip(requests, range(len(requests)), strict=True))
         last = self._decode
-        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
-        settled = last.node_ids if last is not None else frozenset()
-        forest, node_ids = mirror.forest(handles, prefix_lens, _live(finished), settled)
-        step = StepPaths(forest, "decode", len(requests), len(requests))
-        members = frozenset(requests)
-        joined = list(members - last.members | members & self._prefilled) if last is not None else requests
-        self._prefilled.clear()
-        self._decode = _DecodeState(
-            requests=requests,
-            members=members,
-            handles=handles,
-            finished=finished,
-            node_ids=node_ids,
-            step=step,
-            joined=joined,
-            joined_handles=list(map(_LAST_NODE, joined)),
-            standing=[requests[index] for index in set(forest.node_request.tolist())],
-        )
-        return step
+        if last is None:
+            joined = dict.fromkeys(requests, _JOIN_STEPS)
+            return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+        lately = self._lately(last)
+        joined = {
+            request: lately.get(request, _JOIN_STEPS)
+            for request in requests
+            if request not in last.places or request in lately
+        }
+        return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+
+    def _continued(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState | None:
+        """The state of a batch that has most requests of the last one: only the others are looked at.
+
+        None if that does not do: someone has finished, or the tree is another.
+        """
+        last = self._decode
+        if last is None or last.finished is not None or not mirror.follows_root():
+            return None
+        places = np.fromiter(map(last.places.get, requests, repeat(-1)), np.int64, len(requests))
+        lately = self._lately(last)
+        joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(places < 0).tolist()}
+        if lately:
+            joined.update((request, lately[request]) for request in requests if request in lately)
+        begin, end, turn = _turn(last.turn, len(requests))
+        changed = [*requests[begin:end], *joined]
+        if 2 * len(changed) > len(requests) or any(map(_FINISHED, changed)):
+            return None
+        handles = list(map(last.handles.__getitem__, places.tolist()))
+        place_of = dict(zip(requests, range(len(requests)), strict=True))
+        indices = list(map(place_of.__getitem__, changed))
+        for index, request in zip(indices, changed, strict=True):
+            handles[index] = request.last_node
+        forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[places], indices))
+        state = _decode_state(requests, place_of, handles, None, nodes, forest, joined, turn)
+        return None if any(map(_FINISHED, state.standing)) else state
+
+    def _lately(self, last: _DecodeState) -> dict[Any, int]:
+        """Requests whose node may be another than in the last batch: prefilled, just joined, or seen to have moved."""
+        lately = {request: steps - last.age - 1 for request, steps in last.joined.items() if steps > last.age + 1}
+        lately.update(dict.fromkeys((*last.changed, *self._prefilled), _JOIN_STEPS))
+        return lately
 
     def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
@@ -206,6 +259,29 @@ class BatchTracker:
         )
         query_lens = np.array(batch.extend_lens, dtype=np.int64)
         return StepPaths(forest, "mixed" if num_decode else "extend", len(requests), num_decode, query_lens)
+
+
+def _decode_state(
+    requests: list[Any],
+    places: dict[Any, int],
+    handles: list[Any],
+    finished: list[Any] | None,
+    nodes: Int64Array,
+    forest: PrefixForest,
+    joined: dict[Any, int],
+    turn: int = 0,
+) -> _DecodeState:
+    return _DecodeState(
+        requests=requests,
+        places=places,
+        handles=handles,
+        finished=finished,
+        nodes=nodes,
+        step=StepPaths(forest, "decode", len(requests), len(requests)),
+        joined=joined,
+        standing=[requests[index] for index in set(forest.node_request.tolist())],
+        turn=turn,
+    )
 
 
 def _finished(requests: list[Any]) -> list[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.sglang_plugin.mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.state import paths_of
 from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
 from tests.support.small_scheduler import TREES, Batch, SmallScheduler
@@ -250,6 +252,42 @@ class TestKnownSituations:
             step = tracker.step(scheduler.decode_batch())
         assert isinstance(step, StepPaths)
         assert step.forest.num_nodes == 0
+
+    def test_requests_that_come_and_go_every_step_hide_no_node_that_moves(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 30 + [2, i] for i in range(40)))
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.running[20].last_node = None
+        for count in range(32):
+            scheduler.finish(scheduler.running[-1])
+            scheduler.filter()
+            self.join(scheduler, [1] * 30 + [3, count])
+            scheduler.decode()
+            step = tracker.step(scheduler.decode_batch())
+        assert isinstance(step, StepPaths)
+        assert step.forest.tail_node[20] == -1
+        assert (np.delete(step.forest.tail_node, 20) >= 0).all()
+
+    def test_only_requests_that_joined_or_whose_turn_it_is_are_looked_up(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looked_up: list[int] = []
+        look_up = TreeMirror._look_up
+
+        def counting(mirror: TreeMirror, handles: list[Any]) -> list[int]:
+            looked_up.append(len(handles))
+            return look_up(mirror, handles)
+
+        monkeypatch.setattr(TreeMirror, "_look_up", counting)
+        scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in range(2, 66)))
+        for _ in range(8):
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        self.join(scheduler, [1] * 30 + [70])
+        for _ in range(8):
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        assert looked_up == [64, 1 + 65 // 32 + 1]
 
     def test_a_chunk_reads_its_cached_part_and_the_decode_rows_come_last(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 30 + [2], [1] * 30 + [3])
