@@ -53,8 +53,13 @@ class Run:
 
     @property
     def host_us_per_step(self) -> float | None:
-        """Microseconds of the scheduler's thread that prefixpack took in a packed step; None without such steps."""
-        steps = sum(self.counters.get("steps_packed", {}).values())
+        """Microseconds of the scheduler's thread that prefixpack took in a step that it packed, or routed elsewhere.
+
+        None without such steps.
+        """
+        steps = sum(self.counters.get("steps_packed", {}).values()) + self.counters.get("routed_steps", {}).get(
+            "inner", 0
+        )
         return self.counters["host_seconds"] / steps * 1e6 if steps else None
 
     @property

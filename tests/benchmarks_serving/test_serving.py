@@ -44,6 +44,8 @@ def test_host_time_of_a_packed_step() -> None:
     counters = {"host_seconds": 0.003, "steps_packed": {"decode": 25, "extend": 5}}
     run = dataclasses.replace(run_of("a", [5]), counters=counters)
     assert run.as_json()["host_us_per_step"] == pytest.approx(100.0)
+    routed = dataclasses.replace(run, counters={**counters, "routed_steps": {"packed": 25, "inner": 30}})
+    assert routed.host_us_per_step == pytest.approx(50.0)
     assert run_of("a", [5]).host_us_per_step is None
 
 
