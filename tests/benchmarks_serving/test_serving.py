@@ -208,7 +208,8 @@ def test_servers_of_an_ab_test_and_workloads_of_several_sizes(monkeypatch: pytes
 
 def test_the_table_tells_how_many_steps_were_routed_packed() -> None:
     report = Report(None, {})
-    report.add(dataclasses.replace(run_of("a", [5]), counters={"routed_steps": {"packed": 3, "inner": 9}}), {})
+    counters = {"host_seconds": 0.001, "routed_steps": {"packed": 3, "inner": 9}}
+    report.add(dataclasses.replace(run_of("a", [5]), counters=counters), {})
     assert "3/12" in report.table()
 
 
