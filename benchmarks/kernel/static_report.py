@@ -29,12 +29,12 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 def readable(symbol: str) -> str:
-    """"packed 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
+    """"packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
     element = "bf16" if "BFloat16" in symbol else "fp16"
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(packed|merge)_(?:kernel|what_is_ready)ILi(\d+)E", symbol)
+    kernel = re.search(r"(packed_blocks|packed_warps|merge)(?:_what_is_ready)?ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 

@@ -54,9 +54,12 @@ void bind_launches(py::module_& m) {
            py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"), py::arg("tickets"),
            py::arg("arrivals"));
   m.def(
-      "cuda_resident_blocks",
-      [](int32_t head_dim, int32_t dtype) { return resident_blocks(head_dim, static_cast<DType>(dtype)); },
-      "Blocks of the packed kernel that the current device holds at once.");
+      "cuda_launch_size",
+      [](int32_t head_dim, int32_t dtype) {
+        const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype));
+        return py::make_tuple(size.blocks, size.warp_blocks);
+      },
+      "Blocks of the two packed kernels that the current device holds at once.");
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
@@ -76,7 +79,8 @@ void bind_launches(py::module_& m) {
          int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
          uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
          uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads, int32_t kv_heads,
-         int32_t head_dim, int32_t window_left, float scale, float logit_cap, int32_t blocks, uintptr_t stream) {
+         int32_t head_dim, int32_t window_left, float scale, float logit_cap, std::pair<int32_t, int32_t> blocks,
+         uintptr_t stream) {
         KernelParams params{};
         step.fill(params);
         AttentionParams& attention = params.attention;
@@ -104,7 +108,7 @@ void bind_launches(py::module_& m) {
         attention.window_left = window_left;
         attention.scale = scale;
         attention.logit_cap = logit_cap;
-        launch_attention(params, blocks, pointer<void>(stream));
+        launch_attention(params, {blocks.first, blocks.second}, pointer<void>(stream));
       },
       "Launches packed attention of one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
 }

@@ -11,10 +11,9 @@ namespace prefixpack {
 // Merges the queries whose last partial the unit's were, if they have others. All threads have met since their partials
 // were written, and meet again before this returns. A function of its own: products leave no registers to do it in.
 template <int HeadDim, class Element>
-PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, char* shared, Unit unit) {
-  const ItemRecord& item = params.step.items[unit.item];
+PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, const ItemRecord& item, int32_t kv_head,
+                                                char* shared) {
   if (item.slot_begin == kWriteThrough) return;
-  const int32_t kv_head = unit.kv_head;
   const AttentionParams& attention = params.attention;
   const DevicePlan& plan = params.plan;
   const int32_t thread = ptx::thread_index(), group = attention.q_heads / attention.kv_heads;
@@ -25,7 +24,8 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, char
   for (int32_t query = thread; query < item.query_count; query += kThreads) {
     const int32_t merge = item.merge_begin + query;
     int32_t* arrivals = arrivals_of(params, merge, kv_head);
-    const bool last = ptx::atomic_add_release(arrivals, 1) == merge_list(plan, merge).count - 1;
+    const int32_t count = merge_list(plan, merge).count;
+    const bool last = ptx::atomic_add_release(arrivals, 1) == count - 1;
     if (last) *arrivals = 0;
     ready[query] = last;
     any_ready |= last;

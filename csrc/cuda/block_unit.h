@@ -13,14 +13,40 @@
 
 namespace prefixpack {
 
+// The unit that a block does after its present one, in shared memory. The first warp looks after it; the others get
+// nothing and keep nothing.
+struct NextUnit {
+  int32_t num_units;
+  int32_t ticket;
+  int32_t record[kRecordWords];
+
+  // The ticket, in the first lane, once it is here.
+  PREFIXPACK_DEVICE static int32_t ask(const KernelParams& params) {
+    return ptx::thread_index() == 0 ? ptx::atomic_add(&params.step.tickets[0], 1) : 0;
+  }
+  // A word of the item's record for each lane.
+  PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {
+    const int32_t ticket = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
+    if (thread >= kRecordWords || ticket >= num_units) return 0;
+    const ItemRecord* item = params.step.items + unit_of(ticket, params.attention.kv_heads).item;
+    return reinterpret_cast<const int32_t*>(item)[thread];
+  }
+  PREFIXPACK_DEVICE void keep(int32_t first_lane_ticket, int32_t word) {
+    const int32_t first = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
+    if (thread < 32) ticket = first;
+    if (thread < kRecordWords) record[thread] = word;
+  }
+};
+
 template <class TileT, class Element>
 class BlockUnit {
  public:
-  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, char* shared, Unit unit)
+  // item: of the unit, near.
+  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const ItemRecord& item, int32_t kv_head, char* shared)
       : params_(params),
         attention_(params.attention),
-        item_(params.step.items[unit.item]),
-        kv_head_(unit.kv_head),
+        item_(item),
+        kv_head_(kv_head),
         group_(params.attention.q_heads / params.attention.kv_heads),
         rows_(item_.query_count * group_),
         window_(params.attention.window_left),
@@ -44,28 +70,28 @@ class BlockUnit {
     copy_to_ = swizzled(thread_ / kChunks, chunk, TileT::kRowBytes);
   }
 
-  // next_ticket: gets the block's next unit, asked for late, so that no block holds back work that another could do,
-  // and early enough to be here when it is needed.
-  PREFIXPACK_DEVICE void run(int32_t* next_ticket) {
-    load_queries();
-    fetch_slots(0);
-#pragma unroll 1
-    for (int32_t tile = 0; tile < kStages - 1; ++tile) load_tile(tile);
+  // next: gets the block's next unit, asked for late, so that no block holds back work that another could do, and early
+  // enough to be here when it is needed.
+  PREFIXPACK_DEVICE void run(NextUnit* next) {
+    begin_loads();
     start_sums();
-    for (int32_t tile = 0; tile < num_tiles_; ++tile) {
+    const int32_t ask_at = num_tiles_ - kStages;
+    int32_t ticket = ask_at < 0 ? next->ask(params_) : 0;
+    for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
       ptx::copy_wait<kStages - 2>();
       ptx::block_sync();
       load_tile(tile + kStages - 1);
+      if (ptx::uniform(tile == ask_at)) ticket = next->ask(params_);
       float scores[kRowBlocks][kKeyBlocks][4];
       multiply_keys(tile, scores);
       weigh(tile, scores);
       add_values(tile, scores);
     }
-    const int32_t ticket = ptx::take_ticket(&params_.step.tickets[0]);
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
-    finish();
-    if (thread_ < 32) *next_ticket = ticket;
+    const int32_t word = next->ask_for_record(params_, ticket);
+    store_rows();
+    next->keep(ticket, word);
     ptx::block_sync();
   }
 
@@ -91,19 +117,39 @@ class BlockUnit {
 
   // Loads ----------------------------------------------------------------------------------------------------------
 
-  PREFIXPACK_DEVICE void load_queries() {
+  // Queries and the first tiles. What is read to find them is read all at once.
+  PREFIXPACK_DEVICE void begin_loads() {
+    static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
+    const int32_t slot = thread_ < keys_ ? slots_[thread_ - thread_ / kChunks] : -1;
+    const bool valid = thread_ < rows_;
+    const Row place = row_of(valid ? thread_ : 0, kv_head_, group_);
+    const int64_t token = params_.plan.query_token(item_.query_begin + place.query);
+    // In the stage that is filled last.
+    auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
+    auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);
+    offsets[thread_] = valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
+    first_slots[thread_] = slot;
+    ptx::block_sync();
     const auto* q = static_cast<const uint16_t*>(attention_.q) + thread_ % kChunks * 8;
-#pragma unroll 1
+#pragma unroll 4
     for (int32_t row = thread_ / kChunks; row < TileT::kRows; row += kRowsPerPass) {
-      const bool valid = row < rows_;
-      const Row place = row_of(valid ? row : 0, kv_head_, group_);
-      const int64_t token = params_.plan.query_token(item_.query_begin + place.query);
-      ptx::copy_async(queries_ + swizzled(row, thread_ % kChunks, TileT::kRowBytes),
-                      q + token * attention_.q_token_stride + place.head * attention_.q_head_stride, valid);
+      const int64_t offset = offsets[row];
+      ptx::copy_async(queries_ + swizzled(row, thread_ % kChunks, TileT::kRowBytes), q + (offset < 0 ? 0 : offset),
+                      offset >= 0);
     }
+#pragma unroll 1
+    for (int32_t tile = 0; tile < kStages - 1; ++tile) {
+#pragma unroll
+      for (int32_t pass = 0; pass < kPasses; ++pass) {
+        next_slots_[pass] = first_slots[tile * TileT::kKeys + pass * kRowsPerPass + thread_ / kChunks];
+      }
+      copy_tile(tile);
+      ptx::copy_commit();
+    }
+    fetch_slots(kStages - 1);
   }
 
-  // Slots of the rows that this thread copies, fetched a tile ahead of the copies.
+  // Slots of the rows that this thread copies, a tile ahead of the copies.
   PREFIXPACK_DEVICE void fetch_slots(int32_t tile) {
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
@@ -112,23 +158,26 @@ class BlockUnit {
     }
   }
 
+  PREFIXPACK_DEVICE void copy_tile(int32_t tile) const {
+    if (ptx::uniform(tile >= num_tiles_)) return;
+    const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to_;
+#pragma unroll
+    for (int32_t pass = 0; pass < kPasses; ++pass) {
+      // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
+      const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>((pass * kRowsPerPass & 7) << 4)) +
+                                       pass * kRowsPerPass * TileT::kRowBytes;
+      const bool valid = next_slots_[pass] >= 0;
+      const int32_t slot = valid ? next_slots_[pass] : 0;
+      ptx::copy_async(place, ptx::at(k_, slot, k_stride_), valid);
+      ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride_), valid);
+    }
+  }
+
   // A tile beyond the last still commits its (empty) group: waits count groups.
   PREFIXPACK_DEVICE void load_tile(int32_t tile) {
-    if (tile < num_tiles_) {
-      const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to_;
-#pragma unroll
-      for (int32_t pass = 0; pass < kPasses; ++pass) {
-        // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
-        const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>((pass * kRowsPerPass & 7) << 4)) +
-                                         pass * kRowsPerPass * TileT::kRowBytes;
-        const bool valid = next_slots_[pass] >= 0;
-        const int32_t slot = valid ? next_slots_[pass] : 0;
-        ptx::copy_async(place, ptx::at(k_, slot, k_stride_), valid);
-        ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride_), valid);
-      }
-      fetch_slots(tile + 1);
-    }
+    copy_tile(tile);
     ptx::copy_commit();
+    fetch_slots(tile + 1);
   }
 
   // Products -------------------------------------------------------------------------------------------------------
@@ -196,7 +245,7 @@ class BlockUnit {
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
       softmax_.transform(scores[block]);
-      if (partly_hidden) {
+      if (ptx::uniform(partly_hidden)) {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
           const int32_t position = position_of(fragment_row(block, half));
@@ -230,24 +279,25 @@ class BlockUnit {
 
   // Results --------------------------------------------------------------------------------------------------------
 
-  PREFIXPACK_DEVICE void finish() {
-#pragma unroll
-    for (int32_t block = 0; block < kRowBlocks; ++block) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) add_up_quad(state_[block][half].sum);
-    }
-    store_rows();
-  }
+  // Where a row goes.
+  struct Target {
+    float* partial;    // [head_dim], or
+    uint16_t* output;  // [head_dim] if it is nullptr: the row has no other partial; nullptr too: no such row
+    float weights[TileT::kKeyWarps];
+  };
+  static_assert(TileT::kRows * sizeof(Target) <= TileT::kQueryBytes, "targets lie where the queries were");
 
   // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
   // warp order, and rows leave it in one piece.
-  PREFIXPACK_DEVICE void store_rows() const {
+  PREFIXPACK_DEVICE void store_rows() {
     constexpr int32_t kWidth = TileT::kSumWidth;
     auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
+    auto* targets = reinterpret_cast<Target*>(shared_);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
+        add_up_quad(state_[block][half].sum);
         float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(block, half)) * kWidth;
 #pragma unroll
         for (int32_t column = 0; column < kValueBlocks; ++column) {
@@ -258,62 +308,62 @@ class BlockUnit {
       }
     }
     ptx::block_sync();
+    if (thread_ < rows_) targets[thread_] = target_of(thread_, sums + thread_ * kWidth);
+    ptx::block_sync();
     constexpr int32_t kQuads = TileT::kHeadDim / 4;
     const int32_t count = rows_ * kQuads;
-#pragma unroll 1
+#pragma unroll 4
     for (int32_t i = thread_; i < count; i += kThreads) {
       const int32_t row = i / kQuads, column = i % kQuads * 4;
-      SoftmaxState state = softmax_start();
       float quad[4] = {};
 #pragma unroll
       for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
-        const float* theirs = sums + (warp * TileT::kRows + row) * kWidth;
-        float keep, add;
-        state = softmax_join(
-            state, {theirs[TileT::kHeadDim], theirs[TileT::kHeadDim + 1]}, [](float x) { return ptx::exp2(x); }, &keep,
-            &add);
+        const float* theirs = sums + (warp * TileT::kRows + row) * kWidth + column;
+        const float weight = targets[row].weights[warp];
 #pragma unroll
-        for (int32_t j = 0; j < 4; ++j) quad[j] = quad[j] * keep + theirs[column + j] * add;
+        for (int32_t j = 0; j < 4; ++j) quad[j] = ptx::fma(theirs[j], weight, quad[j]);
       }
-      const Target target = target_of(row, state);
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) quad[j] *= target.result.factor;
-      if (target.partial.output != nullptr) {
-        ptx::store_pair(target.partial.output + column, quad[0], quad[1]);
-        ptx::store_pair(target.partial.output + column + 2, quad[2], quad[3]);
+      if (targets[row].partial != nullptr) {
+        ptx::store_quad(targets[row].partial + column, quad);
       } else {
-        store_output<Element>(target.output.output, column, quad[0], quad[1]);
-        store_output<Element>(target.output.output, column + 2, quad[2], quad[3]);
+        ptx::store_words(targets[row].output + column, Element::pack(quad[0], quad[1]),
+                         Element::pack(quad[2], quad[3]));
       }
-      if (column == 0) store_lse_of(target);
     }
   }
 
-  struct Target {
-    PartialRow partial;  // of nullptr if the row has no other partial
-    OutputRow output;
-    Normalised result;
-  };
-
-  PREFIXPACK_DEVICE Target target_of(int32_t row, SoftmaxState state) const {
+  // Joins what the key warps have of a row, and stores its lse. sums: of the first key warp.
+  PREFIXPACK_DEVICE Target target_of(int32_t row, const float* sums) const {
     const Row place = row_of(row, kv_head_, group_);
+    const auto state_of = [&](int32_t warp) {
+      const float* theirs = sums + warp * TileT::kRows * TileT::kSumWidth + TileT::kHeadDim;
+      return SoftmaxState{theirs[0], theirs[1]};
+    };
+    const auto exp2 = [](float x) { return ptx::exp2(x); };
+    SoftmaxState state = state_of(0);
+    float keep, add;
+#pragma unroll
+    for (int32_t warp = 1; warp < TileT::kKeyWarps; ++warp) {
+      state = softmax_join(state, state_of(warp), exp2, &keep, &add);
+    }
     Target target{};
+    Normalised result;
     if (item_.slot_begin == kWriteThrough) {
-      target.output = output_row(params_, item_.query_begin + place.query, place.head);
-      target.result = normalised_with_sink(state, attention_, place.head);
+      const OutputRow output = output_row(params_, item_.query_begin + place.query, place.head);
+      result = normalised_with_sink(state, attention_, place.head);
+      target.output = output.output;
+      store_lse(output.lse, result.lse);
     } else {
-      target.partial = partial_row(attention_, item_.slot_begin + place.query, place.head);
-      target.result = normalised(state);
+      const PartialRow partial = partial_row(attention_, item_.slot_begin + place.query, place.head);
+      result = normalised(state);
+      target.partial = partial.output;
+      *partial.lse = result.lse;
+    }
+#pragma unroll
+    for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
+      target.weights[warp] = exp2(state_of(warp).max - safe_max(state.max)) * result.factor;
     }
     return target;
-  }
-
-  PREFIXPACK_DEVICE static void store_lse_of(const Target& target) {
-    if (target.partial.lse != nullptr) {
-      *target.partial.lse = target.result.lse;
-    } else {
-      store_lse(target.output.lse, target.result.lse);
-    }
   }
 
   const KernelParams& params_;

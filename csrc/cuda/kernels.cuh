@@ -9,38 +9,69 @@ namespace prefixpack {
 
 template <int HeadDim, class Element>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    packed_kernel(const __grid_constant__ KernelParams params) {
+    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks) {
   extern __shared__ __align__(1024) char shared[];
-  run_queue<HeadDim, Element>(params, shared);
+  run_blocks<HeadDim, Element>(params, shared, blocks);
 }
 
 template <int HeadDim, class Element>
-int32_t resident_blocks_of() {
-  const auto kernel = packed_kernel<HeadDim, Element>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kLaunchSharedBytes),
+__global__ void __launch_bounds__(kLoneThreads, kLoneBlocksPerMultiprocessor)
+    packed_warps(const __grid_constant__ KernelParams params, int32_t blocks) {
+  extern __shared__ __align__(1024) char shared[];
+  run_warps<HeadDim, Element>(params, shared, blocks);
+}
+
+template <class Kernel>
+int32_t resident(Kernel kernel, int32_t threads, int32_t shared_bytes) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "cudaFuncSetAttribute");
   int device = 0, multiprocessors = 0, per_multiprocessor = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kThreads, kLaunchSharedBytes),
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return multiprocessors * per_multiprocessor;
 }
 
 template <int HeadDim, class Element>
-void launch_attention_of(const KernelParams& params, int32_t blocks, cudaStream_t stream) {
-  packed_kernel<HeadDim, Element><<<blocks, kThreads, kLaunchSharedBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "packed attention");
+LaunchSize launch_size_of() {
+  LaunchSize size{resident(packed_blocks<HeadDim, Element>, kThreads, kLaunchSharedBytes), 0};
+  if constexpr (kWarpsWorkAlone<HeadDim>) {
+    size.warp_blocks = resident(packed_warps<HeadDim, Element>, kLoneThreads, kLoneWarps * kWarpBytes);
+  }
+  return size;
 }
 
-#define PREFIXPACK_DECLARE(HEAD_DIM, ELEMENT)                      \
-  extern template int32_t resident_blocks_of<HEAD_DIM, ELEMENT>(); \
-  extern template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, int32_t, cudaStream_t);
+template <int HeadDim, class Element>
+void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
+  const int32_t blocks = size.blocks + size.warp_blocks;
+  packed_blocks<HeadDim, Element><<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks);
+  check_cuda(cudaGetLastError(), "packed attention");
+  if constexpr (kWarpsWorkAlone<HeadDim>) {
+    // Begins when all blocks of the first have begun, and runs beside them.
+    cudaLaunchAttribute beside{};
+    beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    beside.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(size.warp_blocks);
+    config.blockDim = kLoneThreads;
+    config.dynamicSmemBytes = kLoneWarps * kWarpBytes;
+    config.stream = stream;
+    config.attrs = &beside;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, packed_warps<HeadDim, Element>, params, blocks),
+               "packed attention of warps");
+  }
+}
 
-#define PREFIXPACK_INSTANTIATE(HEAD_DIM, ELEMENT)           \
-  template int32_t resident_blocks_of<HEAD_DIM, ELEMENT>(); \
-  template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, int32_t, cudaStream_t);
+#define PREFIXPACK_DECLARE(HEAD_DIM, ELEMENT)                     \
+  extern template LaunchSize launch_size_of<HEAD_DIM, ELEMENT>(); \
+  extern template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, LaunchSize, cudaStream_t);
+
+#define PREFIXPACK_INSTANTIATE(HEAD_DIM, ELEMENT)          \
+  template LaunchSize launch_size_of<HEAD_DIM, ELEMENT>(); \
+  template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, LaunchSize, cudaStream_t);
 
 #ifndef PREFIXPACK_INSTANTIATION
 PREFIXPACK_DECLARE(64, ptx::BFloat16)

@@ -30,38 +30,37 @@ auto dispatch(int32_t head_dim, DType dtype, const Run& run) {
   throw std::runtime_error("no kernel for head_dim " + std::to_string(head_dim) + " (64, 128, 256 in bf16 or fp16)");
 }
 
-struct Resident {
+struct Size {
   template <int HeadDim, class Element>
-  int32_t operator()() const {
-    return resident_blocks_of<HeadDim, Element>();
+  LaunchSize operator()() const {
+    return launch_size_of<HeadDim, Element>();
   }
 };
 
 struct Launch {
   const KernelParams& params;
-  int32_t blocks;
+  LaunchSize size;
   cudaStream_t stream;
   template <int HeadDim, class Element>
   void operator()() const {
-    launch_attention_of<HeadDim, Element>(params, blocks, stream);
+    launch_attention_of<HeadDim, Element>(params, size, stream);
   }
 };
 
 }  // namespace
 
-int32_t resident_blocks(int32_t head_dim, DType dtype) { return dispatch(head_dim, dtype, Resident{}); }
+LaunchSize launch_size(int32_t head_dim, DType dtype) { return dispatch(head_dim, dtype, Size{}); }
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
   prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "preparation of the step");
 }
 
-void launch_attention(const KernelParams& params, int32_t blocks, void* stream) {
+void launch_attention(const KernelParams& params, LaunchSize size, void* stream) {
   for (int64_t stride : {params.attention.k_slot_stride, params.attention.v_slot_stride}) {
     if (stride > INT32_MAX / 2) throw std::runtime_error("KV slots lie further apart than 2^31 - 1 bytes");
   }
-  dispatch(params.attention.head_dim, params.attention.dtype,
-           Launch{params, blocks, static_cast<cudaStream_t>(stream)});
+  dispatch(params.attention.head_dim, params.attention.dtype, Launch{params, size, static_cast<cudaStream_t>(stream)});
 }
 
 }  // namespace prefixpack

@@ -8,12 +8,18 @@ namespace prefixpack {
 // All launches go to `stream` (a cudaStream_t), allocate nothing, wait for nothing and may be captured into a graph.
 // They throw std::runtime_error with CUDA's words if a launch is refused.
 
-// Blocks of a packed launch: what fits on the current device at once. Asks the driver; call it once.
-int32_t resident_blocks(int32_t head_dim, DType dtype);
+// Blocks of a packed launch: what fits on a device at once.
+struct LaunchSize {
+  int32_t blocks;       // that take units for blocks
+  int32_t warp_blocks;  // whose warps take units for warps
+};
+
+// Of the current device. Asks the driver; call it once.
+LaunchSize launch_size(int32_t head_dim, DType dtype);
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream);
 
-// One layer: a single kernel. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type.
-void launch_attention(const KernelParams& params, int32_t blocks, void* stream);
+// One layer: two kernels side by side. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type.
+void launch_attention(const KernelParams& params, LaunchSize size, void* stream);
 
 }  // namespace prefixpack

@@ -1,5 +1,6 @@
 #include "cuda/plan_words.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -48,9 +49,15 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
     if (item.tile_rows > kWarpRows) add_item(item);
   }
   header.num_block_items = static_cast<int32_t>(place);
+  int64_t shortest = INT32_MAX, longest = 0;
   for (const WorkItem& item : plan.items) {
-    if (item.tile_rows <= kWarpRows) add_item(item);
+    if (item.tile_rows > kWarpRows) continue;
+    const int64_t before = result.kv_slots;
+    add_item(item);
+    shortest = std::min(shortest, result.kv_slots - before);
+    longest = std::max(longest, result.kv_slots - before);
   }
+  if (longest <= shortest + shortest / 4) header.narrow_tokens = static_cast<int32_t>(longest);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

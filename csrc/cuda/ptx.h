@@ -43,6 +43,14 @@ PREFIXPACK_DEVICE int32_t take_ticket(int32_t* counter) {
   return shuffle(ticket, 0);
 }
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+// A condition on which all lanes agree, and a lane's value, in forms from which the compiler sees that all lanes have
+// the same. Without them each shuffle behind a branch comes with code for lanes that arrive one by one, two fifths of a
+// kernel.
+PREFIXPACK_DEVICE bool uniform(bool condition) { return any(condition); }
+PREFIXPACK_DEVICE int32_t broadcast(int32_t value, int lane) {
+  const bool mine = static_cast<int>(threadIdx.x) % 32 == lane;
+  return static_cast<int32_t>(__reduce_or_sync(0xffffffffu, mine ? static_cast<uint32_t>(value) : 0u));
+}
 PREFIXPACK_DEVICE void warp_sync() { __syncwarp(); }
 // Whoever sees the sum sees what this thread wrote before, and what others wrote before they met it at a barrier.
 PREFIXPACK_DEVICE int32_t atomic_add_release(int32_t* address, int32_t value) {
@@ -77,6 +85,23 @@ PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {
 PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
   *reinterpret_cast<float2*>(address) = make_float2(left, right);
 }
+PREFIXPACK_DEVICE void store_quad(float* address, const float (&quad)[4]) {
+  *reinterpret_cast<float4*>(address) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+}
+PREFIXPACK_DEVICE void store_words(uint16_t* address, uint32_t low, uint32_t high) {
+  *reinterpret_cast<uint2*>(address) = make_uint2(low, high);
+}
+// The launch behind this one may begin, beside this one; and the one ahead has ended, its results are here.
+PREFIXPACK_DEVICE void let_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+PREFIXPACK_DEVICE void wait_for_launch_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 PREFIXPACK_DEVICE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -90,6 +115,16 @@ PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
 using SharedAddress = uint32_t;
 PREFIXPACK_DEVICE SharedAddress shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+PREFIXPACK_DEVICE void store_shared(SharedAddress address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+PREFIXPACK_DEVICE void load_shared(SharedAddress address, float (&out)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+               : "r"(address)
+               : "memory");
 }
 
 // 16 bytes from global to shared memory, zeros where `valid` is false.

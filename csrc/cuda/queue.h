@@ -1,6 +1,6 @@
-// The queue: blocks stay resident and take units until none is left, first those that need a block, then every warp by
-// itself those that need a warp. Which block or warp takes which unit changes nothing in the result: every unit has
-// output or partial slots of its own.
+// The queues: units for blocks, and units for warps by themselves, each with a kernel of its own that runs beside the
+// other. Blocks stay resident and take units until none is left. Which block or warp takes which unit changes nothing
+// in the result: every unit has output or partial slots of its own.
 #pragma once
 
 #include "cuda/block_merge.h"
@@ -14,7 +14,9 @@ namespace prefixpack {
 struct BlockState {
   KernelParams params;
   PlanHeader header;
-  int32_t ticket, next_ticket;
+  int32_t ticket;
+  ItemRecord item;
+  NextUnit next;
 };
 static_assert(sizeof(BlockState) <= kBlockStateBytes, "shared memory for the block's state");
 
@@ -32,59 +34,90 @@ PREFIXPACK_DEVICE_CALL void run_block_unit(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   ptx::warp_sync();
-  BlockUnit<TileT, Element>(params, shared, unit_of(state->ticket, params.attention.kv_heads)).run(&state->next_ticket);
+  const int32_t kv_head = unit_of(state->ticket, params.attention.kv_heads).kv_head;
+  BlockUnit<TileT, Element>(params, state->item, kv_head, shared).run(&state->next);
 }
 
 // Nothing is kept in registers while a unit runs: it needs them all.
 template <int HeadDim, class Element>
-PREFIXPACK_DEVICE void run_block_queue(char* shared, int32_t first_ticket) {
+PREFIXPACK_DEVICE void run_block_queue(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
-  const auto num_units = [&] {
-    return (kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items) *
-           params.attention.kv_heads;
-  };
-  if (num_units() == 0) return;
-  // The first warp writes the same word with all its lanes: a branch for one of them would split the warp.
-  const bool writes = ptx::thread_index() < 32;
-  if (writes) state->next_ticket = first_ticket;
   for (;;) {
-    ptx::warp_sync();
-    if (writes) state->ticket = state->next_ticket;
+    // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
+    if (ptx::thread_index() < 32) state->ticket = state->next.ticket;
+    copy_words(&state->item, state->next.record, sizeof(ItemRecord));
     ptx::block_sync();
-    if (state->ticket >= num_units()) return;
-    const int32_t rows = params.step.items[unit_of(state->ticket, params.attention.kv_heads).item].tile_rows;
-    if (rows <= 32) {
+    if (ptx::uniform(state->ticket >= state->next.num_units)) return;
+    const int32_t rows = state->item.tile_rows;
+    if (ptx::uniform(rows <= 32)) {
       run_block_unit<Tile<HeadDim, 32>, Element>(shared);
-    } else if (rows <= 64) {
+    } else if (ptx::uniform(rows <= 64)) {
       run_block_unit<Tile<HeadDim, 64>, Element>(shared);
     } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
       run_block_unit<Tile<HeadDim, 128>, Element>(shared);
     }
-    merge_what_is_ready<HeadDim, Element>(params, shared, unit_of(state->ticket, params.attention.kv_heads));
+    merge_what_is_ready<HeadDim, Element>(params, state->item,
+                                          unit_of(state->ticket, params.attention.kv_heads).kv_head, shared);
     ptx::block_sync();
   }
 }
 
+// The last block of both kernels to leave makes the counters ready for the next launch, so that a captured graph can be
+// replayed.
+PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
+  if (ptx::thread_index() == 0 && ptx::atomic_add(&step.tickets[2], 1) == blocks - 1) {
+    for (int32_t i = 0; i < 3; ++i) step.tickets[i] = 0;
+  }
+}
+
+// blocks: of both kernels. shared: kLaunchSharedBytes.
 template <int HeadDim, class Element>
-PREFIXPACK_DEVICE void run_queue(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks) {
+  ptx::let_next_launch_begin();
   BlockState* state = block_state(shared);
-  const int32_t ticket = ptx::take_ticket(&kernel_params.step.tickets[0]);  // on its way while the header is
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
+  const int32_t ticket = state->next.ask(kernel_params);
   ptx::block_sync();
-  if (ptx::thread_index() < 32) state->params.plan.near_header = &state->header;
-  ptx::block_sync();
-  run_block_queue<HeadDim, Element>(shared, ticket);
-  if constexpr (kWarpsWorkAlone<HeadDim>) {
-    using TileT = WarpTile<HeadDim>;
-    WarpUnits<TileT, Element>(kernel_params, state->header, shared + ptx::thread_index() / 32 * TileT::kBytes).run();
+  const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
+  if (ptx::uniform(num_items > 0)) {
+    if (ptx::thread_index() < 32) {
+      state->params.plan.near_header = &state->header;
+      state->next.num_units = num_items * kernel_params.attention.kv_heads;
+    }
     ptx::block_sync();
+    state->next.keep(ticket, state->next.ask_for_record(kernel_params, ticket));
+    ptx::block_sync();
+    run_block_queue<HeadDim, Element>(shared);
   }
-  // The last block to leave makes the counters ready for the next launch, so that a captured graph can be replayed.
-  if (ptx::thread_index() == 0 && ptx::atomic_add(&kernel_params.step.tickets[2], 1) == ptx::grid_size() - 1) {
-    for (int32_t i = 0; i < 3; ++i) kernel_params.step.tickets[i] = 0;
+  leave(kernel_params.step, blocks);
+}
+
+// Warps of a block that take units. Many units of one length are done in rounds, and a last round of a few warps leaves
+// memory idle: where fewer warps are enough for all of its bandwidth, as many take part as fill their rounds best.
+PREFIXPACK_DEVICE int32_t active_warps(int32_t units, int32_t tokens, int32_t blocks) {
+  if (tokens < kTokensToFillRounds) return kLoneWarps;
+  int32_t best = kLoneWarps;
+  float best_share = 0.0f;
+  for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
+    const int32_t at_once = warps * blocks, rounds = (units + at_once - 1) / at_once;
+    const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
+    if (share > best_share + 0.02f) best = warps, best_share = share;
   }
+  return best;
+}
+
+// shared: kLoneWarps * kWarpBytes.
+template <int HeadDim, class Element>
+PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {
+  WarpUnits<WarpTile<HeadDim>, Element> units(params, shared + ptx::thread_index() / 32 * kWarpBytes);
+  const int32_t active = active_warps(units.count(), units.common_tokens(), ptx::grid_size());
+  if (ptx::uniform(ptx::thread_index() / 32 < active)) units.run();
+  ptx::block_sync();
+  leave(params.step, blocks);
+  // What comes next in the stream waits for this kernel, and so for the other.
+  if (ptx::block_index() == 0) ptx::wait_for_launch_before();
 }
 
 }  // namespace prefixpack

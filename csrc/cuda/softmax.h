@@ -32,6 +32,10 @@ PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_
 // Of absolute error below 1e-6; the library's function branches, and would be in every kernel for a rare option.
 PREFIXPACK_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x)); }
 
+// A maximum may be so many powers of two behind the largest logit seen: sums then are larger than they need be, which
+// does no harm, and most tiles change nothing and need no look at other lanes. (FlashAttention-4 rescales as lazily.)
+constexpr float kMaxBehind = 8.0f;
+
 class Softmax {
  public:
   PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
@@ -56,8 +60,8 @@ class Softmax {
     }
   }
 
-  // Scores become weights 2^(logit - running maximum) of both rows; sums and outputs are brought to the new maximum.
-  // The sums are this thread's share.
+  // Scores become weights 2^(logit - running maximum) of both rows; sums and outputs are brought to the new maximum, if
+  // there is one. The sums are this thread's share.
   template <int KeyBlocks, int ValueBlocks>
   PREFIXPACK_DEVICE void add(float (&scores)[KeyBlocks][4], SoftmaxState (&state)[2],
                              float (&output)[ValueBlocks][4]) const {
@@ -68,18 +72,14 @@ class Softmax {
 #pragma unroll
       for (int32_t i = 1; i < 2 * KeyBlocks; ++i) max[half] = ptx::max(max[half], scores[i / 2][2 * half + i % 2]);
     }
-    for (int32_t mask = 1; mask <= 2; mask *= 2) {
-      max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
-      max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
-    }
-    max[0] = ptx::max(max[0] * to_base_2_, state[0].max);
-    max[1] = ptx::max(max[1] * to_base_2_, state[1].max);
-    // Seldom does a tile bring a new maximum once a row has seen a few.
-    if (ptx::any(max[0] != state[0].max || max[1] != state[1].max)) {
+    if (is_ahead(max, state)) {
+      for (int32_t mask = 1; mask <= 2; mask *= 2) {
+        max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+        max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+      }
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const float rescale = ptx::exp2(state[half].max - safe_max(max[half]));
-        state[half] = {max[half], state[half].sum * rescale};
+        const float rescale = advance(max[half], state[half]);
 #pragma unroll
         for (int32_t column = 0; column < ValueBlocks; ++column) {
           output[column][2 * half] *= rescale;
@@ -89,7 +89,7 @@ class Softmax {
     }
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
-      const float base = -safe_max(max[half]);
+      const float base = -safe_max(state[half].max);
 #pragma unroll
       for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
         float& score = scores[i / 2][2 * half + i % 2];
@@ -104,18 +104,15 @@ class Softmax {
   PREFIXPACK_DEVICE void add_columns(float (&scores)[4], SoftmaxState (&state)[2],
                                      float (&output)[ValueBlocks][4]) const {
     float max[2] = {ptx::max(scores[0], scores[2]), ptx::max(scores[1], scores[3])};
+    if (is_ahead(max, state)) {
 #pragma unroll
-    for (int32_t mask = 4; mask <= 16; mask *= 2) {
-      max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
-      max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
-    }
-    max[0] = ptx::max(max[0] * to_base_2_, state[0].max);
-    max[1] = ptx::max(max[1] * to_base_2_, state[1].max);
-    if (ptx::any(max[0] != state[0].max || max[1] != state[1].max)) {
+      for (int32_t mask = 4; mask <= 16; mask *= 2) {
+        max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+        max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+      }
 #pragma unroll
       for (int32_t column = 0; column < 2; ++column) {
-        const float rescale = ptx::exp2(state[column].max - safe_max(max[column]));
-        state[column] = {max[column], state[column].sum * rescale};
+        const float rescale = advance(max[column], state[column]);
 #pragma unroll
         for (int32_t block = 0; block < ValueBlocks; ++block) {
           output[block][column] *= rescale;
@@ -125,12 +122,26 @@ class Softmax {
     }
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) {
-      scores[i] = ptx::exp2(ptx::fma(scores[i], to_base_2_, -safe_max(max[i % 2])));
+      scores[i] = ptx::exp2(ptx::fma(scores[i], to_base_2_, -safe_max(state[i % 2].max)));
       state[i % 2].sum += scores[i];
     }
   }
 
  private:
+  // Whether a maximum of any lane is too far behind.
+  PREFIXPACK_DEVICE bool is_ahead(const float (&max)[2], const SoftmaxState (&state)[2]) const {
+    return ptx::any(max[0] * to_base_2_ > state[0].max + kMaxBehind || max[1] * to_base_2_ > state[1].max + kMaxBehind);
+  }
+
+  // Brings a state to the maximum of these scores, if it is too far behind; returns what the row's outputs are
+  // multiplied by. What other rows have must not matter: rows of a tile that are none hold anything.
+  PREFIXPACK_DEVICE float advance(float max_score, SoftmaxState& state) const {
+    const float seen = max_score * to_base_2_, max = seen > state.max + kMaxBehind ? seen : state.max;
+    const float rescale = ptx::exp2(state.max - safe_max(max));
+    state = {max, state.sum * rescale};
+    return rescale;
+  }
+
   const float cap_, to_cap_, to_base_2_;
 };
 

@@ -36,7 +36,7 @@ struct Tile {
   static constexpr int kQueryBytes = Rows * kRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
-  static constexpr int kSumWidth = HeadDim + 4;  // of a row's sums: whole 16-byte words, banks shifted from row to row
+  static constexpr int kSumWidth = HeadDim + 8;  // of a row's sums: whole 16-byte words, banks shifted from row to row
   static constexpr int kSumBytes = kKeyWarps * Rows * kSumWidth * 4;
 
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
@@ -44,17 +44,27 @@ struct Tile {
   static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
-// A warp on its own: its queries, and a ring of KV tiles.
+// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of six such warps
+// share a multiprocessor, or one beside a block of the other kernel.
+constexpr int kLoneWarps = 6;
+constexpr int kLoneThreads = 32 * kLoneWarps;
+constexpr int kLoneBlocksPerMultiprocessor = 2;
+constexpr int kWarpBytes = 18 * 1024;
+constexpr int kEnoughLoneWarps = 4;       // of a block, to use all of the memory's bandwidth
+constexpr int kTokensToFillRounds = 256;  // units so long are bound by bandwidth, shorter ones by latency
+
 template <int HeadDim>
 struct WarpTile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = kWarpRows;
   static constexpr int kKeys = 16;
   static constexpr int kRowBytes = HeadDim * 2;
-  static constexpr int kBytes = kSharedBytes / kWarps;
   static constexpr int kQueryBytes = kRows * kRowBytes;
-  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
-  static constexpr int kStages = min_of(kMaxStages, (kBytes - kQueryBytes) / (2 * kTileBytes));
+  static constexpr int kPieceBytes = kKeys * kRowBytes;
+  static constexpr int kPieces = (kWarpBytes - kQueryBytes) / kPieceBytes;
+
+  static_assert(kPieces >= 3, "a piece in use and two in flight");
+  static_assert(kRows * HeadDim * 4 <= kPieceBytes, "sums lie where a piece was");
 };
 
 // Wider heads leave a warp neither the registers nor the shared memory for work of its own.

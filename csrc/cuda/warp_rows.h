@@ -1,6 +1,8 @@
 // The rows of a warp's unit: their running sums, and where these go when the unit is done.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
@@ -12,7 +14,8 @@ namespace prefixpack {
 template <class TileT, class Element>
 class WarpRows {
  protected:
-  static constexpr int kSteps = TileT::kHeadDim / 16;
+  static constexpr int kHeadDim = TileT::kHeadDim;
+  static constexpr int kSteps = kHeadDim / 16;
 
   // Words of an ItemRecord, as the lanes hold them.
   enum Word : int32_t {
@@ -25,16 +28,29 @@ class WarpRows {
     kSlotBegin,
     kMergeBegin,
     kMergeFirst,
-    kSlotsAt
+    kSlotsAt,
+    kKvHead = kRecordWords  // not of the record: lanes beyond it hold the unit's KV head
   };
-  PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::shuffle(record, which); }
+  PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
 
-  PREFIXPACK_DEVICE WarpRows(const KernelParams& params, const PlanHeader& header)
+  // The plan's header, which the lanes hold too: shared memory is full, and far away is too far for what is read often.
+  PREFIXPACK_DEVICE int32_t header(int32_t PlanHeader::* field) const {
+    const PlanHeader* none = nullptr;
+    return ptx::broadcast(header_, static_cast<int32_t>(reinterpret_cast<const int32_t*>(&(none->*field)) -
+                                                        reinterpret_cast<const int32_t*>(none)));
+  }
+  // An array of the plan; called by all lanes.
+  PREFIXPACK_DEVICE const int32_t* array(int32_t PlanHeader::* field) const {
+    return params_.plan.words + header(field);
+  }
+
+  PREFIXPACK_DEVICE explicit WarpRows(const KernelParams& params)
       : params_(params),
         attention_(params.attention),
-        plan_{params.plan.words, &header},
         lane_(ptx::thread_index() % 32),
-        group_(params.attention.q_heads / params.attention.kv_heads) {}
+        group_(params.attention.q_heads / params.attention.kv_heads),
+        query_(lane_ / group_),
+        header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
   PREFIXPACK_DEVICE void start_sums() {
     state_[0] = state_[1] = softmax_start();
@@ -44,201 +60,237 @@ class WarpRows {
     }
   }
 
-  // What finish() needs to know of the merges, asked for before it is needed.
-  PREFIXPACK_DEVICE void ask_for_merge_lists() {
-    const int32_t merge = word(record_, kMergeBegin) + lane_, first = word(record_, kMergeFirst);
-    const bool mine = lane_ < word(record_, kQueryCount);  // lane i looks after query i
-    list_begin_ = mine ? plan_.merge_offset(merge) : 0;
-    list_end_ = mine ? plan_.merge_offset(merge + 1) : 0;
-    const int32_t entries = plan_.merge_offset(plan_.header().num_merges) - first;
-    list_slots_ = lane_ < entries ? plan_.merge_slot(first + lane_) : -1;
+  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * group_; }
+  PREFIXPACK_DEVICE int32_t kv_head() const { return word(record_, kKvHead); }
+
+  // Token of the row that is this lane's number; -1 beyond the last.
+  PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
+    const int32_t* tokens = array(&PlanHeader::query_token_at) + word(record, kQueryBegin);
+    return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
-  PREFIXPACK_DEVICE void finish() {
-    add_up_columns(state_[0].sum);
-    add_up_columns(state_[1].sum);
-    int32_t row[2], query[2], head[2];
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      row[j] = lane_ % 4 * 2 + j;
-      query[j] = ptx::shuffle(query_, row[j]);
-      head[j] = kv_head_ * group_ + row[j] - query[j] * group_;
-      if (row[j] >= rows_) head[j] = 0;
-    }
-    const int32_t slot_begin = word(record_, kSlotBegin);
-    float row_lse[2];
-    if (slot_begin == kWriteThrough) {
-#pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
-        const Normalised result = normalised_with_sink(state_[j], attention_, head[j]);
-        row_lse[j] = result.lse;
-        scale_row(j, result.factor);
-      }
-      write_output(row_lse, -1);
-      return;
-    }
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j) {
-      const Normalised result = normalised(state_[j]);
-      row_lse[j] = result.lse;
-      scale_row(j, result.factor);
-    }
-    // If all other partials of a query are there, its own need not be written.
+  // What finish() needs to know, asked for before it is needed. Lane i looks after query i.
+  PREFIXPACK_DEVICE void ask_for_merge_lists() {
+    token_ = token_of_row(record_);
+    list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
+    const int32_t merge = word(record_, kMergeBegin) + lane_, first = word(record_, kMergeFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
-    const int32_t others = list_end_ - list_begin_ - 1;
-    int32_t* arrivals = arrivals_of(params_, word(record_, kMergeBegin) + (mine ? lane_ : 0), kv_head_);
-    bool complete = mine && ptx::load_shared_result(arrivals) == others;
-    ptx::warp_sync();
-    if (ptx::any(mine && !complete)) {
+    const int32_t head = kv_head();
+    if (word(record_, kSlotBegin) == kWriteThrough) return;
+    const int32_t* offsets = array(&PlanHeader::merge_offset_at);
+    const int32_t* slots = array(&PlanHeader::merge_slot_at);
+    const int32_t entries = offsets[header(&PlanHeader::num_merges)] - first;
+    if (mine) {
+      list_begin_ = offsets[merge];
+      list_end_ = offsets[merge + 1];
+      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head));
+    }
+    if (lane_ < entries) list_slots_ = slots[first + lane_];
+  }
+
+  // sums: room for the sums of all rows, [kRows, kHeadDim] floats, which nobody uses.
+  PREFIXPACK_DEVICE void finish(ptx::SharedAddress sums) {
+    const float own_lse = spread_sums(sums);
+    const int32_t slot_begin = word(record_, kSlotBegin), query_count = word(record_, kQueryCount);
+    const bool mine = lane_ < query_count;
+    int32_t complete = mine;
+    if (slot_begin != kWriteThrough) {
+      // If all other partials of a query are there, its own need not be written.
+      const int32_t others = list_end_ - list_begin_ - 1;
+      int32_t* arrivals = arrivals_of(params_, word(record_, kMergeBegin) + (mine ? lane_ : 0), kv_head());
+      complete = mine && arrived_ == others;
+      ptx::warp_sync();
+      if (ptx::any(mine && complete == 0)) {
+        write_partials(sums, own_lse, slot_begin, complete);
+        ptx::warp_sync();
+        if (mine && complete == 0) complete = ptx::atomic_add_release(arrivals, 1) == others;
+        ptx::warp_sync();
+        if (!ptx::any(complete != 0)) return;
+      }
+      if (complete != 0) *arrivals = 0;
+    }
+    const int32_t num_rows = rows();
+#pragma unroll 1
+    for (int32_t first_row = 0; first_row < num_rows; first_row += kMergeRows) {
+      merge(sums, first_row, own_lse, slot_begin, complete);
+    }
+  }
+
+ private:
+  static constexpr int32_t kRowLanes = kHeadDim / 4;       // lanes that hold a row, four values each
+  static constexpr int32_t kRowsAtOnce = 32 / kRowLanes;   // rows that the warp holds
+  static constexpr int32_t kMergeRows = 32 / kMergeLanes;  // rows whose partials are weighed together
+  static constexpr int32_t kPasses = kMergeRows / kRowsAtOnce;
+
+  // Dimension `column` of row `row`. Rows are mixed so that a fragment's stores hit all banks.
+  PREFIXPACK_DEVICE static ptx::SharedAddress sum_at(ptx::SharedAddress sums, int32_t row, int32_t column) {
+    return sums + (row * kHeadDim + column / 32 * 32 + ((column % 32 / 8 ^ row / 2 % 4) * 8) + column % 8) * 4;
+  }
+
+  // Finished sums go to shared memory, where whole rows can be read. Returns the lse of row lane % 8.
+  PREFIXPACK_DEVICE float spread_sums(ptx::SharedAddress sums) {
+    float lse[2];
 #pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
-        const bool unwritten = ptx::shuffle(static_cast<int32_t>(complete), query[j]) == 0;
-        if (row[j] < rows_ && unwritten) {
-          write_partial(j, row_lse[j], partial_row(attention_, slot_begin + query[j], head[j]));
+    for (int32_t j = 0; j < 2; ++j) {
+      add_up_columns(state_[j].sum);
+      const Normalised result = normalised(state_[j]);
+      lse[j] = result.lse;
+#pragma unroll
+      for (int32_t eight = 0; eight < 4; ++eight) {
+        const ptx::SharedAddress to = sum_at(sums, lane_ % 4 * 2 + j, eight * 8 + lane_ / 4);
+#pragma unroll
+        for (int32_t step = eight / 2; step < kSteps; step += 2) {
+          ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * result.factor);
         }
       }
-      ptx::warp_sync();
-      if (mine && !complete) complete = ptx::atomic_add_release(arrivals, 1) == others;
-      ptx::warp_sync();
     }
-    if (ptx::any(complete)) {
-#pragma unroll
-      for (int32_t j = 0; j < 2; ++j) {
-        const MergeList list{ptx::shuffle(list_begin_, query[j]),
-                             ptx::shuffle(list_end_, query[j]) - ptx::shuffle(list_begin_, query[j])};
-        const bool merges = ptx::shuffle(static_cast<int32_t>(complete), query[j]) != 0 && row[j] < rows_;
-        merge(j, slot_begin + query[j], head[j], merges, list, row_lse[j]);
-      }
-      write_output(row_lse, static_cast<int32_t>(complete));
-      if (complete) *arrivals = 0;
-    }
-  }
-
-  PREFIXPACK_DEVICE void scale_row(int32_t j, float factor) {
-#pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      output_[step][j] *= factor;
-      output_[step][2 + j] *= factor;
-    }
-  }
-
-  PREFIXPACK_DEVICE void write_partial(int32_t j, float lse, PartialRow target) const {
-    float* to = target.output + lane_ / 4;
-#pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      to[step * 16] = output_[step][j];
-      to[step * 16 + 8] = output_[step][2 + j];
-    }
-    if (lane_ < 4) *target.lse = lse;
-  }
-
-  // Rows of the queries that are flagged in lane `query` of `complete`; all if it is -1. Transposed back, so that a
-  // lane has neighbours of one row.
-  PREFIXPACK_DEVICE void write_output(const float (&row_lse)[2], int32_t complete) const {
-    const int32_t row = lane_ / 4;
-    const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
-    const bool written = ptx::shuffle(complete, query) != 0 && row < rows_;
-    const int32_t head = kv_head_ * group_ + row - query * group_;
-    auto* to = static_cast<uint16_t*>(attention_.o) + token * attention_.o_token_stride +
-               head * attention_.o_head_stride + lane_ % 4 * 2;
-#pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        const uint32_t pair = ptx::transpose(Element::pack(output_[step][2 * half], output_[step][2 * half + 1]));
-        if (written) *reinterpret_cast<uint32_t*>(to + step * 16 + half * 8) = pair;
-      }
-    }
-    if (attention_.lse == nullptr) return;
+    ptx::warp_sync();
     // Lane r / 2 of the first quad has row r's.
-    const float even = ptx::shuffle(row_lse[0], row / 2), odd = ptx::shuffle(row_lse[1], row / 2);
-    if (written && lane_ % 4 == 0) {
-      attention_.lse[token * attention_.lse_token_stride + head] = (row % 2 == 0 ? even : odd) * kLn2;
+    const float even = ptx::shuffle(lse[0], lane_ % 8 / 2), odd = ptx::shuffle(lse[1], lane_ % 8 / 2);
+    return lane_ % 2 == 0 ? even : odd;
+  }
+
+  PREFIXPACK_DEVICE int32_t head_of(int32_t row, int32_t query) const {
+    return kv_head() * group_ + row - query * group_;
+  }
+
+  // Rows of queries that are not flagged in lane `query` of `complete`.
+  PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress sums, float own_lse, int32_t slot_begin,
+                                        int32_t complete) const {
+    const int32_t num_rows = rows();
+    const int32_t column = lane_ % kRowLanes * 4;
+#pragma unroll 1
+    for (int32_t first = 0; first < num_rows; first += kRowsAtOnce) {
+      const int32_t row = first + lane_ / kRowLanes;
+      const int32_t query = ptx::shuffle(query_, row);
+      const bool written = ptx::shuffle(complete, query) == 0;
+      const float lse = ptx::shuffle(own_lse, row);
+      const int32_t head = head_of(row, query);
+      if (written && row < num_rows) {
+        const PartialRow target = partial_row(attention_, slot_begin + query, head);
+        float quad[4];
+        ptx::load_shared(sum_at(sums, row, column), quad);
+        ptx::store_quad(target.output + column, quad);
+        if (column == 0) *target.lse = lse;
+      }
     }
   }
 
-  // The row's partials and its own sums, which need not be in memory.
-  PREFIXPACK_DEVICE void merge(int32_t j, int32_t own_slot, int32_t head, bool merges, MergeList list, float& lse) {
-    const int32_t first = word(record_, kMergeFirst);
-    int32_t longest = merges ? list.count : 0;
-    for (int32_t mask = 1; mask <= 2; mask *= 2) {
+  // Output of kMergeRows rows: their partials and what this warp has itself, which need not be in memory, if their
+  // query is flagged in `complete`. Eight lanes find the weights of a row, then kRowLanes lanes add it up.
+  PREFIXPACK_DEVICE void merge(ptx::SharedAddress own_sums, int32_t first_row, float own_lse, int32_t slot_begin,
+                               int32_t complete) const {
+    const int32_t row = first_row + lane_ / kMergeLanes;
+    const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
+    const int32_t head = head_of(row, query), own_slot = slot_begin + query;
+    const float lse = ptx::shuffle(own_lse, row);
+    const int32_t list_begin = ptx::shuffle(list_begin_, query), list_end = ptx::shuffle(list_end_, query);
+    const bool ready = ptx::shuffle(complete, query) != 0, writes = ready && token >= 0;
+    const bool alone = slot_begin == kWriteThrough;
+    const int32_t count = !writes ? 0 : alone ? 1 : list_end - list_begin;
+    int32_t longest = count;
+#pragma unroll
+    for (int32_t mask = kMergeLanes; mask < 32; mask *= 2) {
       const int32_t other = ptx::shuffle_xor(longest, mask);
       longest = other > longest ? other : longest;
     }
-    const float own_lse = lse;
-    const auto slot_of = [&](int32_t i) {  // called by all lanes
-      const int32_t entry = list.first - first + i;
-      const int32_t near = ptx::shuffle(list_slots_, entry);
-      return entry < 32 || i >= list.count ? near : plan_.merge_slot(list.first + i);
+    const int32_t first_entry = list_begin - word(record_, kMergeFirst);
+    const int32_t* slots = array(&PlanHeader::merge_slot_at);
+    // A partial of the row: where it is, -1 if here, and its lse. Called by all lanes.
+    struct Partial {
+      int32_t index;
+      float lse;
     };
-    const auto lse_of = [&](int32_t slot) {
-      return slot == own_slot ? own_lse : ptx::load_shared_result(partial_row(attention_, slot, head).lse);
+    const auto partial_of = [&](int32_t i) {
+      int32_t slot = ptx::shuffle(list_slots_, first_entry + i);
+      if (i >= count || alone) return Partial{-1, lse};
+      if (first_entry + i >= 32) slot = slots[list_begin + i];
+      if (slot == own_slot) return Partial{-1, lse};
+      const int32_t index = slot * attention_.q_heads + head;
+      return Partial{index, ptx::load_shared_result(attention_.partial_lse + index)};
     };
-    const int32_t count = merges ? list.count : 0;
     SoftmaxState state = softmax_start();
-    for (int32_t begin = 0; begin < longest; begin += kMergeLanes) {
-      const int32_t i = begin + lane_ / 4;
-      const int32_t slot = slot_of(i);
-      if (i < count) state = with_partial(state, lse_of(slot));
+#pragma unroll 1
+    for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
+      const int32_t i = begin + lane_ % kMergeLanes;
+      const Partial partial = partial_of(i);
+      if (i < count) state = with_partial(state, partial.lse);
     }
     ptx::warp_sync();
-    const MergeWeights weights = merge_weights(
-        attention_, head, state, [](float value, int32_t mask) { return ptx::shuffle_xor(value, 4 * mask); });
-    float sums[kSteps][2];
+    const MergeWeights weights = merge_weights(attention_, writes ? head : 0, state,
+                                               [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+    float sums[kPasses][4] = {};
+    const int32_t column = lane_ % kRowLanes * 4;
+#pragma unroll 1
+    for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
+      const int32_t i = begin + lane_ % kMergeLanes;
+      const Partial partial = partial_of(i);
+      const float weight = i < count ? weights.of(partial.lse) : 0.0f;
+      ptx::warp_sync();
+      const int32_t here = longest - begin < kMergeLanes ? longest - begin : kMergeLanes;
+#pragma unroll 1
+      for (int32_t first = 0; ptx::uniform(first < here); first += kMergeAtOnceByWarp) {
+        float quads[kMergeAtOnceByWarp][kPasses][4], quad_weight[kMergeAtOnceByWarp][kPasses];
 #pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) sums[step][0] = sums[step][1] = 0.0f;
-    for (int32_t begin = 0; begin < longest; begin += kMergeAtOnceByWarp) {
-      float weight[kMergeAtOnceByWarp], partials[kMergeAtOnceByWarp][kSteps][2];
+        for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
 #pragma unroll
-      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
-        const int32_t slot = slot_of(begin + k);
-        weight[k] = 0.0f;
-#pragma unroll
-        for (int32_t step = 0; step < kSteps; ++step) {
-          partials[k][step][0] = output_[step][j];
-          partials[k][step][1] = output_[step][2 + j];
+          for (int32_t pass = 0; pass < kPasses; ++pass) {
+            const int32_t of_row = pass * kRowsAtOnce + lane_ / kRowLanes;
+            const int32_t index = ptx::shuffle(partial.index, of_row * kMergeLanes + first + k);
+            quad_weight[k][pass] = ptx::shuffle(weight, of_row * kMergeLanes + first + k);
+            if (index >= 0) {
+              ptx::load_shared_result(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
+            } else {
+              ptx::load_shared(sum_at(own_sums, first_row + of_row, column), quads[k][pass]);
+            }
+          }
         }
-        if (begin + k < count) {
-          weight[k] = weights.of(lse_of(slot));
-          if (slot != own_slot) {
-            const float* from = partial_row(attention_, slot, head).output + lane_ / 4;
 #pragma unroll
-            for (int32_t step = 0; step < kSteps; ++step) {
-              partials[k][step][0] = ptx::load_shared_result(from + step * 16);
-              partials[k][step][1] = ptx::load_shared_result(from + step * 16 + 8);
+        for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
+#pragma unroll
+          for (int32_t pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+            for (int32_t j = 0; j < 4; ++j) {
+              sums[pass][j] = ptx::fma(quad_weight[k][pass], quads[k][pass][j], sums[pass][j]);
             }
           }
         }
       }
+    }
+    if (writes && attention_.lse != nullptr && lane_ % kMergeLanes == 0) {
+      attention_.lse[token * attention_.lse_token_stride + head] = weights.lse * kLn2;
+    }
+    const int64_t mine = writes ? token * attention_.o_token_stride + head * attention_.o_head_stride : -1;
+    ptx::warp_sync();
 #pragma unroll
-      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
-#pragma unroll
-        for (int32_t step = 0; step < kSteps; ++step) {
-          sums[step][0] = ptx::fma(weight[k], partials[k][step][0], sums[step][0]);
-          sums[step][1] = ptx::fma(weight[k], partials[k][step][1], sums[step][1]);
-        }
+    for (int32_t pass = 0; pass < kPasses; ++pass) {
+      const int64_t offset = ptx::shuffle(mine, (pass * kRowsAtOnce + lane_ / kRowLanes) * kMergeLanes);
+      if (offset >= 0) {
+        auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
+        ptx::store_words(to, Element::pack(sums[pass][0], sums[pass][1]), Element::pack(sums[pass][2], sums[pass][3]));
       }
     }
-#pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      output_[step][j] = sums[step][0];
-      output_[step][2 + j] = sums[step][1];
-    }
-    lse = weights.lse;
   }
 
+ protected:
   const KernelParams& params_;
   const AttentionParams& attention_;
-  const DevicePlan plan_;
   const int32_t lane_, group_;
 
-  // Unit that is being computed. query_, token_: of the row that is this lane's number.
-  int32_t record_ = 0, kv_head_ = 0, query_ = 0, token_ = 0, rows_ = 0;
-  int32_t list_begin_ = 0, list_end_ = 0;  // this lane's query's entries of merge_slot
-  int32_t list_slots_ = 0;                 // entry of merge_slot that is this lane's number, from the item's first on
+  const int32_t query_;  // of an item, to which the row that is this lane's number belongs
+
+  // Unit that is being computed: a word of its record per lane.
+  int32_t record_ = 0;
   SoftmaxState state_[2];
   // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2.
   float output_[kSteps][4];
+
+ private:
+  const int32_t header_;                   // word `lane` of the plan's header
+  int32_t token_ = -1;                     // of the row that is this lane's number
+  int32_t list_begin_ = 0, list_end_ = 0;  // this lane's query's entries of merge_slot
+  int32_t list_slots_ = 0;                 // entry of merge_slot that is this lane's number, from the item's first on
+  int32_t arrived_ = 0;                    // partials of this lane's query that were ready when the unit began
 };
 
 }  // namespace prefixpack

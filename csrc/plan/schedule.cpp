@@ -14,7 +14,8 @@ constexpr int32_t kMinGrowth = 16;
 // A worker may be this much later than the others before a new plan is worth its time (PackInfer re-packs on drift).
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kCostBins = 512;
-constexpr double kFullShare = 0.75;  // of the narrow items that all workers do at once
+constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
+constexpr double kFullShare = 0.75;       // of the narrow items that all workers do at once
 
 // A row tile of a pack before its KV range is split. Times are seconds of one worker for one KV head.
 struct Tile {
@@ -50,10 +51,8 @@ class Scheduler {
   Schedule run() {
     list_queries();
     count_tokens();
-    list_tiles();
-    widen_few_narrow_tiles();
-    const double longest = choose_longest_unit();
-    split_tiles(longest);
+    count_partials();
+    split_tiles(choose_tiles());
     assign_slots();
     order_queue();
     schedule_.growth_limit = growth_limit();
@@ -98,10 +97,28 @@ class Scheduler {
     }
   }
 
-  void list_tiles() {
+  void count_partials() {
     partials_.assign(schedule_.plan.num_queries, 0);
     for (const Pack& pack : packing_.packs) add_partials(pack.query_begin, pack.query_count, 1);
-    const int32_t step = cost_.queries_per_tile();
+  }
+
+  // Lists the tiles and returns how long a unit may be. Where wide tiles leave workers idle, narrower ones read the
+  // same KV at once, from the cache, and are done sooner.
+  double choose_tiles() {
+    int32_t queries = cost_.queries_per_tile();
+    double longest = list_tiles(queries);
+    while (queries > 1 && whole_units_ > 0 && whole_units_ < cost_.workers()) {
+      const double finish = finish_, narrower = list_tiles(queries / 2);
+      if (finish_ > kWorthNarrowing * finish) return list_tiles(queries);
+      longest = narrower;
+      queries /= 2;
+    }
+    return longest;
+  }
+
+  // Tiles of at most `step` queries, as they are before they are split.
+  double list_tiles(int32_t step) {
+    tiles_.clear();
     tiles_.reserve(packing_.packs.size());
     for (const Pack& pack : packing_.packs) {
       const bool open = pack.kv_end == kOpenEnd;
@@ -125,12 +142,15 @@ class Scheduler {
         tile.duration = tile.seconds * cost_.at_a_time(tile.tile_rows);
       }
     }
+    widen_few_narrow_tiles();
+    return choose_longest_unit();
   }
 
   // Too few narrow items to keep every worker busy: whole workers read them faster, and cut into fewer pieces.
   void widen_few_narrow_tiles() {
     int64_t units = 0;
     for (const Tile& tile : tiles_) units += cost_.at_a_time(tile.tile_rows) > 1 ? cost_.kv_heads() : 0;
+    whole_units_ = static_cast<int64_t>(tiles_.size()) * cost_.kv_heads() - units;
     if (units == 0 || units >= kFullShare * cost_.workers() * cost_.most_at_a_time()) return;
     const int32_t rows = cost_.narrowest_whole_tile();
     for (Tile& tile : tiles_) {
@@ -190,7 +210,10 @@ class Scheduler {
   }
 
   double choose_longest_unit() {
-    constexpr std::array<double, 7> kShares{1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125};
+    total_ = 0;
+    count_.fill(0);
+    splittable_.clear();
+    constexpr std::array<double, 9> kShares{1.34, 1.12, 1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125};
     double longest = 0;
     for (const Tile& tile : tiles_) {
       total_ += tile.seconds;
@@ -321,6 +344,7 @@ class Scheduler {
   std::array<int32_t, kCostBins> count_{};  // shares of workers by unsplit duration
   double total_ = 0, to_bin_ = 0;
   double finish_ = 0, dearest_open_ = 0;
+  int64_t whole_units_ = 0;  // that take a whole worker
   Schedule schedule_;
 };
 

@@ -153,8 +153,10 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
     }
     here.blocks.push_back(std::move(block));
   }
+  uint64_t progress = 0, stuck = 0;
   for (bool alive = true; alive && here.failure.empty();) {
     alive = false;
+    uint64_t steps = 0;
     for (auto& block : here.blocks) {
       for (auto& fiber : block->fibers) {
         if (fiber->done) continue;
@@ -162,8 +164,13 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
         here.current = fiber.get();
         swapcontext(&here.scheduler, &fiber->context);
         if (!here.failure.empty()) break;
+        steps += 1 + fiber->exchanges + fiber->syncs + fiber->done;
       }
     }
+    // A meeting shows in the counts a round after it, so two rounds alike are none to wait for.
+    stuck = steps == progress ? stuck + 1 : 0;
+    progress = steps;
+    if (alive && stuck > 2) here.failure = "threads wait for each other";
   }
   machine() = nullptr;
   if (!here.failure.empty()) throw std::runtime_error(here.failure);

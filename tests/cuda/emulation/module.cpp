@@ -45,8 +45,13 @@ template <int HeadDim, class Element>
 void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
   emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
+    const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
     emulation::run(blocks, kThreads, kLaunchSharedBytes, copies,
-                   [&](char* shared) { run_queue<HeadDim, Element>(params, shared); });
+                   [&](char* shared) { run_blocks<HeadDim, Element>(params, shared, blocks + warp_blocks); });
+    if constexpr (kWarpsWorkAlone<HeadDim>) {
+      emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, copies,
+                     [&](char* shared) { run_warps<HeadDim, Element>(params, shared, blocks + warp_blocks); });
+    }
   }
 }
 

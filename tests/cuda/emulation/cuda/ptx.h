@@ -44,6 +44,18 @@ inline void store_pair(float* address, float left, float right) {
   address[1] = right;
 }
 
+inline void store_quad(float* address, const float (&quad)[4]) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte store");
+  for (int i = 0; i < 4; ++i) address[i] = quad[i];
+}
+inline void store_words(uint16_t* address, uint32_t low, uint32_t high) {
+  if (reinterpret_cast<uintptr_t>(address) % 8 != 0) emulation::fail("misaligned 8-byte store");
+  std::memcpy(address, &low, 4);
+  std::memcpy(address + 2, &high, 4);
+}
+inline void let_next_launch_begin() {}
+inline void wait_for_launch_before() {}
+
 template <class T>
 inline T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
   uint64_t word = 0;
@@ -75,6 +87,19 @@ inline bool any(bool predicate, int line = __builtin_LINE()) {
   for (int lane = 0; lane < 32; ++lane) result |= lanes[lane][0] != 0;
   return result;
 }
+inline bool uniform(bool condition, int line = __builtin_LINE()) {
+  const uint64_t word = condition;
+  const auto* lanes = emulation::exchange(&word, 1, line);
+  for (int lane = 0; lane < 32; ++lane) {
+    if ((lanes[lane][0] != 0) != condition) emulation::fail("lanes disagree at line " + std::to_string(line));
+  }
+  return condition;
+}
+inline int32_t broadcast(int32_t value, int lane, int line = __builtin_LINE()) {
+  const auto word = static_cast<uint64_t>(static_cast<uint32_t>(value));
+  const auto* lanes = emulation::exchange(&word, 1, line);
+  return static_cast<int32_t>(lanes[lane % 32][0]);
+}
 inline void warp_sync(int line = __builtin_LINE()) { any(false, line); }
 inline int32_t atomic_add_release(int32_t* address, int32_t value) { return atomic_add(address, value); }
 inline int32_t load_shared_result(const int32_t* address) { return *address; }
@@ -88,6 +113,17 @@ inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 using SharedAddress = uint32_t;
 inline SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(static_cast<const char*>(pointer) - emulation::self().block->shared_begin());
+}
+
+inline void store_shared(SharedAddress address, float value) {
+  char* to = emulation::self().block->shared_begin() + address;
+  emulation::check_shared(to, 4);
+  std::memcpy(to, &value, 4);
+}
+inline void load_shared(SharedAddress address, float (&out)[4]) {
+  const char* from = emulation::self().block->shared_begin() + address;
+  emulation::check_shared(from, 16);
+  std::memcpy(out, from, 16);
 }
 
 inline void copy_async(SharedAddress address, const void* global, bool valid) {
