@@ -64,11 +64,15 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def draw_packed(result: dict[str, Any]) -> Figure:
-    """Speed-up over request-wise attention by tree, one panel for each head setting, and the limit of sharing."""
-    panels = by_heads(result["rows"])
+    """Speed-up over request-wise attention by tree, one panel for each dtype and head setting, and sharing's limit."""
+    panels = {
+        f"{dtype}, {heads}": rows
+        for dtype in result["arguments"]["dtypes"]
+        for heads, rows in by_heads([row for row in result["rows"] if row["dtype"] == dtype]).items()
+    }
     figure = Figure(figsize=(11, 1.4 + 1.9 * len(panels)), layout="constrained")
     every_axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for axes, (heads, rows) in zip(every_axes, panels.items(), strict=True):
+    for axes, (title, rows) in zip(every_axes, panels.items(), strict=True):
         places = [row["number"] for row in rows]
         speedups = [row["speedup"] for row in rows]
         heights = [speedup - 1 for speedup in speedups]
@@ -81,15 +85,15 @@ def draw_packed(result: dict[str, Any]) -> Figure:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-        axes.set_title(f"{heads} heads", fontsize=10, loc="left")
+        axes.set_title(f"{title} heads", fontsize=10, loc="left")
         strip(axes)
     every_axes[0].legend(fontsize=8, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     every_axes[-1].set_xticks(sorted({row["number"] for row in result["rows"]}))
     every_axes[-1].set_xlabel("tree of PAT's Figure 9", fontsize=9)
-    machine, arguments = result["machine"], result["arguments"]
+    machine, ranks = result["machine"], result["arguments"]["tp"]
     figure.suptitle(
         f"CPU executor, one decode step of one layer: {machine['cpu']}, {plural(machine['threads'], 'thread')}, "
-        f"{machine['isa']}, {arguments['dtype']}, heads / {arguments['tp']} (one tensor-parallel rank)",
+        f"{machine['isa']}{f', heads / {ranks} (one tensor-parallel rank)' if ranks > 1 else ''}",
         fontsize=9,
         x=0.01,
         ha="left",
