@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -255,8 +256,12 @@ class DecodeGraphs:
             backend.on_after_cuda_graph_warmup()
         if world.tensors == "cuda":
             graph = torch.cuda.CUDAGraph()
+            # As SGLang does: a graph of another test that is collected meanwhile would break this capture.
+            gc.collect()
+            gc.freeze()
             with torch.cuda.graph(graph):
                 run_once()
+            gc.unfreeze()
             self.graphs[self._key(size)] = [graph.replay], outputs
             return
         recorded = []
