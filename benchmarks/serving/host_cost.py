@@ -21,6 +21,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from datetime import date
@@ -228,7 +229,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "sglang": installed_version(),
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu_model() -> str:
