@@ -79,13 +79,16 @@ class CpuProgress(Progress):
     def __init__(self) -> None:
         super().__init__(enabled=False)
         self.spent = self._before = 0.0
+        self._left = 0
 
     def start(self, total: int, done: int) -> None:
-        self._before = cpu_seconds()
+        self._before, self._left = cpu_seconds(), total - done
         super().start(total, done)
 
     def advance(self, requests: int, prompt_tokens: int, output_tokens: int, saving: float) -> None:
-        self.spent = cpu_seconds() - self._before
+        self._left -= requests
+        if self._left == 0:  # to look takes long
+            self.spent = cpu_seconds() - self._before
 
 
 class KeptEngines(EnginePool):
