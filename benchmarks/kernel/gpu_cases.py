@@ -7,6 +7,8 @@ Families, each case named `family/detail`:
     random/...      ragged forests, drawn from a seed: several roots, requests that leave anywhere
     rl/...          reinforcement learning: 64 prompts, 16 samples each, 1,024 tokens of output so far
     agents/...      one system prompt of 8K tokens, 256 requests with 64 to 2,048 tokens of their own
+    chat/...        PAT's conversations (section 8.2): system prompts of 46, 348 and 2,123 tokens, two languages and two
+                    countries, before a user's turn and a part of the answer; few requests run at a time
     none/...        no sharing: batch x length
 """
 
@@ -53,6 +55,7 @@ RANDOM_FORESTS = ((8, 3, 2048, 512), (64, 3, 1024, 512), (64, 8, 256, 64), (256,
 RL_PROMPTS, RL_SAMPLES, RL_OUTPUT = 64, 16, 1024
 RL_PROMPT_TOKENS = (1024, 2048, 4096, 8192)
 AGENTS, AGENT_PROMPT_TOKENS = 256, 8192
+CHAT_BATCHES, CHAT_LEVELS = (4, 8, 16, 32, 64), (46, 348, 2123)
 NONE_BATCHES = (1, 8, 32, 64, 128, 256)
 NONE_TOKENS = (512, 2048, 8192, 32768)
 # Trees of every kind of difficulty, for a run of a minute.
@@ -150,6 +153,20 @@ def groups(prompts: int, samples: int, prompt_tokens: int, own_tokens: list[int]
     return paths, [prompt_tokens + own for own in own_tokens]
 
 
+def conversations(requests: int) -> tuple[list[Path], list[int]]:
+    """Requests of PAT's conversation workload; lengths drawn as benchmarks/serving/workloads.py draws them."""
+    rng = np.random.default_rng(requests)
+    ends = np.cumsum(CHAT_LEVELS).tolist()
+    paths: list[Path] = []
+    lengths: list[int] = []
+    for _ in range(requests):
+        language, country = int(rng.integers(2)), int(rng.integers(2))
+        paths.append([(0, 0, ends[0]), (1 + language, ends[0], ends[1]), (3 + 2 * language + country, ends[1], ends[2])])
+        turn, answer = np.clip(rng.lognormal(np.log((560, 340)), (1.3, 0.8)), 8, (3072, 2048)).astype(int)
+        lengths.append(ends[2] + int(turn) + int(rng.integers(1, answer + 1)))
+    return paths, lengths
+
+
 Build = Callable[[], tuple[list[Path], list[int]]]
 
 
@@ -167,6 +184,8 @@ def catalogue() -> Iterator[tuple[str, tuple[Heads, ...], Build]]:
         yield f"rl/p{tokens}", USUAL_HEADS, lambda tokens=tokens: groups(RL_PROMPTS, RL_SAMPLES, tokens, own)
     agents = np.random.default_rng(0).integers(64, 2049, AGENTS).tolist()
     yield f"agents/b{AGENTS}", USUAL_HEADS, lambda: groups(1, AGENTS, AGENT_PROMPT_TOKENS, agents)
+    for batch in CHAT_BATCHES:
+        yield f"chat/b{batch}", USUAL_HEADS, lambda batch=batch: conversations(batch)
     for batch in NONE_BATCHES:
         for tokens in NONE_TOKENS:
             yield f"none/b{batch}_l{tokens}", USUAL_HEADS, lambda b=batch, t=tokens: ([[] for _ in range(b)], [t] * b)

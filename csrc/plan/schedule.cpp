@@ -103,13 +103,15 @@ class Scheduler {
   }
 
   // Lists the tiles and returns how long a unit may be. Where wide tiles leave workers idle, narrower ones read the
-  // same KV at once, from the cache, and are done sooner.
+  // same KV at once, from the cache, and are done sooner; but a plan never reads more than requests by themselves would.
   double choose_tiles() {
     int32_t queries = cost_.queries_per_tile();
     double longest = list_tiles(queries);
     while (queries > 1 && whole_units_ > 0 && whole_units_ < cost_.workers()) {
       const double finish = finish_, narrower = list_tiles(queries / 2);
-      if (finish_ > kWorthNarrowing * finish) return list_tiles(queries);
+      if (finish_ > kWorthNarrowing * finish || tokens_ > schedule_.plan.kv_tokens_per_request) {
+        return list_tiles(queries);
+      }
       longest = narrower;
       queries /= 2;
     }
@@ -119,6 +121,7 @@ class Scheduler {
   // Tiles of at most `step` queries, as they are before they are split.
   double list_tiles(int32_t step) {
     tiles_.clear();
+    tokens_ = 0;
     tiles_.reserve(packing_.packs.size());
     for (const Pack& pack : packing_.packs) {
       const bool open = pack.kv_end == kOpenEnd;
@@ -134,6 +137,7 @@ class Scheduler {
         tile.kv_begin = pack.kv_begin;
         tile.kv_end = end;
         tile.tile_rows = cost_.tile_rows(count);
+        tokens_ += tile.tokens();
         tile.open = open;
         tile.partial = partial;
         tile.first_of_pack = open || first == 0;
@@ -213,7 +217,7 @@ class Scheduler {
     total_ = 0;
     count_.fill(0);
     splittable_.clear();
-    constexpr std::array<double, 9> kShares{1.34, 1.12, 1.0, 0.67, 0.5, 0.34, 0.25, 0.17, 0.125};
+    constexpr std::array<double, 7> kShares{1.34, 1.12, 1.0, 0.67, 0.5, 0.34, 0.2};
     double longest = 0;
     for (const Tile& tile : tiles_) {
       total_ += tile.seconds;
@@ -345,6 +349,7 @@ class Scheduler {
   double total_ = 0, to_bin_ = 0;
   double finish_ = 0, dearest_open_ = 0;
   int64_t whole_units_ = 0;  // that take a whole worker
+  int64_t tokens_ = 0;       // KV positions that the tiles read
   Schedule schedule_;
 };
 

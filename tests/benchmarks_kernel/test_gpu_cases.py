@@ -24,7 +24,7 @@ def ragged_case(seed: int, requests: int = 40, levels: int = 4) -> Case:
 def test_every_family_is_there_and_keys_are_unique() -> None:
     cases = select([], None)
     families = {case.name.split("/")[0] for case in cases}
-    assert families == {"pat", "fasttree", "random", "rl", "agents", "none"}
+    assert families == {"pat", "fasttree", "random", "rl", "agents", "chat", "none"}
     assert len({case.key for case in cases}) == len(cases)
     assert sum(case.name.startswith("pat/") for case in cases) == 80
 

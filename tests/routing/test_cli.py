@@ -24,7 +24,7 @@ def test_compare_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]
 def test_compare_by_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", "compare", RESULTS, "shipped", "--families"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
-    assert names == ["shipped", "pat", "fasttree", "random", "rl", "agents", "none"]
+    assert names == ["shipped", "pat", "fasttree", "random", "rl", "agents", "chat", "none"]
 
 
 def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
