@@ -103,7 +103,8 @@ class Scheduler {
   }
 
   // Lists the tiles and returns how long a unit may be. Where wide tiles leave workers idle, narrower ones read the
-  // same KV at once, from the cache, and are done sooner; but a plan never reads more than requests by themselves would.
+  // same KV at once, from the cache, and are done sooner; but a plan never reads more than requests by themselves
+  // would.
   double choose_tiles() {
     int32_t queries = cost_.queries_per_tile();
     double longest = list_tiles(queries);
