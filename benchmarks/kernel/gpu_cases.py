@@ -161,7 +161,8 @@ def conversations(requests: int) -> tuple[list[Path], list[int]]:
     lengths: list[int] = []
     for _ in range(requests):
         language, country = int(rng.integers(2)), int(rng.integers(2))
-        paths.append([(0, 0, ends[0]), (1 + language, ends[0], ends[1]), (3 + 2 * language + country, ends[1], ends[2])])
+        nodes = (0, 1 + language, 3 + 2 * language + country)
+        paths.append(list(zip(nodes, [0, *ends[:2]], ends, strict=True)))
         turn, answer = np.clip(rng.lognormal(np.log((560, 340)), (1.3, 0.8)), 8, (3072, 2048)).astype(int)
         lengths.append(ends[2] + int(turn) + int(rng.integers(1, answer + 1)))
     return paths, lengths

@@ -6,37 +6,13 @@
 
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
+#include "cuda/next_unit.h"
 #include "cuda/ptx.h"
 #include "cuda/results.h"
 #include "cuda/softmax.h"
 #include "cuda/tiles.h"
 
 namespace prefixpack {
-
-// The unit that a block does after its present one, in shared memory. The first warp looks after it; the others get
-// nothing and keep nothing.
-struct NextUnit {
-  int32_t num_units;
-  int32_t ticket;
-  int32_t record[kRecordWords];
-
-  // The ticket, in the first lane, once it is here.
-  PREFIXPACK_DEVICE static int32_t ask(const KernelParams& params) {
-    return ptx::thread_index() == 0 ? ptx::atomic_add(&params.step.tickets[0], 1) : 0;
-  }
-  // A word of the item's record for each lane.
-  PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {
-    const int32_t ticket = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
-    if (thread >= kRecordWords || ticket >= num_units) return 0;
-    const ItemRecord* item = params.step.items + unit_of(ticket, params.attention.kv_heads).item;
-    return reinterpret_cast<const int32_t*>(item)[thread];
-  }
-  PREFIXPACK_DEVICE void keep(int32_t first_lane_ticket, int32_t word) {
-    const int32_t first = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
-    if (thread < 32) ticket = first;
-    if (thread < kRecordWords) record[thread] = word;
-  }
-};
 
 template <class TileT, class Element>
 class BlockUnit {

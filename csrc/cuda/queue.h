@@ -94,20 +94,6 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
   leave(kernel_params.step, blocks);
 }
 
-// Warps of a block that take units. Many units of one length are done in rounds, and a last round of a few warps leaves
-// memory idle: where fewer warps are enough for all of its bandwidth, as many take part as fill their rounds best.
-PREFIXPACK_DEVICE int32_t active_warps(int32_t units, int32_t tokens, int32_t blocks) {
-  if (tokens < kTokensToFillRounds) return kLoneWarps;
-  int32_t best = kLoneWarps;
-  float best_share = 0.0f;
-  for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
-    const int32_t at_once = warps * blocks, rounds = (units + at_once - 1) / at_once;
-    const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
-    if (share > best_share + 0.02f) best = warps, best_share = share;
-  }
-  return best;
-}
-
 // shared: kLoneWarps * kWarpBytes.
 template <int HeadDim, class Element>
 PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {

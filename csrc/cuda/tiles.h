@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/both_sides.h"
+
 namespace prefixpack {
 
 constexpr int kBlocksPerMultiprocessor = 2;
@@ -66,6 +68,21 @@ struct WarpTile {
   static_assert(kPieces >= 3, "a piece in use and two in flight");
   static_assert(kRows * HeadDim * 4 <= kPieceBytes, "sums lie where a piece was");
 };
+
+// Warps of each of `blocks` blocks that take units, of `tokens` KV positions each; 0: of various lengths. Many units of
+// one length are done in rounds, and a last round of a few warps leaves memory idle: where fewer warps are enough for
+// all of its bandwidth, as many take part as fill their rounds best.
+PREFIXPACK_BOTH int32_t active_warps(int32_t units, int32_t tokens, int32_t blocks) {
+  if (tokens < kTokensToFillRounds) return kLoneWarps;
+  int32_t best = kLoneWarps;
+  float best_share = 0.0f;
+  for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
+    const int32_t at_once = warps * blocks, rounds = (units + at_once - 1) / at_once;
+    const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
+    if (share > best_share + 0.02f) best = warps, best_share = share;
+  }
+  return best;
+}
 
 // Wider heads leave a warp neither the registers nor the shared memory for work of its own.
 template <int HeadDim>

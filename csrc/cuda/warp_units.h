@@ -59,7 +59,6 @@ class WarpUnits : WarpRows<TileT, Element> {
   }
 
  private:
-  using Rows::array;
   using Rows::ask_for_merge_lists;
   using Rows::attention_;
   using Rows::finish;
@@ -72,7 +71,6 @@ class WarpUnits : WarpRows<TileT, Element> {
   using Rows::kLowest;
   using Rows::kQueryBegin;
   using Rows::kQueryCount;
-  using Rows::kSlotBegin;
   using Rows::kSlotsAt;
   using Rows::kSteps;
   using Rows::lane_;

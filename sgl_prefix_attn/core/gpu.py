@@ -1,4 +1,4 @@
-"""Running plans on a CUDA device: one copy per plan, one launch per step, one per layer, all at fixed addresses."""
+"""Running plans on a CUDA device: one copy per plan, a launch per step, two per layer, at fixed addresses."""
 
 from __future__ import annotations
 

@@ -114,3 +114,19 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
     one, many = emulate(emulation, case, blocks=1), emulate(emulation, case, blocks=blocks)
     assert torch.equal(one[0].view(torch.int16), many[0].view(torch.int16))
     assert torch.equal(one[1], many[1])
+
+
+@pytest.mark.parametrize(
+    ("units", "tokens", "warps"),
+    [
+        (2048, 1024, 4),  # two rounds of 1,056 warps instead of 1,584 and then 464
+        (1584, 1024, 6),  # one full round
+        (1200, 1024, 5),  # one round of 1,320
+        (2048, 32, 6),    # short units are bound by latency: the more at once the better
+        (2048, 0, 6),     # of various lengths: the short ones come last and even it out
+        (0, 0, 6),
+    ],
+)  # fmt: skip
+def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
+    """On an H200, with 264 blocks of six warps."""
+    assert emulation.active_warps(units, tokens, 264) == warps

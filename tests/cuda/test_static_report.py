@@ -25,7 +25,8 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     assert {(row["arch"], row["function"]) for row in packed} == {
         (arch, f"{kernel} {head_dim} {element}")
         for arch in ("80", "90a") for element in ("bf16", "fp16")
-        for kernel, head_dims in (("packed_blocks", (64, 128, 256)), ("packed_warps", (64, 128))) for head_dim in head_dims
+        for kernel, head_dims in (("packed_blocks", (64, 128, 256)), ("packed_warps", (64, 128)))
+        for head_dim in head_dims
     }
     # Two blocks of 128 threads on a multiprocessor of 65,536 registers.
     assert all(0 < row["registers"] <= 255 for row in packed)

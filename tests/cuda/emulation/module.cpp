@@ -131,6 +131,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulation, m) {
+  m.def("active_warps", &active_warps, py::arg("units"), py::arg("tokens"), py::arg("blocks"));
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("logit_cap"), py::arg("window_left"),
