@@ -182,6 +182,7 @@ class EnginePool:
 
 def _engine_process(main: EngineMain, connection: Connection, arguments: EngineArguments, parent: int) -> None:
     die_with(parent)
+    take_descendants_along()
     # Ctrl-C reaches the whole foreground group; the parent tells its engines what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(dict(arguments.environment))
@@ -199,3 +200,25 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it went before
         os._exit(1)
+
+
+def take_descendants_along() -> None:
+    """When this process dies, whatever of, the processes that it has started die with it.
+
+    SGLang's ask the kernel for that themselves, but only once they have imported SGLang: one whose parent is killed
+    before would stay, with its memory. So they form a process group, which a small process outside of it kills when
+    this one's end of a pipe closes. To be called before there are threads.
+    """
+    os.setpgid(0, 0)
+    group = os.getpid()
+    closed, held = os.pipe()  # neither end is inherited by programs that are started
+    if os.fork() != 0:
+        os.close(closed)
+        return
+    os.setsid()
+    os.close(held)
+    with contextlib.suppress(OSError):
+        os.read(closed, 1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    os._exit(0)
