@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -57,9 +58,9 @@ void bind_launches(py::module_& m) {
       "cuda_launch_size",
       [](int32_t head_dim, int32_t dtype) {
         const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype));
-        return py::make_tuple(size.blocks, size.warp_blocks);
+        return py::make_tuple(size.blocks, size.warp_blocks, size.beside);
       },
-      "Blocks of the two packed kernels that the current device holds at once.");
+      "Blocks of the two packed kernels that the current device holds at once, and whether they run side by side.");
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
@@ -79,7 +80,7 @@ void bind_launches(py::module_& m) {
          int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
          uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
          uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads, int32_t kv_heads,
-         int32_t head_dim, int32_t window_left, float scale, float logit_cap, std::pair<int32_t, int32_t> blocks,
+         int32_t head_dim, int32_t window_left, float scale, float logit_cap, std::tuple<int32_t, int32_t, bool> size,
          uintptr_t stream) {
         KernelParams params{};
         step.fill(params);
@@ -108,7 +109,7 @@ void bind_launches(py::module_& m) {
         attention.window_left = window_left;
         attention.scale = scale;
         attention.logit_cap = logit_cap;
-        launch_attention(params, {blocks.first, blocks.second}, pointer<void>(stream));
+        launch_attention(params, {std::get<0>(size), std::get<1>(size), std::get<2>(size)}, pointer<void>(stream));
       },
       "Launches packed attention of one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
 }

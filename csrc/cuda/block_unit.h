@@ -257,8 +257,8 @@ class BlockUnit {
 
   // Where a row goes.
   struct Target {
-    float* partial;    // [head_dim], or
-    uint16_t* output;  // [head_dim] if it is nullptr: the row has no other partial; nullptr too: no such row
+    float* partial;    // [head_dim], nullptr if the row has no other partial: then
+    uint16_t* output;  // [head_dim]
     float weights[TileT::kKeyWarps];
   };
   static_assert(TileT::kRows * sizeof(Target) <= TileT::kQueryBytes, "targets lie where the queries were");

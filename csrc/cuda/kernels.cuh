@@ -36,7 +36,10 @@ int32_t resident(Kernel kernel, int32_t threads, int32_t shared_bytes) {
 
 template <int HeadDim, class Element>
 LaunchSize launch_size_of() {
-  LaunchSize size{resident(packed_blocks<HeadDim, Element>, kThreads, kLaunchSharedBytes), 0};
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  LaunchSize size{resident(packed_blocks<HeadDim, Element>, kThreads, kLaunchSharedBytes), 0, major >= 9};
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     size.warp_blocks = resident(packed_warps<HeadDim, Element>, kLoneThreads, kLoneWarps * kWarpBytes);
   }
@@ -49,7 +52,7 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
   packed_blocks<HeadDim, Element><<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kWarpsWorkAlone<HeadDim>) {
-    // Begins when all blocks of the first have begun, and runs beside them.
+    // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.
     cudaLaunchAttribute beside{};
     beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     beside.val.programmaticStreamSerializationAllowed = 1;
@@ -59,7 +62,7 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
     config.dynamicSmemBytes = kLoneWarps * kWarpBytes;
     config.stream = stream;
     config.attrs = &beside;
-    config.numAttrs = 1;
+    config.numAttrs = size.beside ? 1 : 0;
     check_cuda(cudaLaunchKernelEx(&config, packed_warps<HeadDim, Element>, params, blocks),
                "packed attention of warps");
   }

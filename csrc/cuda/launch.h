@@ -12,6 +12,7 @@ namespace prefixpack {
 struct LaunchSize {
   int32_t blocks;       // that take units for blocks
   int32_t warp_blocks;  // whose warps take units for warps
+  bool beside;          // whether the second kernel may begin beside the first: compute capability 9.0 and later
 };
 
 // Of the current device. Asks the driver; call it once.

@@ -37,11 +37,6 @@ template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// One ticket for the block's first warp, known to all its lanes; 0 in the other warps.
-PREFIXPACK_DEVICE int32_t take_ticket(int32_t* counter) {
-  const int32_t ticket = thread_index() == 0 ? atomic_add(counter, 1) : 0;
-  return shuffle(ticket, 0);
-}
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 // A condition on which all lanes agree, and a lane's value, in forms from which the compiler sees that all lanes have
 // the same. Without them each shuffle behind a branch comes with code for lanes that arrive one by one, two fifths of a

@@ -34,15 +34,12 @@ class WarpRows {
   PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
 
   // The plan's header, which the lanes hold too: shared memory is full, and far away is too far for what is read often.
-  PREFIXPACK_DEVICE int32_t header(int32_t PlanHeader::* field) const {
-    const PlanHeader* none = nullptr;
-    return ptx::broadcast(header_, static_cast<int32_t>(reinterpret_cast<const int32_t*>(&(none->*field)) -
-                                                        reinterpret_cast<const int32_t*>(none)));
+  // offset: of the word in PlanHeader. Called by all lanes.
+  PREFIXPACK_DEVICE int32_t header(size_t offset) const {
+    return ptx::broadcast(header_, static_cast<int32_t>(offset / sizeof(int32_t)));
   }
-  // An array of the plan; called by all lanes.
-  PREFIXPACK_DEVICE const int32_t* array(int32_t PlanHeader::* field) const {
-    return params_.plan.words + header(field);
-  }
+  // The array of the plan whose place that word says.
+  PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params_.plan.words + header(offset); }
 
   PREFIXPACK_DEVICE explicit WarpRows(const KernelParams& params)
       : params_(params),
@@ -65,7 +62,7 @@ class WarpRows {
 
   // Token of the row that is this lane's number; -1 beyond the last.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
-    const int32_t* tokens = array(&PlanHeader::query_token_at) + word(record, kQueryBegin);
+    const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + word(record, kQueryBegin);
     return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
@@ -77,9 +74,9 @@ class WarpRows {
     const bool mine = lane_ < word(record_, kQueryCount);
     const int32_t head = kv_head();
     if (word(record_, kSlotBegin) == kWriteThrough) return;
-    const int32_t* offsets = array(&PlanHeader::merge_offset_at);
-    const int32_t* slots = array(&PlanHeader::merge_slot_at);
-    const int32_t entries = offsets[header(&PlanHeader::num_merges)] - first;
+    const int32_t* offsets = array(offsetof(PlanHeader, merge_offset_at));
+    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
+    const int32_t entries = offsets[header(offsetof(PlanHeader, num_merges))] - first;
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
@@ -195,7 +192,7 @@ class WarpRows {
       longest = other > longest ? other : longest;
     }
     const int32_t first_entry = list_begin - word(record_, kMergeFirst);
-    const int32_t* slots = array(&PlanHeader::merge_slot_at);
+    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
     // A partial of the row: where it is, -1 if here, and its lse. Called by all lanes.
     struct Partial {
       int32_t index;

@@ -9,6 +9,8 @@
 // columns. The few rows that a decode tail has would leave most of a tile of sixteen query rows empty.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
@@ -27,14 +29,14 @@ class WarpUnits : WarpRows<TileT, Element> {
   PREFIXPACK_DEVICE WarpUnits(const KernelParams& params, const char* shared)
       : Rows(params),
         window_(params.attention.window_left),
-        first_item_(header(&PlanHeader::num_block_items)),
-        num_units_((header(&PlanHeader::num_items) - first_item_) * params.attention.kv_heads),
+        first_item_(header(offsetof(PlanHeader, num_block_items))),
+        num_units_((header(offsetof(PlanHeader, num_items)) - first_item_) * params.attention.kv_heads),
         queries_(ptx::shared_address(shared)),
         softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t count() const { return num_units_; }
   // KV positions of every unit, if they have about as many; else 0.
-  PREFIXPACK_DEVICE int32_t common_tokens() const { return header(&PlanHeader::narrow_tokens); }
+  PREFIXPACK_DEVICE int32_t common_tokens() const { return header(offsetof(PlanHeader, narrow_tokens)); }
 
   // Takes units until none is left.
   PREFIXPACK_DEVICE void run() {

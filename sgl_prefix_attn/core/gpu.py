@@ -39,7 +39,7 @@ class GpuStep(StepBuffers):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the GPU kernels support bfloat16 and float16")
         with torch.cuda.device(device):
-            self.blocks: tuple[int, int] = _native.cuda_launch_size(shape.head_dim, DTYPES[dtype])
+            self.launch_size: tuple[int, int, bool] = _native.cuda_launch_size(shape.head_dim, DTYPES[dtype])
         super().__init__(shape, device, limits)
         self.dtype = dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim).tile_rows[-1]
@@ -79,7 +79,7 @@ class GpuStep(StepBuffers):
         self._check_tables(req_to_token, req_pool_indices, seq_lens)
         _native.cuda_prepare(
             self._addresses, req_to_token.data_ptr(), req_to_token.stride(0), req_pool_indices.data_ptr(),
-            seq_lens.data_ptr(), self.blocks[0], torch.cuda.current_stream(self.device).cuda_stream,
+            seq_lens.data_ptr(), self.launch_size[0], torch.cuda.current_stream(self.device).cuda_stream,
         )
 
     def attend(
@@ -123,5 +123,5 @@ class GpuStep(StepBuffers):
             0 if sinks is None else sinks.data_ptr(),
             self._partial_o.data_ptr(), self._partial_lse.data_ptr(),
             DTYPES[self.dtype], q_heads, kv_heads, head_dim, window_left, scale, logit_cap,
-            self.blocks, torch.cuda.current_stream(self.device).cuda_stream,
+            self.launch_size, torch.cuda.current_stream(self.device).cuda_stream,
         )  # fmt: skip

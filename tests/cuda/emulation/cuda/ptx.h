@@ -75,11 +75,6 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
 }
-// One ticket for the block's first warp, known to all its lanes; 0 in the other warps.
-inline int32_t take_ticket(int32_t* counter) {
-  const int32_t ticket = thread_index() == 0 ? atomic_add(counter, 1) : 0;
-  return shuffle(ticket, 0);
-}
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
   const auto* lanes = emulation::exchange(&word, 1, line);
