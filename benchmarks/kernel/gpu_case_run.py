@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -109,4 +110,5 @@ class CaseRun:
 
 
 def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+    text = re.sub(r"/\S*/(?=site-packages/|[^/\s]*cache/)", "", str(error))  # not where it is installed
+    return f"{type(error).__name__}: {text}".replace("\n", " ")[:300]
