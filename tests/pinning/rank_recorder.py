@@ -1,0 +1,140 @@
+"""An SGLang plug-in for tests: each scheduler process writes down what our code decided in it, in order.
+
+A file `RANK_EVENTS/<pid>.jsonl` for each process: what is its own (rank, hash seed, addresses), then a line an event.
+The process of rank 1 also pauses at random, so that the ranks are never at the same place at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from sgl_prefix_attn.core.planner import Planner
+from sgl_prefix_attn.pinning import CachedTree, PinLedger
+from sgl_prefix_attn.sglang_plugin.counters import Counters
+from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
+from sgl_prefix_attn.sglang_plugin.group_scheduling import GroupScheduler, place_of
+from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
+
+FOLDER = "RANK_EVENTS"
+ENTRY_POINT = "[sglang.srt.plugins]\nrank_recorder = tests.pinning.rank_recorder:register\n"
+_FOREST = ("order", "node_parent", "node_begin", "node_end", "node_first", "node_last", "node_request", "tail_begin")
+_PLAN = ("items", "query_token", "query_request", "query_back", "merge_query", "merge_offset", "merge_slot")
+
+_file: TextIO | None = None
+_pauses: random.Random | None = None
+
+
+def install(folder: Path) -> None:
+    """Makes this module a plug-in of every SGLang that has the folder in its PYTHONPATH."""
+    distribution = folder / "rank_recorder-1.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: rank-recorder\nVersion: 1\n")
+    (distribution / "entry_points.txt").write_text(ENTRY_POINT)
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes."""
+    if not in_scheduler_process():
+        return
+    _after(PinLedger, "add", lambda ledger, pin, *a, **k: note("pinned", pin.id, len(pin.tokens), pin.expires))
+    _after(PinLedger, "release", lambda ledger, pin, *a: note("released", pin.id))
+    _after(PinLedger, "advance", _advanced)
+    _after(PinLedger, "shed", _shed)
+    _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
+    _after(CacheKeeper, "_lock_pin", lambda keeper, _, pin: note("held", pin.id, keeper.held_tokens(pin.id)))
+    _after(CacheKeeper, "announce", lambda keeper, _, tokens, uses, *a, **k: note("announced", len(tokens), uses))
+    _after(CacheKeeper, "queue", lambda keeper, _, waiting: note("ahead", keeper.worth.lookahead.requests()))
+    _after(CacheKeeper, "step", _stepped)
+    _after(CachedTree, "give_up", _given_up)
+    _after(GroupScheduler, "arrange", _arranged)
+    _after(GroupScheduler, "should_wait", _asked_to_wait)
+    _after(BatchTracker, "step", _paths_read)
+    _after(Planner, "plan", lambda planner, plan, *a, **k: note("plan", planner.plans_made, _digest(plan, _PLAN)))
+    _after(Counters, "as_dict", _counted)
+
+
+def note(kind: str, *what: Any) -> None:
+    """Writes an event down."""
+    global _file, _pauses
+    if _file is None:
+        rank = _rank()
+        _file = (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("w")
+        _pauses = random.Random(os.getpid()) if rank == 1 else None
+        own = {"rank": rank, "hash of a string": hash("prefix"), "address": id(_file)}
+        print(json.dumps(own), file=_file)
+    print(json.dumps([kind, *what]), file=_file, flush=True)
+    if _pauses is not None and _pauses.random() < 0.02:
+        time.sleep(_pauses.random() * 0.01)
+
+
+def _after(owner: type, name: str, then: Callable[..., None]) -> None:
+    """`then(self, result, *arguments)` after each call of a method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        then(self, result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, method)
+
+
+def _advanced(ledger: PinLedger, ended: Any, *args: Any) -> None:
+    if ended:
+        note("expired", [pin.id for pin in ended], ledger.step)
+
+
+def _shed(ledger: PinLedger, shed: Any, *args: Any) -> None:
+    note("shed", [(s.before.id, len(s.before.tokens), 0 if s.after is None else len(s.after.tokens)) for s in shed])
+
+
+def _stepped(keeper: CacheKeeper, result: None) -> None:
+    cache = keeper._cache
+    pool = (keeper._allocator.available_size(), cache.evictable_size(), cache.protected_size())
+    note("step", keeper.ledger.step, *pool, keeper.counters.as_dict())
+
+
+def _given_up(tree: CachedTree, nodes: Any, tokens: int, *args: Any, **kwargs: Any) -> None:
+    note("given up", tokens, [(node.id, node.begin, node.end) for node in nodes])
+
+
+def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[Any]) -> None:
+    if any(place_of(request) is not None for request in queue):
+        note("order", [request.rid for request in queue])
+
+
+def _asked_to_wait(scheduler: GroupScheduler, waits: bool, adder: Any, request: Any) -> None:
+    if place_of(request) is not None:
+        note("waits" if waits else "may go", request.rid, dict(scheduler.held_back))
+
+
+def _paths_read(tracker: BatchTracker, step: StepPaths | str, batch: Any) -> None:
+    note("paths", step if isinstance(step, str) else [step.mode, step.num_requests, _digest(step.forest, _FOREST)])
+
+
+def _counted(counters: Counters, values: dict[str, Any]) -> None:
+    note("totals", {name: value for name, value in values.items() if not name.endswith("_seconds")})
+
+
+def _digest(of: Any, names: tuple[str, ...]) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for name in names:
+        values = getattr(of, name)
+        state.update(f"{name}{values.shape}{values.dtype}".encode() + values.tobytes())
+    return state.hexdigest()
+
+
+def _rank() -> int:
+    import torch
+
+    return int(torch.distributed.get_rank())

@@ -1,0 +1,173 @@
+"""Two tensor-parallel ranks of the real server decide alike, and their tokens are those of the stock backend on two.
+
+Pins, retention with look-ahead, an offline group, users and a pool that is too small for all of it. Ranks that decide
+differently would wait for each other for ever or compute nonsense; so each writes down what it decides
+(rank_recorder.py), and both have to have written the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from sgl_prefix_attn.offline.batch_file import BatchRequest, CompletionBody
+from sgl_prefix_attn.offline.plan import Plan, Work
+from sgl_prefix_attn.offline.prompts import Prompts
+from tests.pinning import rank_recorder
+from tests.pinning.test_server import ask
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).resolve().parents[2]
+POOL = 2048
+RANKS = {
+    # One entry a rank: SGLang wants cores named if there are more ranks than NUMA nodes.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+    # With more than one rank SGLang compiles the look-up of embeddings, which takes longer than all else here.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+OURS = {
+    "PREFIXPACK_PIN_BUDGET_PERCENT": "100",
+    "PREFIXPACK_RETENTION": "reuse",
+    "PREFIXPACK_RETENTION_BLOCK": "16",
+    "PYTHONHASHSEED": "random",
+}
+# What has to have been decided, and so written down, for the comparison to say anything.
+DECISIONS = {
+    *("pinned", "held", "released", "expired", "shed", "cleared", "announced", "ahead", "given up", "step"),
+    *("order", "waits", "may go", "paths", "plan", "totals"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
+    """prefixpack and torch_native, with two ranks each. Both start at once: that is what takes the time."""
+    rank_recorder.install(folder)
+    path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
+
+    def options(backend: str, environment: dict[str, str]) -> ServerOptions:
+        sizes = ("--context-length", "2048", "--max-total-tokens", str(POOL), "--max-running-requests", "12")
+        return ServerOptions(
+            model=str(tiny_model()),
+            backend=backend,
+            extra=("--tp-size", "2", *sizes),
+            environment={**RANKS, **environment},
+            log_folder=folder,
+        )
+
+    recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
+    with ExitStack() as running, ThreadPoolExecutor(2) as starting:
+        both = [
+            starting.submit(running.enter_context, serve(options("prefixpack", recorded))),
+            starting.submit(running.enter_context, serve(options("torch_native", {}))),
+        ]
+        yield both[0].result(), both[1].result()
+
+
+class Requests:
+    """What is asked of both servers."""
+
+    def __init__(self) -> None:
+        rng = random.Random(4)
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(RESERVED_TOKENS, VOCABULARY) for _ in range(count)]
+
+        self.prefixes = [tokens(length) for length in (400, 380, 350, 300, 250)]
+        self.users = [
+            self._body([*rng.choice(self.prefixes), *tokens(rng.randrange(5, 40))], rng.randrange(4, 24))
+            for _ in range(36)
+        ]
+        groups = [tokens(length) for length in (220, 160, 120)]
+        prompts = [[*groups[number % 3], *tokens(rng.randrange(5, 30))] for number in range(24)]
+        requests = [
+            BatchRequest(line, str(line), "/v1/completions", CompletionBody(prompt=prompt, max_tokens=8))
+            for line, prompt in enumerate(prompts)
+        ]
+        work = Work(requests, Prompts.from_lists(prompts), np.full(len(prompts), 8, dtype=np.int64))
+        (queue,) = Plan(work, 1, "job").queues
+        self.job = [self._body(task.tokens.tolist(), 8, **task.sampling) for task in iter(queue.next, None)]
+
+    @staticmethod
+    def _body(tokens: list[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
+        greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
+        return {"input_ids": tokens, "sampling_params": {**sampling, **greedy}}
+
+
+def answer(server: Server, body: dict[str, Any]) -> list[int]:
+    return list(json.loads(server.post("/generate", body, timeout=120))["output_ids"])
+
+
+def answers(server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    """All at once."""
+    with ThreadPoolExecutor(len(bodies)) as users:
+        return list(users.map(lambda body: answer(server, body), bodies))
+
+
+def pin(server: Server, tokens: list[int], **more: Any) -> int:
+    status, answered = ask(server, "POST", {"token_ids": tokens, **more})
+    assert status == 200, answered
+    return int(answered["schedulers"][0]["pin"]["id"])
+
+
+def events(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """What is each rank's own, and what it wrote down, a line an event; rank 0 first."""
+    texts = [path.read_text().splitlines() for path in folder.glob("*.jsonl")]
+    ranks = sorted(((json.loads(lines[0]), lines[1:]) for lines in texts), key=lambda rank: rank[0]["rank"])
+    return [own for own, _ in ranks], [lines for _, lines in ranks]
+
+
+def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
+    servers: tuple[Server, Server], folder: Path
+) -> None:
+    ours, stock = servers
+    requests = Requests()
+    bodies = [*requests.users, *requests.job]
+    expected = answers(stock, bodies)
+
+    short = pin(ours, requests.prefixes[0][:40], label="released before the work starts")
+    assert ask(ours, "DELETE", {"id": short})[0] == 200
+    for prefix in requests.prefixes:
+        answer(ours, requests._body(prefix, 1))
+        pin(ours, prefix)
+    pin(ours, requests.job[0]["input_ids"][:100], ttl_steps=20)
+    with ThreadPoolExecutor(1) as another:
+        given_up = another.submit(answers, ours, [{**requests._body(requests.prefixes[1], 900), "rid": "aborted"}])
+        tokens = answers(ours, bodies)
+        ours.post("/abort_request", {"rid": "aborted"})
+        assert len(given_up.result()[0]) < 900
+    assert tokens == expected
+
+    state = ours.info()["internal_states"][0]
+    ours.flush_cache()
+    assert state["prefixpack_pinning"]["failures"] == 0
+    assert state["prefixpack_pinning"]["evictions_avoided"] > 0
+    assert state["prefixpack"]["counters"]["steps_packed"]["decode"] > 20
+    assert set(state["prefixpack"]["counters"]["fallbacks"]) <= {"no_cached_prefix", "idle"}
+
+    own, (first, second) = events(folder)
+    assert [rank["rank"] for rank in own] == [0, 1]
+    for name in ("hash of a string", "address"):
+        assert own[0][name] != own[1][name], f"the ranks have the same {name}: they could not have disagreed over it"
+    for number, (a, b) in enumerate(itertools.zip_longest(first, second)):
+        assert a == b, f"event {number}: rank 0 {a}, rank 1 {b}"
+    kinds = Counter(json.loads(line)[0] for line in first)
+    assert DECISIONS - kinds.keys() == set()
