@@ -80,7 +80,11 @@ class Engines(Protocol):
         """Raises EngineError when the engine is gone; it may as well be `outcomes` that does."""
 
     def outcomes(self, timeout: float) -> list[Outcome]:
-        """What has come, after waiting for at most `timeout` seconds. Raises EngineError when an engine is gone."""
+        """What has come, after waiting for at most `timeout` seconds.
+
+        Raises EngineError when an engine is gone and nothing has come: what others, or it itself, had finished is
+        returned first.
+        """
 
 
 class EngineError(RuntimeError):
@@ -152,16 +156,25 @@ class EnginePool:
 
     def outcomes(self, timeout: float) -> list[Outcome]:
         by_connection: dict[Any, _Engine] = {e.connection: e for e in self._engines if e.outstanding}
-        outcomes = []
+        outcomes: list[Outcome] = []
+        gone = None
         for connection in wait(list(by_connection), timeout):
-            engine = by_connection[connection]
-            while True:
-                outcome: Outcome = self._receive(engine)
-                engine.outstanding.discard(outcome.number)
-                outcomes.append(outcome)
-                if not engine.connection.poll():
-                    break
+            try:
+                self._drain(by_connection[connection], outcomes)
+            except EngineError as error:  # its end of the pipe stays closed, so the next call comes here again
+                gone = error
+        if gone is not None and not outcomes:
+            raise gone
         return outcomes
+
+    def _drain(self, engine: _Engine, outcomes: list[Outcome]) -> None:
+        """Adds what an engine has sent; there has to be something."""
+        while True:
+            outcome: Outcome = self._receive(engine)
+            engine.outstanding.discard(outcome.number)
+            outcomes.append(outcome)
+            if not engine.connection.poll():
+                return
 
     def _receive(self, engine: _Engine) -> Any:
         try:

@@ -1,16 +1,21 @@
-"""An engine's process takes the processes that it has started along, whatever it dies of."""
+"""An engine's process takes the processes it has started along, whatever it dies of; what it had finished stays."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 
+import numpy as np
 import psutil
+import pytest
 
-from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, Ready
+from sgl_prefix_attn.offline.answers import Answer
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, Outcome, Ready, Task
 
 SECONDS = 20
 
@@ -37,3 +42,22 @@ def test_an_engine_that_ends_leaves_no_process() -> None:
         child = psutil.Process(ready.room)
     _, alive = psutil.wait_procs([child], timeout=SECONDS)
     assert not alive
+
+
+def one_answer(connection: Connection, arguments: EngineArguments) -> None:
+    """An engine that is gone after its first request."""
+    connection.send(Ready(room=0))
+    connection.send(Outcome(connection.recv().number, Answer((), 1)))
+
+
+def test_what_an_engine_finished_before_it_was_gone_is_returned_first() -> None:
+    with EnginePool(one_answer, [EngineArguments(())]) as pool:
+        pool.wait_ready()
+        pool.submit(0, Task(7, np.array([1], dtype=np.int32), {}))
+        pool.submit(0, Task(8, np.array([1], dtype=np.int32), {}))
+        while multiprocessing.active_children():
+            time.sleep(0.01)
+        time.sleep(0.5)  # the pipe closes a moment later, with what looks after the engine's processes
+        assert [outcome.number for outcome in pool.outcomes(SECONDS)] == [7]
+        with pytest.raises(EngineError, match="engine 0 ended with status 0"):
+            pool.outcomes(SECONDS)
