@@ -6,7 +6,7 @@ uses this die, Ray ends its actors, and the engines die with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_prefix_attn.offline.engines import (
@@ -61,6 +61,11 @@ class _Actor:
     def wait_ready(self) -> Ready:
         return self._pool.wait_ready()[0]
 
+    def machine(self) -> str:
+        import ray
+
+        return f"{ray.util.get_node_ip_address()}, node {ray.get_runtime_context().get_node_id()}"
+
     def submit(self, task: Task) -> None:
         self._pool.submit(0, task)
 
@@ -72,31 +77,41 @@ class _Actor:
 
 
 class RayEnginePool:
-    """As `EnginePool`, on a cluster that `connect` was called for.
+    """As `EnginePool`, on a cluster that `connect` was called for; engines are spread over its machines.
+
+    When an engine or its machine is gone, `outcomes` first returns what others have finished, and raises when called
+    again.
 
     Args:
         ray: what `connect` returned.
         gpus: GPUs of each engine; each also takes one CPU of its machine.
 
     Raises:
-        ValueError: the cluster has not that many GPUs or CPUs. (Ray would wait for them without a word.)
+        ValueError: the cluster's machines have no room for so many engines. (Ray would wait for it without a word.)
+
+    Attributes:
+        machines: where each engine runs, in words: address and Ray's id of the node; known once it has started.
     """
 
     def __init__(self, ray: Any, main: EngineMain, engines: Sequence[EngineArguments], gpus: int = 0) -> None:
         self._ray = ray
-        resources = ray.cluster_resources()
-        for name, each in (("GPU", gpus), ("CPU", 1)):
-            if each * len(engines) > resources.get(name, 0):
-                raise ValueError(
-                    f"{len(engines)} engines need {each * len(engines)} {name}s, and the Ray cluster has "
-                    f"{resources.get(name, 0):g}: start fewer engines"
-                )
+        room = sum(_room(node["Resources"], gpus) for node in ray.nodes() if node["Alive"])
+        if len(engines) > room:
+            each = f"{gpus} GPUs and a CPU" if gpus else "a CPU"
+            raise ValueError(
+                f"{len(engines)} engines, each with {each} of one machine: the Ray cluster's machines have room for "
+                f"{room}; start fewer engines, or add machines"
+            )
         # Tasks go in, in order, while a call waits for outcomes.
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, concurrency_groups={_TASKS: 1})(_Actor)
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD", concurrency_groups={_TASKS: 1})(
+            _Actor
+        )
         self._actors = [actor.remote(main, arguments) for arguments in engines]
         self._outstanding: list[set[int]] = [set() for _ in engines]
         self._submitted: list[Any] = [None for _ in engines]  # the last call to submit
         self._asked: dict[Any, int] = {}  # calls for outcomes that are under way, with the engine's number
+        self._gone: EngineError | None = None
+        self.machines: list[str] = ["" for _ in engines]
 
     def __enter__(self) -> RayEnginePool:
         return self
@@ -111,6 +126,8 @@ class RayEnginePool:
         return len(self._actors)
 
     def wait_ready(self) -> list[Ready]:
+        for number, actor in enumerate(self._actors):
+            self.machines[number] = self._get(number, actor.machine.remote())
         return [self._get(number, actor.wait_ready.remote()) for number, actor in enumerate(self._actors)]
 
     def outstanding(self, engine: int) -> int:
@@ -121,6 +138,8 @@ class RayEnginePool:
         self._outstanding[engine].add(task.number)
 
     def outcomes(self, timeout: float) -> list[Outcome]:
+        if self._gone is not None:
+            raise self._gone
         asked = set(self._asked.values())
         for number, actor in enumerate(self._actors):
             if self._outstanding[number] and number not in asked:
@@ -130,15 +149,32 @@ class RayEnginePool:
         outcomes = []
         for call in ready:
             number = self._asked.pop(call)
-            for outcome in self._get(number, call):
+            try:
+                finished = self._get(number, call)
+            except EngineError as error:
+                self._gone = error
+                continue
+            for outcome in finished:
                 self._outstanding[number].discard(outcome.number)
                 outcomes.append(outcome)
+        if self._gone is not None and not outcomes:
+            raise self._gone
         return outcomes
 
     def _get(self, number: int, call: Any) -> Any:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
-            raise EngineError(f"engine {number}, of {len(self)} on Ray: {error.cause}") from error
+            raise EngineError(f"{self._name(number)}: {error.cause}") from error
         except self._ray.exceptions.RayError as error:
-            raise EngineError(f"engine {number}, of {len(self)} on Ray, is gone: {error}") from error
+            raise EngineError(f"{self._name(number)}, is gone: {error}") from error
+
+    def _name(self, number: int) -> str:
+        where = f" ({self.machines[number]})" if self.machines[number] else ""
+        return f"engine {number}, of {len(self)} on Ray{where}"
+
+
+def _room(resources: Mapping[str, float], gpus: int) -> int:
+    """Engines that a machine with these resources can run."""
+    by_cpus = int(resources.get("CPU", 0))
+    return min(by_cpus, int(resources.get("GPU", 0)) // gpus) if gpus else by_cpus

@@ -1,0 +1,208 @@
+"""Engines on several nodes of a Ray cluster: real ones, with a raylet, an object store and resources of their own each,
+that happen to run on one machine. Needs the `ray` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sgl_prefix_attn.demo.tiny_model import tiny_model
+from sgl_prefix_attn.offline import cli
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, EnginePool, StartEngines
+from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
+from sgl_prefix_attn.offline.runner import BatchSummary, run_batch
+from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from tests.offline import batches, fake_engine
+from tests.offline.test_ray_engines import actors
+
+SERVER = "--max-total-tokens 2048 --max-running-requests 16 --context-length 1024"
+MIB = 1 << 20
+
+
+class Nodes:
+    """A cluster whose first node, where this process belongs to, runs no engines."""
+
+    def __init__(self) -> None:
+        cluster_utils = pytest.importorskip("ray.cluster_utils", reason="the ray extra is not installed")
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * MIB}
+        self._cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        self.ray: Any = None
+
+    def __enter__(self) -> Nodes:
+        self.ray = connect(self._cluster.address)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ray.shutdown()
+        self._cluster.shutdown()
+
+    def add(self, cpus: int) -> Any:
+        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=80 * MIB)
+        self._cluster.wait_for_nodes()
+        return node
+
+    def kill(self, node: Any) -> None:
+        """As when its machine loses power: nothing is told to anybody."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def miss(self, node: Any) -> None:
+        """Waits until Ray has noticed that a node is gone; meanwhile it would still start engines there."""
+        deadline = time.monotonic() + 60
+        while any(known["Alive"] for known in self.ray.nodes() if known["NodeID"] == node.node_id):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with Nodes() as cluster:
+        yield cluster
+
+
+class Started:
+    """Starts engines on the cluster, and keeps what runs them."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._ray = nodes.ray
+        self.pools: list[RayEnginePool] = []
+
+    def __call__(self, main: EngineMain, engines: Sequence[EngineArguments], gpus: int = 0) -> RayEnginePool:
+        self.pools.append(RayEnginePool(self._ray, main, engines, gpus))
+        return self.pools[-1]
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Of each engine of the last run."""
+        return [machine.split()[-1] for machine in self.pools[-1].machines]
+
+
+def run(source: Path, output: Path, start: StartEngines, engines: int, seconds: float = 0.0) -> BatchSummary:
+    options = fake_engine.options(source, output, engines, seconds)
+    return run_batch(options, fake_engine.main, PromptEncoder(str(output.parent)).encode, start=start)
+
+
+def results(output: Path) -> list[dict[str, Any]]:
+    return batches.without_time(batches.read(output))
+
+
+def on_one_engine_here(source: Path, folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir()
+    run(source, folder / "out.jsonl", EnginePool, 1)
+    return results(folder / "out.jsonl")
+
+
+def executed(output: Path) -> list[tuple[int, str]]:
+    """(engine, prompt) of everything that was executed."""
+    lines = Path(f"{output}.executed").read_text().splitlines()
+    return [(int(text.split()[0]), text.split(" ", 2)[2]) for text in lines]
+
+
+def finished(output: Path) -> int:
+    """Requests in the journal."""
+    journal = output.with_name(output.name + ".journal")
+    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
+
+
+def later(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    """Does something as soon as something is so, meanwhile."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 120
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_every_node_has_an_engine_and_no_group_is_split(nodes, tmp_path, cpus):
+    expected_ids = {nodes.add(cpus).node_id for _ in range(2)}
+    source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(200, groups=16)), tmp_path / "out.jsonl"
+    start = Started(nodes)
+    summary = run(source, output, start, engines=2)
+    assert (summary.requests, summary.failed) == (200, 0)
+    assert set(start.node_ids) == expected_ids
+    by_group: dict[str, set[int]] = {}
+    for engine, prompt in executed(output):
+        by_group.setdefault(str(json.loads(prompt)[:40]), set()).add(engine)
+    assert len(by_group) == 16
+    assert sorted(engine for engines in by_group.values() for engine in engines) == [0] * 8 + [1] * 8
+    assert results(output) == on_one_engine_here(source, tmp_path / "here")
+
+
+def test_room_is_what_single_nodes_have(nodes, tmp_path):
+    for _ in range(2):
+        nodes.add(1)
+    with pytest.raises(
+        ValueError, match=r"3 engines, each with a CPU of one machine.* room for 2; start fewer engines"
+    ):
+        run(batches.write(tmp_path / "in", batches.grouped(8)), tmp_path / "out.jsonl", Started(nodes), engines=3)
+
+
+def test_a_node_that_dies_is_named_and_the_rest_goes_on_with_what_is_left(nodes, tmp_path):
+    kept, lost = nodes.add(1), nodes.add(1)
+    source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(300)), tmp_path / "out.jsonl"
+    start = Started(nodes)
+    killing = later(lambda: finished(output) >= 60, lambda: nodes.kill(lost))
+    with pytest.raises(EngineError, match=rf"engine \d, of 2 on Ray \(\S+, node {lost.node_id}\), is gone"):
+        run(source, output, start, engines=2, seconds=0.02)
+    killing.join()
+    assert set(start.node_ids) == {kept.node_id, lost.node_id}
+    assert not psutil.wait_procs(actors(), timeout=20)[1], "engines outlive a run that failed"
+    nodes.miss(lost)
+    with pytest.raises(ValueError, match=r"2 engines.* room for 1; start fewer engines, or add machines"):
+        run(source, output, start, engines=2)
+    before, done = finished(output), batches.read(output.with_name("out.jsonl.journal"))[1:]
+    already = executed(output)
+    summary = run(source, output, start, engines=1)
+    assert 60 <= before == summary.resumed < 300
+    assert start.node_ids == [kept.node_id]
+    prompts = [str(line["body"]["prompt"]) for line in batches.read(source)]
+    again = {prompt for _, prompt in executed(output)[len(already) :]}
+    assert again == set(prompts) - {prompts[entry["line"] - 1] for entry in done}
+    assert results(output) == on_one_engine_here(source, tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_real_engines_on_two_nodes_one_of_which_dies(nodes, tmp_path, monkeypatch, capsys):
+    kept, lost = nodes.add(1), nodes.add(1)
+    start = Started(nodes)
+    monkeypatch.setattr(cli, "RayEnginePool", lambda ray, main, engines, gpus: start(main, engines, gpus))
+    source = batches.write(tmp_path / "in.jsonl", batches.grouped(400))
+
+    def command(output: Path, *more: str) -> int:
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        fixed = ["--model", str(tiny_model()), "--server-args", SERVER, "--ordered", "--quiet"]
+        return cli.run(parser.parse_args([str(source), str(output), *fixed, *more]))
+
+    one, output = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    assert command(one) == 0
+    on_ray = ("--ray", "auto", "--engines", "2")
+    killing = later(lambda: finished(output) >= 80, lambda: nodes.kill(lost))
+    assert command(output, *on_ray) == 1
+    killing.join()
+    assert set(start.node_ids) == {kept.node_id, lost.node_id}
+    assert f"node {lost.node_id}), is gone" in capsys.readouterr().err
+    assert not output.exists()
+    nodes.miss(lost)
+    assert command(output, *on_ray) == 2
+    assert "room for 1; start fewer engines, or add machines" in capsys.readouterr().err
+    before, added = finished(output), nodes.add(1)
+    assert command(output, *on_ray) == 0
+    assert set(start.node_ids) == {kept.node_id, added.node_id}
+    assert f"{before} of them had been finished by earlier runs" in capsys.readouterr().out
+    assert results(output) == results(one)
