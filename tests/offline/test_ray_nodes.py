@@ -126,7 +126,7 @@ def later(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
     return thread
 
 
-@pytest.mark.parametrize("cpus", [1, 2])
+@pytest.mark.parametrize("cpus", [1, 4])
 def test_every_node_has_an_engine_and_no_group_is_split(nodes, tmp_path, cpus):
     expected_ids = {nodes.add(cpus).node_id for _ in range(2)}
     source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(200, groups=16)), tmp_path / "out.jsonl"

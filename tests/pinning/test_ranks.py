@@ -7,12 +7,14 @@ differently would wait for each other for ever or compute nonsense; so each writ
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import random
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -70,6 +72,7 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
             backend=backend,
             extra=("--tp-size", "2", *sizes),
             environment={**RANKS, **environment},
+            start_seconds=150,
             log_folder=folder,
         )
 
@@ -93,9 +96,10 @@ class Requests:
 
         self.prefixes = [tokens(length) for length in (400, 380, 350, 300, 250)]
         self.users = [
-            self._body([*rng.choice(self.prefixes), *tokens(rng.randrange(5, 40))], rng.randrange(4, 24))
+            self.body([*rng.choice(self.prefixes), *tokens(rng.randrange(5, 40))], rng.randrange(4, 24))
             for _ in range(36)
         ]
+        self.large = self.body(tokens(1500), 2)
         groups = [tokens(length) for length in (220, 160, 120)]
         prompts = [[*groups[number % 3], *tokens(rng.randrange(5, 30))] for number in range(24)]
         requests = [
@@ -104,10 +108,10 @@ class Requests:
         ]
         work = Work(requests, Prompts.from_lists(prompts), np.full(len(prompts), 8, dtype=np.int64))
         (queue,) = Plan(work, 1, "job").queues
-        self.job = [self._body(task.tokens.tolist(), 8, **task.sampling) for task in iter(queue.next, None)]
+        self.job = [self.body(task.tokens.tolist(), 8, **task.sampling) for task in iter(queue.next, None)]
 
     @staticmethod
-    def _body(tokens: list[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    def body(tokens: list[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
         greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
         return {"input_ids": tokens, "sampling_params": {**sampling, **greedy}}
 
@@ -116,10 +120,9 @@ def answer(server: Server, body: dict[str, Any]) -> list[int]:
     return list(json.loads(server.post("/generate", body, timeout=120))["output_ids"])
 
 
-def answers(server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
-    """All at once."""
-    with ThreadPoolExecutor(len(bodies)) as users:
-        return list(users.map(lambda body: answer(server, body), bodies))
+def after(seconds: float, action: Callable[[], object]) -> None:
+    time.sleep(seconds)
+    action()
 
 
 def pin(server: Server, tokens: list[int], **more: Any) -> int:
@@ -141,19 +144,22 @@ def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
     ours, stock = servers
     requests = Requests()
     bodies = [*requests.users, *requests.job]
-    expected = answers(stock, bodies)
+    with ThreadPoolExecutor(len(bodies)) as users:
+        expected = list(users.map(functools.partial(answer, stock), bodies))
 
     short = pin(ours, requests.prefixes[0][:40], label="released before the work starts")
     assert ask(ours, "DELETE", {"id": short})[0] == 200
     for prefix in requests.prefixes:
-        answer(ours, requests._body(prefix, 1))
+        answer(ours, requests.body(prefix, 1))
         pin(ours, prefix)
+    answer(ours, requests.large)  # has to have some of what is pinned
     pin(ours, requests.job[0]["input_ids"][:100], ttl_steps=20)
-    with ThreadPoolExecutor(1) as another:
-        given_up = another.submit(answers, ours, [{**requests._body(requests.prefixes[1], 900), "rid": "aborted"}])
-        tokens = answers(ours, bodies)
-        ours.post("/abort_request", {"rid": "aborted"})
-        assert len(given_up.result()[0]) < 900
+    with ThreadPoolExecutor(len(bodies) + 2) as users:
+        long = users.submit(answer, ours, {**requests.body(requests.prefixes[1], 900), "rid": "long"})
+        abort = users.submit(after, 1.0, lambda: ours.post("/abort_request", {"rid": "long"}))
+        tokens = list(users.map(functools.partial(answer, ours), bodies))
+        abort.result()
+        assert len(long.result()) < 900
     assert tokens == expected
 
     state = ours.info()["internal_states"][0]
