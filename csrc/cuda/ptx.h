@@ -12,6 +12,12 @@
 namespace prefixpack::ptx {
 
 PREFIXPACK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+// The same, read at this place: nothing that follows from it is worked out earlier and kept in registers.
+PREFIXPACK_DEVICE int thread_index_here() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
 PREFIXPACK_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 PREFIXPACK_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
 PREFIXPACK_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }

@@ -6,6 +6,7 @@
 #include "cuda/block_merge.h"
 #include "cuda/block_unit.h"
 #include "cuda/warp_units.h"
+#include "cuda/wide_unit.h"
 
 namespace prefixpack {
 
@@ -28,14 +29,42 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 PREFIXPACK_DEVICE BlockState* block_state(char* shared) { return reinterpret_cast<BlockState*>(shared + kSharedBytes); }
 
-// A function per tile: inlined side by side they would share, and spill, one set of registers.
-template <class TileT, class Element>
-PREFIXPACK_DEVICE_CALL void run_block_unit(char* shared) {
+template <class Unit>
+PREFIXPACK_DEVICE void run_unit(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   ptx::warp_sync();
   const int32_t kv_head = unit_of(state->ticket, params.attention.kv_heads).kv_head;
-  BlockUnit<TileT, Element>(params, state->item, kv_head, shared).run(&state->next);
+  Unit(params, state->item, kv_head, shared).run(&state->next);
+}
+// A function per tile: inlined side by side they would share, and spill, one set of registers.
+template <class Unit>
+PREFIXPACK_DEVICE_CALL void call_unit(char* shared) {
+  run_unit<Unit>(shared);
+}
+
+// The widest tile, with products of a warpgroup where there are such. These not in a function of their own: at its
+// begin and end the compiler would take them for under way, and let each wait for the one before it.
+template <int HeadDim, class Element>
+PREFIXPACK_DEVICE void run_wide_unit(char* shared) {
+#ifdef PREFIXPACK_WARPGROUP_PRODUCTS
+  if constexpr (HeadDim == 128) {
+    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Element>>(shared);
+    return;
+  }
+#endif
+  call_unit<BlockUnit<Tile<HeadDim, 128>, Element>>(shared);
+}
+
+// The unit that was asked for becomes the present one; false if there is none. A function of its own: the compiler
+// would keep what it needs for it in registers that units need.
+inline PREFIXPACK_DEVICE_CALL bool take_unit(char* shared) {
+  BlockState* state = block_state(shared);
+  // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
+  if (ptx::thread_index() < 32) state->ticket = state->next.ticket;
+  copy_words(&state->item, state->next.record, sizeof(ItemRecord));
+  ptx::block_sync();
+  return state->ticket < state->next.num_units;
 }
 
 // Nothing is kept in registers while a unit runs: it needs them all.
@@ -43,19 +72,14 @@ template <int HeadDim, class Element>
 PREFIXPACK_DEVICE void run_block_queue(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
-  for (;;) {
-    // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
-    if (ptx::thread_index() < 32) state->ticket = state->next.ticket;
-    copy_words(&state->item, state->next.record, sizeof(ItemRecord));
-    ptx::block_sync();
-    if (ptx::uniform(state->ticket >= state->next.num_units)) return;
+  while (ptx::uniform(take_unit(shared))) {
     const int32_t rows = state->item.tile_rows;
     if (ptx::uniform(rows <= 32)) {
-      run_block_unit<Tile<HeadDim, 32>, Element>(shared);
+      call_unit<BlockUnit<Tile<HeadDim, 32>, Element>>(shared);
     } else if (ptx::uniform(rows <= 64)) {
-      run_block_unit<Tile<HeadDim, 64>, Element>(shared);
+      call_unit<BlockUnit<Tile<HeadDim, 64>, Element>>(shared);
     } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
-      run_block_unit<Tile<HeadDim, 128>, Element>(shared);
+      run_wide_unit<HeadDim, Element>(shared);
     }
     merge_what_is_ready<HeadDim, Element>(params, state->item,
                                           unit_of(state->ticket, params.attention.kv_heads).kv_head, shared);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/both_sides.h"
+#include "cuda/index_math.h"
 
 namespace prefixpack {
 
@@ -40,6 +41,12 @@ struct Tile {
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
   static constexpr int kSumWidth = HeadDim + 8;  // of a row's sums: whole 16-byte words, banks shifted from row to row
   static constexpr int kSumBytes = kKeyWarps * Rows * kSumWidth * 4;
+
+  PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) { return swizzled(row, chunk, kRowBytes); }
+  // First row of a warp's row block.
+  PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t block) {
+    return (row_warp * kRowBlocks + block) * 16;
+  }
 
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");

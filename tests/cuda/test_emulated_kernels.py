@@ -6,7 +6,9 @@ only a GPU shows: speed, memory ordering, that the compiler and the hardware agr
 
 from __future__ import annotations
 
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +56,47 @@ def test_every_tile_of_the_table(emulation: ModuleType, queries: int) -> None:
     ones = np.ones(queries, dtype=np.int64)
     lens = 200 + np.arange(1, queries + 1, dtype=np.int64)
     case = make_case(queries, heads=(8, 1), batch=([[(0, 0, 200)]] * queries, lens, ones))
+    check(case, emulate(emulation, case))
+
+
+def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
+    """Decode of `queries` requests of group 8 that share a node, whatever tile the planner chose for it done in the one
+    that has products of a warpgroup."""
+    lens = shared + np.arange(1, queries + 1, dtype=np.int64)
+    batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
+    case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items"))]
+    plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
+    plan.items = plan.items.copy()
+    tile_rows = plan.items[:, 6]
+    assert tile_rows.max() > 8
+    tile_rows[tile_rows > 8] = 128
+    return replace(case, plan=plan)
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("shared", [64, 127, 128, 129, 320, 500])
+def test_products_of_a_warpgroup(emulation: ModuleType, shared: int, late_copies: bool) -> None:
+    """KV tiles of 64: fewer than there are pieces of the ring, and several times round it."""
+    case = wide_case(shared=shared)
+    check(case, emulate(emulation, case, late_copies=late_copies))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16},
+        {"logit_cap": 3.0},
+        {"window_left": 0},
+        {"window_left": 70},
+        {"with_sinks": True},
+        {"queries": 9},
+        {"queries": 40},
+    ],
+    ids=str,
+)
+def test_variants_of_products_of_a_warpgroup(emulation: ModuleType, options: dict[str, Any]) -> None:
+    case = wide_case(**options)
     check(case, emulate(emulation, case))
 
 

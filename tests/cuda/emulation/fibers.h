@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -22,6 +23,12 @@ struct PendingCopy {
   char* shared;
   const char* global;
   bool valid;
+};
+
+// Fragments that products of a warpgroup were begun for.
+struct PendingSums {
+  std::vector<float> sums;
+  int products = 0;
 };
 
 // Arguments that the lanes of a warp lay out for each other; two sets, so that no lane overtakes a reader.
@@ -43,11 +50,16 @@ struct Fiber {
   uint64_t syncs = 0;
   std::vector<PendingCopy> open_group;
   std::vector<std::vector<PendingCopy>> groups;
+  std::vector<std::function<void()>> open_products;
+  std::vector<std::vector<std::function<void()>>> product_groups;
+  std::map<const void*, PendingSums> pending_sums;
+  std::vector<size_t> landed;  // 16-byte chunks of shared memory, not yet shown to products of a warpgroup
 };
 
 struct Block {
   int index = 0;
   std::vector<char> shared;
+  std::vector<bool> hidden;  // 16-byte chunks that were copied and not yet shown to products of a warpgroup
   uint64_t arrived = 0;
   bool vote = false;
   Exchange warps[kMaxBlockThreads / kWarpThreads];
@@ -105,6 +117,9 @@ inline void sync_block() {
 
 inline void land(const PendingCopy& copy) {
   for (int i = 0; i < 16; ++i) copy.shared[i] = copy.valid ? copy.global[i] : 0;
+  const auto chunk = static_cast<size_t>(copy.shared - self().block->shared_begin()) / 16;
+  self().block->hidden[chunk] = true;
+  self().landed.push_back(chunk);
 }
 
 inline void check_shared(const void* address, int bytes) {
@@ -139,6 +154,7 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
     block->index = index;
     // Not-a-number in every 16-bit and 32-bit format: what is read before it is written shows.
     block->shared.assign(shared_bytes + 1024, static_cast<char>(0xff));
+    block->hidden.assign(block->shared.size() / 16, false);
     for (int thread = 0; thread < threads; ++thread) {
       auto fiber = std::make_unique<Fiber>();
       fiber->stack.resize(128 * 1024);

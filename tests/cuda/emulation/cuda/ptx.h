@@ -14,6 +14,7 @@
 namespace prefixpack::ptx {
 
 inline int thread_index() { return emulation::self().thread; }
+inline int thread_index_here() { return thread_index(); }
 inline int block_index() { return emulation::self().block->index; }
 inline int block_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
 inline int grid_size() { return emulation::machine()->grid; }

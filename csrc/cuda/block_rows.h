@@ -1,0 +1,214 @@
+// The rows of a block's unit, however products are made: where queries come from, what they see, their running sums,
+// and where these go when the unit is done.
+#pragma once
+
+#include "cuda/index_math.h"
+#include "cuda/kernel_params.h"
+#include "cuda/ptx.h"
+#include "cuda/results.h"
+#include "cuda/softmax.h"
+#include "cuda/tiles.h"
+
+namespace prefixpack {
+
+// TileT says where 16-byte chunks of the queries lie in shared memory, at whose begin they are, and which rows and keys
+// of a tile each warp has.
+template <class TileT, class Element>
+class BlockRows {
+ protected:
+  // item: of the unit, near.
+  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const ItemRecord& item, int32_t kv_head, char* shared)
+      : params_(params),
+        attention_(params.attention),
+        item_(item),
+        kv_head_(kv_head),
+        group_(params.attention.q_heads / params.attention.kv_heads),
+        rows_(item_.query_count * group_),
+        window_(params.attention.window_left),
+        shared_(shared),
+        queries_(ptx::shared_address(shared)),
+        thread_(ptx::thread_index_here()),
+        lane_(thread_ % 32),
+        row_warp_(thread_ / 32 % TileT::kRowWarps),
+        key_warp_(thread_ / 32 / TileT::kRowWarps),
+        begin_(first_read(item_.kv_begin, item_.kv_end, item_.lowest, window_, TileT::kKeys)),
+        keys_(item_.kv_end - begin_),
+        num_tiles_((keys_ + TileT::kKeys - 1) / TileT::kKeys),
+        softmax_(params.attention) {}
+
+  static constexpr int kRowBlocks = TileT::kRowBlocks;
+  static constexpr int kKeyBlocks = TileT::kKeysPerWarp / 8;
+  static constexpr int kValueBlocks = TileT::kHeadDim / 8;
+  static constexpr int kChunks = TileT::kRowBytes / 16;
+  static constexpr int kRowsPerPass = kThreads / kChunks;
+
+  // Queries ---------------------------------------------------------------------------------------------------------
+
+  // Where the thread's row of queries begins, in elements, or -1: read at once with all else that a unit begins with.
+  PREFIXPACK_DEVICE int64_t query_offset() const {
+    const bool valid = thread_ < rows_;
+    const Row place = row_of(valid ? thread_ : 0, kv_head_, group_);
+    const int64_t token = params_.plan.query_token(item_.query_begin + place.query);
+    return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
+  }
+
+  // offsets: of all rows.
+  PREFIXPACK_DEVICE void copy_queries(const int64_t* offsets) const {
+    const auto* q = static_cast<const uint16_t*>(attention_.q) + thread_ % kChunks * 8;
+#pragma unroll 4
+    for (int32_t row = thread_ / kChunks; row < TileT::kRows; row += kRowsPerPass) {
+      const int64_t offset = offsets[row];
+      ptx::copy_async(queries_ + TileT::query_place(row, thread_ % kChunks), q + (offset < 0 ? 0 : offset),
+                      offset >= 0);
+    }
+  }
+
+  // Sums -----------------------------------------------------------------------------------------------------------
+
+  // Row of the tile that the fragments of a thread hold: `half` 0 or 1 for its two rows of a row block.
+  PREFIXPACK_DEVICE static int32_t fragment_row(int32_t thread, int32_t block, int32_t half) {
+    return TileT::first_row(thread / 32 % TileT::kRowWarps, block) + half * 8 + thread % 32 / 4;
+  }
+
+  // Read when a mask needs it, which is seldom; kept, it would cost the widest tile registers that it has not.
+  PREFIXPACK_DEVICE int32_t position_of(int32_t row) const {
+    return row < rows_ ? params_.step.query_position[item_.query_begin + row / group_] : item_.highest;
+  }
+
+  PREFIXPACK_DEVICE void start_sums() {
+#pragma unroll
+    for (int32_t block = 0; block < kRowBlocks; ++block) {
+      state_[block][0] = state_[block][1] = softmax_start();
+#pragma unroll
+      for (int32_t column = 0; column < kValueBlocks; ++column) {
+        output_[block][column][0] = output_[block][column][1] = 0.0f;
+        output_[block][column][2] = output_[block][column][3] = 0.0f;
+      }
+    }
+  }
+
+  // Whether any query does not see all of a tile.
+  PREFIXPACK_DEVICE bool partly_hidden(int32_t tile) const {
+    const int32_t tile_begin = begin_ + tile * TileT::kKeys;
+    return tile_begin + TileT::kKeys > item_.kv_end || tile_begin + TileT::kKeys - 1 > item_.lowest ||
+           (window_ >= 0 && tile_begin < item_.highest - window_);
+  }
+
+  // Products of a row block's queries and a tile's keys become weights.
+  PREFIXPACK_DEVICE void weigh(int32_t tile, int32_t block, float (&scores)[kKeyBlocks][4]) {
+    softmax_.transform(scores);
+    if (ptx::uniform(partly_hidden(tile))) {
+      const int32_t thread = ptx::thread_index_here();
+      const int32_t first = begin_ + tile * TileT::kKeys + key_warp_ * TileT::kKeysPerWarp + thread % 4 * 2;
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        hide(scores, half, first, item_.kv_end, position_of(fragment_row(thread, block, half)), window_);
+      }
+    }
+    softmax_.add(scores, state_[block], output_[block]);
+  }
+
+  // Results --------------------------------------------------------------------------------------------------------
+
+  // Where a row goes.
+  struct Target {
+    float* partial;    // [head_dim], nullptr if the row has no other partial: then
+    uint16_t* output;  // [head_dim]
+    float weights[TileT::kKeyWarps];
+  };
+  static_assert(TileT::kRows * sizeof(Target) <= TileT::kQueryBytes, "targets lie where the queries were");
+
+  // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
+  // warp order, and rows leave it in one piece.
+  PREFIXPACK_DEVICE void store_rows() {
+    const int32_t thread = ptx::thread_index_here(), lane = thread % 32;
+    constexpr int32_t kWidth = TileT::kSumWidth;
+    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
+    auto* targets = reinterpret_cast<Target*>(shared_);
+#pragma unroll
+    for (int32_t block = 0; block < kRowBlocks; ++block) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        add_up_quad(state_[block][half].sum);
+        float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(thread, block, half)) * kWidth;
+#pragma unroll
+        for (int32_t column = 0; column < kValueBlocks; ++column) {
+          ptx::store_pair(mine + column * 8 + lane % 4 * 2, output_[block][column][2 * half],
+                          output_[block][column][2 * half + 1]);
+        }
+        if (lane % 4 == 0) ptx::store_pair(mine + TileT::kHeadDim, state_[block][half].max, state_[block][half].sum);
+      }
+    }
+    ptx::block_sync();
+    if (thread < rows_) targets[thread] = target_of(thread, sums + thread * kWidth);
+    ptx::block_sync();
+    constexpr int32_t kQuads = TileT::kHeadDim / 4;
+    const int32_t count = rows_ * kQuads;
+#pragma unroll 4
+    for (int32_t i = thread; i < count; i += kThreads) {
+      const int32_t row = i / kQuads, column = i % kQuads * 4;
+      float quad[4] = {};
+#pragma unroll
+      for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
+        const float* theirs = sums + (warp * TileT::kRows + row) * kWidth + column;
+        const float weight = targets[row].weights[warp];
+#pragma unroll
+        for (int32_t j = 0; j < 4; ++j) quad[j] = ptx::fma(theirs[j], weight, quad[j]);
+      }
+      if (targets[row].partial != nullptr) {
+        ptx::store_quad(targets[row].partial + column, quad);
+      } else {
+        ptx::store_words(targets[row].output + column, Element::pack(quad[0], quad[1]),
+                         Element::pack(quad[2], quad[3]));
+      }
+    }
+  }
+
+  // Joins what the key warps have of a row, and stores its lse. sums: of the first key warp.
+  PREFIXPACK_DEVICE Target target_of(int32_t row, const float* sums) const {
+    const Row place = row_of(row, kv_head_, group_);
+    const auto state_of = [&](int32_t warp) {
+      const float* theirs = sums + warp * TileT::kRows * TileT::kSumWidth + TileT::kHeadDim;
+      return SoftmaxState{theirs[0], theirs[1]};
+    };
+    const auto exp2 = [](float x) { return ptx::exp2(x); };
+    SoftmaxState state = state_of(0);
+    float keep, add;
+#pragma unroll
+    for (int32_t warp = 1; warp < TileT::kKeyWarps; ++warp) {
+      state = softmax_join(state, state_of(warp), exp2, &keep, &add);
+    }
+    Target target{};
+    Normalised result;
+    if (item_.slot_begin == kWriteThrough) {
+      const OutputRow output = output_row(params_, item_.query_begin + place.query, place.head);
+      result = normalised_with_sink(state, attention_, place.head);
+      target.output = output.output;
+      store_lse(output.lse, result.lse);
+    } else {
+      const PartialRow partial = partial_row(attention_, item_.slot_begin + place.query, place.head);
+      result = normalised(state);
+      target.partial = partial.output;
+      *partial.lse = result.lse;
+    }
+#pragma unroll
+    for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
+      target.weights[warp] = exp2(state_of(warp).max - safe_max(state.max)) * result.factor;
+    }
+    return target;
+  }
+
+  const KernelParams& params_;
+  const AttentionParams& attention_;
+  const ItemRecord& item_;
+  const int32_t kv_head_, group_, rows_, window_;
+  char* const shared_;
+  const ptx::SharedAddress queries_;
+  const int32_t thread_, lane_, row_warp_, key_warp_;
+  const int32_t begin_, keys_, num_tiles_;  // KV positions that are read, in tiles
+  const Softmax softmax_;
+  SoftmaxState state_[kRowBlocks][2];
+  float output_[kRowBlocks][kValueBlocks][4];
+};
+
+}  // namespace prefixpack
