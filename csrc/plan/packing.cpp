@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "plan/buffer.h"
 #include "plan/plan.h"
 
 namespace prefixpack {
@@ -17,66 +18,76 @@ constexpr int32_t kMaxJoined = 16;
 class Packer {
  public:
   Packer(const Forest& forest, const BatchLens& lens, const CostModel& cost)
-      : forest_(forest), lens_(lens), cost_(cost) {
-    const int32_t num_nodes = forest.num_nodes();
-    depth_.resize(num_nodes);
-    queries_.assign(num_nodes, 0);
-    single_tails_.assign(num_nodes, 0);
-    single_tail_cost_.assign(num_nodes, 0);
-    next_sibling_.assign(num_nodes, -1);
-    first_child_.assign(num_nodes, -1);
-    state_begin_.resize(num_nodes + 1, 0);
-    for (int32_t node = 0; node < num_nodes; ++node) {
+      : forest_(forest), lens_(lens), cost_(cost), nodes_(forest.num_nodes()) {
+    int32_t num_states = 0;
+    for (int32_t node = 0; node < forest.num_nodes(); ++node) {
       const int32_t parent = forest.node_parent[node];
-      depth_[node] = parent < 0 ? 0 : depth_[parent] + 1;
-      state_begin_[node + 1] = state_begin_[node] + std::min(depth_[node] + 1, kMaxJoined);
+      nodes_[node].states = parent < 0 ? 1 : std::min(nodes_[parent].states + 1, kMaxJoined);
+      nodes_[node].state_begin = num_states;
+      num_states += nodes_[node].states;
     }
-    best_.resize(state_begin_[num_nodes]);
-    choices_.resize(num_nodes + forest.num_requests + 1);
-    for (int32_t node = num_nodes - 1; node >= 0; --node) {
-      const int32_t tails_end = first_tail_end(node);
-      for (int32_t i = forest.node_first[node]; i < tails_end; ++i) {
-        const int32_t request = forest.order[i], queries = lens.query_len(request);
-        queries_[node] += queries;
-        if (queries == 1) {
-          ++single_tails_[node];
-          single_tail_cost_[node] += tail_cost(request, forest.node_end[node]);
-        }
-      }
+    best_.make_room(num_states);
+    choices_.make_room(forest.num_nodes() + forest.num_requests);
+    ranking_.make_room(forest.num_nodes() + forest.num_requests);
+    for (int32_t node = forest.num_nodes() - 1; node >= 0; --node) {
+      add_tails(node);
       solve(node);
+      nodes_[node].apart_cost = best(node, 0) + cost.partial() * nodes_[node].queries;
       const int32_t parent = forest.node_parent[node];
       if (parent >= 0) {
-        queries_[parent] += queries_[node];
-        next_sibling_[node] = first_child_[parent];
-        first_child_[parent] = node;
+        nodes_[parent].queries += nodes_[node].queries;
+        nodes_[node].next_sibling = nodes_[parent].first_child;
+        nodes_[parent].first_child = node;
       }
     }
   }
 
   Packing emit() {
     Packing packing;
-    packing.request_order.reserve(forest_.num_requests);
-    packing.packs.reserve(forest_.num_requests + forest_.num_nodes());
+    packing.request_order.resize(forest_.num_requests);
+    packing.packs.resize(forest_.num_requests + forest_.num_nodes());
+    next_request_ = packing.request_order.data();
+    next_pack_ = packing.packs.data();
     int32_t position = 0;
     for (int32_t node = 0; node < forest_.num_nodes(); node = subtree_end(node)) {
-      for (; position < forest_.node_first[node]; ++position) emit_tail(forest_.order[position], 0, packing);
+      for (; position < forest_.node_first[node]; ++position) emit_tail(forest_.order[position], 0);
       packing.cost += best(node, 0);
-      emit_node(node, 0, packing);
+      emit_node(node, node, 0);
       position = forest_.node_last[node];
     }
-    for (; position < forest_.num_requests; ++position) emit_tail(forest_.order[position], 0, packing);
+    for (; position < forest_.num_requests; ++position) emit_tail(forest_.order[position], 0);
     for (int32_t request = 0; request < forest_.num_requests; ++request) {
       if (forest_.tail_node[request] < 0) packing.cost += tail_cost(request, 0);
     }
+    packing.packs.resize(next_pack_ - packing.packs.data());
     return packing;
   }
 
  private:
+  struct Node {
+    int32_t states;       // 1 + how many nodes above it a pack can have taken along when it gets here
+    int32_t state_begin;  // in best_
+    int32_t queries = 0;  // of its requests
+    int32_t first_child = -1, next_sibling = -1;
+    int32_t single_tails = 0;     // tails of one token right below it
+    double single_tail_cost = 0;  // of these, if they begin at its end
+    double apart_cost;            // of its subtree if the pack above ends there
+
+    bool is_leaf() const { return single_tails == queries; }
+  };
+
   // Something below a node that either joins the node's pack or takes the pack's range along.
   struct Choice {
     double gain;      // seconds saved by joining, before the pack's own reading
     int32_t queries;  // of the child or of all these tails
     int32_t child;    // node, or -1: the node's one-token tails, or -2 - request: one longer tail
+  };
+
+  // Which choices join a pack: the first `joining` by rank; of one-token tails only so many.
+  struct Decision {
+    double cost;  // of the subtree
+    int32_t joining = 0;
+    int32_t joining_tails = 0;
   };
 
   static bool saves_more_per_row(const Choice& a, const Choice& b) {
@@ -85,31 +96,33 @@ class Packer {
   }
 
   Choice* choices() { return choices_.data() + choices_begin_; }
+  int32_t* ranking() { return ranking_.data() + choices_begin_; }
 
-  void add_choice(double gain, int32_t queries, int32_t child) { choices()[num_choices_++] = {gain, queries, child}; }
-
-  // Most nodes have few children, where an insertion sort wins over std::sort by far.
-  void sort_choices() {
-    Choice* const choice = choices();
-    if (num_choices_ > 32) {
-      std::sort(choice, choice + num_choices_, saves_more_per_row);
+  // Ranks choices() by what they save per row, best first. Most nodes have few children, where an insertion sort wins
+  // over std::sort by far. It is at its slowest where they are alike, as in balanced trees: those rank backwards.
+  void rank_choices() {
+    const Choice* const choice = choices();
+    int32_t* const rank = ranking();
+    if (alike_) {
+      for (int32_t i = 0; i < num_choices_; ++i) rank[i] = num_choices_ - 1 - i;
       return;
     }
-    for (size_t i = 1; i < num_choices_; ++i) {
-      const Choice moving = choice[i];
-      size_t place = i;
-      for (; place > 0 && saves_more_per_row(moving, choice[place - 1]); --place) choice[place] = choice[place - 1];
-      choice[place] = moving;
+    if (num_choices_ > 32) {
+      std::iota(rank, rank + num_choices_, 0);
+      std::sort(rank, rank + num_choices_,
+                [choice](int32_t a, int32_t b) { return saves_more_per_row(choice[a], choice[b]); });
+      return;
+    }
+    for (int32_t i = 0; i < num_choices_; ++i) {
+      int32_t place = i;
+      for (; place > 0 && saves_more_per_row(choice[i], choice[rank[place - 1]]); --place)
+        rank[place] = rank[place - 1];
+      rank[place] = i;
     }
   }
 
   // `joined`: how many nodes above `node` the pack that reaches it has taken along; 0: it begins at `node`.
-  double& best(int32_t node, int32_t joined) { return best_[state_begin_[node] + joined]; }
-
-  int32_t ancestor(int32_t node, int32_t steps) const {
-    for (; steps > 0; --steps) node = forest_.node_parent[node];
-    return node;
-  }
+  double& best(int32_t node, int32_t joined) { return best_[nodes_[node].state_begin + joined]; }
 
   int32_t first_tail_end(int32_t node) const {
     // Requests that end at a node stand before those of its first child.
@@ -128,164 +141,218 @@ class Packer {
     return cost_.tail(lens_.query_len(request), begin, lens_.seq_lens[request]);
   }
 
+  void add_tails(int32_t node) {
+    const int32_t tails_end = first_tail_end(node);
+    int32_t all = 0, single = 0;
+    double single_cost = 0;
+    for (int32_t i = forest_.node_first[node]; i < tails_end; ++i) {
+      const int32_t request = forest_.order[i], queries = lens_.query_len(request);
+      all += queries;
+      if (queries == 1) {
+        ++single;
+        single_cost += tail_cost(request, forest_.node_end[node]);
+      }
+    }
+    nodes_[node].queries += all;
+    nodes_[node].single_tails = single;
+    nodes_[node].single_tail_cost = single_cost;
+  }
+
   // Fills choices() for a pack that has read `begin` .. end of node; returns the cost if nothing joins.
   double list_choices(int32_t node, int32_t joined, int32_t begin, bool partial_above) {
     const double partial = cost_.partial();
     const double apart_above = partial_above ? partial : 0.0;
     const int32_t end = forest_.node_end[node];
-    num_choices_ = 0;
+    Choice* next = choices();
     double apart = 0;
-    const int32_t tails_end = first_tail_end(node), num_single = single_tails_[node];
+    const int32_t tails_end = first_tail_end(node), num_single = nodes_[node].single_tails;
     for (int32_t i = forest_.node_first[node]; num_single < tails_end - forest_.node_first[node] && i < tails_end;
          ++i) {
       const int32_t request = forest_.order[i], queries = lens_.query_len(request);
       if (queries == 1) continue;
       const double along = tail_cost(request, begin) + apart_above * queries;
       apart += along;
-      add_choice(along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request);
+      *next++ = {along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request};
     }
     if (num_single > 0) {
       // The price of a one-token tail is linear in its length, so all gain the same.
       const double longer = cost_.item(1, end - begin) - cost_.overhead() + apart_above;
-      apart += single_tail_cost_[node] + longer * num_single;
-      add_choice((longer - 2 * partial) * num_single, num_single, -1);
+      apart += nodes_[node].single_tail_cost + longer * num_single;
+      *next++ = {(longer - 2 * partial) * num_single, num_single, -1};
     }
-    for (int32_t child = first_child_[node]; child >= 0; child = next_sibling_[child]) {
-      const double along = joined + 1 < kMaxJoined ? best(child, joined + 1) : kNever;
-      const double apart_cost = best(child, 0) + partial * queries_[child];
-      if (along == kNever) {
-        apart += apart_cost;
-        add_choice(kNever, queries_[child], child);
-      } else {
-        apart += along;
-        add_choice(along - apart_cost, queries_[child], child);
-      }
+    alike_ = next == choices();
+    double last_gain = 0;
+    int32_t last_queries = 0;
+    const int32_t first_child = nodes_[node].first_child;
+    for (int32_t child = first_child; child >= 0; child = nodes_[child].next_sibling) {
+      const Node& below = nodes_[child];
+      const bool can_go_along = joined + 1 < kMaxJoined;
+      const double along = can_go_along ? best_[below.state_begin + joined + 1] : below.apart_cost;
+      const double gain = can_go_along ? along - below.apart_cost : kNever;
+      apart += along;
+      alike_ &= child == first_child || (gain == last_gain && below.queries == last_queries);
+      last_gain = gain;
+      last_queries = below.queries;
+      *next++ = {gain, below.queries, child};
     }
+    num_choices_ = static_cast<int32_t>(next - choices());
     return apart;
   }
 
-  // Chooses how many of the sorted choices() join the pack; returns the cost of the subtree.
-  double choose(int32_t node, int32_t joined, size_t* num_joining, int32_t* joining_tails) {
-    const int32_t root = ancestor(node, joined);
-    const bool partial_above = forest_.node_parent[root] >= 0;
+  // Chooses how many of the ranked choices() join the pack.
+  Decision choose(int32_t node, int32_t root, int32_t joined) {
     const int32_t begin = forest_.node_begin[root];
-    const double tokens = forest_.node_end[node] - begin;
-    const double apart = list_choices(node, joined, begin, partial_above);
-    sort_choices();
+    const double apart = list_choices(node, joined, begin, forest_.node_parent[root] >= 0);
+    rank_choices();
+    const PackPrice pack(cost_, forest_.node_end[node] - begin);
+    const Choice* const choices = this->choices();
+    const int32_t* const rank = ranking();
+    const int32_t num_choices = num_choices_;
     double lowest = 0, gain = 0;
-    int32_t queries = 0, tails_before = 0;
-    *num_joining = 0;
-    *joining_tails = 0;
-    for (size_t i = 0; i < num_choices_ && choices()[i].gain > 0; ++i) {
-      const Choice choice = choices()[i];
-      if (choice.gain == kNever) {
-        queries += choice.queries;
-        lowest = cost_.pack(queries, tokens) - gain;
-        *num_joining = i + 1;
-        continue;
-      }
-      const auto consider = [&](int32_t count, double saved) {
-        const double total = cost_.pack(queries + count, tokens) - gain - saved;
-        if (total < lowest) {
-          lowest = total;
-          *num_joining = i + 1;
-          *joining_tails = choice.child == -1 ? count : tails_before;
-        }
-      };
-      if (choice.child == -1) {
-        const int32_t tile = cost_.queries_per_tile();
-        const int32_t whole_tiles = (queries + choice.queries) / tile * tile - queries;
-        if (whole_tiles > 0) consider(whole_tiles, choice.gain / choice.queries * whole_tiles);
-      }
-      consider(choice.queries, choice.gain);
-      gain += choice.gain;
-      queries += choice.queries;
-      if (choice.child == -1) tails_before = choice.queries;
+    int32_t queries = 0, tails = 0, joining = 0, joining_tails = 0, i = 0;
+    for (; i < num_choices && choices[rank[i]].gain == kNever; ++i) queries += choices[rank[i]].queries;
+    if (i > 0) {
+      lowest = pack(queries);
+      joining = i;
     }
-    return apart + lowest;
+    for (; i < num_choices && choices[rank[i]].gain > 0; ++i) {
+      const Choice& choice = choices[rank[i]];
+      if (choice.child == -1) {
+        tails = choice.queries;
+        const int32_t in_whole_tiles = cost_.whole_tiles(queries + tails) - queries;
+        const double total = pack(queries + in_whole_tiles) - gain - choice.gain / tails * in_whole_tiles;
+        if (in_whole_tiles > 0 && total < lowest) {
+          lowest = total;
+          joining = i + 1;
+          joining_tails = in_whole_tiles;
+        }
+      }
+      queries += choice.queries;
+      const double total = pack(queries) - gain - choice.gain;
+      gain += choice.gain;
+      if (total < lowest) {
+        lowest = total;
+        joining = i + 1;
+        joining_tails = tails;
+      }
+    }
+    return {apart + lowest, joining, joining_tails};
+  }
+
+  // What choose() does for a node that has nothing but one-token tails below: most nodes, most of the time.
+  Decision choose_in_leaf(const Node& leaf, int32_t begin, int32_t end, bool partial_above) const {
+    const double tokens = end - begin, partial = cost_.partial();
+    const double longer = cost_.item(1, tokens) - cost_.overhead() + (partial_above ? partial : 0.0);
+    const double gain = longer - 2 * partial;
+    const int32_t tails = leaf.single_tails;
+    Decision decision{0};
+    if (gain > 0) {
+      const int32_t whole_tiles = cost_.whole_tiles(tails);
+      if (whole_tiles > 0) {
+        const double total = cost_.pack(whole_tiles, tokens) - gain * whole_tiles;
+        if (total < 0) decision = {total, 1, whole_tiles};
+      }
+      const double total = cost_.pack(tails, tokens) - gain * tails;
+      if (total < decision.cost) decision = {total, 1, tails};
+    }
+    decision.cost += leaf.single_tail_cost + longer * tails;
+    return decision;
   }
 
   void solve(int32_t node) {
-    size_t num_joining;
-    int32_t joining_tails;
-    const int32_t states = state_begin_[node + 1] - state_begin_[node];
-    const bool only_single_tails = single_tails_[node] == queries_[node];
-    for (int32_t joined = 0, root = node; joined < states; ++joined, root = forest_.node_parent[root]) {
-      best(node, joined) = only_single_tails ? leaf(node, root) : choose(node, joined, &num_joining, &joining_tails);
+    const Node& solved = nodes_[node];
+    const bool is_leaf = solved.is_leaf();
+    const int32_t end = forest_.node_end[node], states = solved.states;
+    double* const costs = best_.data() + solved.state_begin;
+    for (int32_t joined = 0, root = node; joined < states; ++joined) {
+      const int32_t above = forest_.node_parent[root];
+      costs[joined] = is_leaf ? choose_in_leaf(solved, forest_.node_begin[root], end, above >= 0).cost
+                              : choose(node, root, joined).cost;
+      root = above;
     }
   }
 
-  // What choose() returns for a node that has nothing but one-token tails below: most nodes, most of the time.
-  double leaf(int32_t node, int32_t root) const {
-    const int32_t tails = single_tails_[node], tile = cost_.queries_per_tile(), whole_tiles = tails / tile * tile;
-    const double tokens = forest_.node_end[node] - forest_.node_begin[root];
-    const double above = forest_.node_parent[root] >= 0 ? cost_.partial() : 0.0;
-    const double longer = cost_.item(1, tokens) - cost_.overhead() + above;
-    const double gain = longer - 2 * cost_.partial();
-    const double apart = single_tail_cost_[node] + longer * tails;
-    if (gain <= 0) return apart;
-    double lowest = std::min(0.0, cost_.pack(tails, tokens) - gain * tails);
-    if (whole_tiles > 0) lowest = std::min(lowest, cost_.pack(whole_tiles, tokens) - gain * whole_tiles);
-    return apart + lowest;
+  void emit_pack(int32_t queries, int32_t request, int32_t begin, int32_t end) {
+    *next_pack_++ = {next_query_, queries, request, begin, end};
   }
 
-  void emit_tail(int32_t request, int32_t begin, Packing& packing) {
+  void emit_tail(int32_t request, int32_t begin) {
     const int32_t queries = lens_.query_len(request);
-    packing.packs.push_back({next_query_, queries, request, begin, kOpenEnd});
-    packing.request_order.push_back(request);
+    emit_pack(queries, request, begin, kOpenEnd);
+    *next_request_++ = request;
     next_query_ += queries;
   }
 
-  void emit_node(int32_t node, int32_t joined, Packing& packing) {
-    size_t num_joining;
-    int32_t joining_tails;
-    choose(node, joined, &num_joining, &joining_tails);
+  // `root`: the node that the pack which reaches `node` begins at, `joined` nodes above.
+  void emit_node(int32_t node, int32_t root, int32_t joined) {
+    if (nodes_[node].is_leaf()) {
+      emit_leaf(node, root);
+      return;
+    }
+    const Decision decision = choose(node, root, joined);
     const Choice* const choices = this->choices();
-    const size_t num_choices = num_choices_;
+    const int32_t* const rank = ranking();
+    const int32_t num_choices = num_choices_;
     choices_begin_ += num_choices;
-    const int32_t begin = forest_.node_begin[ancestor(node, joined)], end = forest_.node_end[node];
+    const int32_t begin = forest_.node_begin[root], end = forest_.node_end[node];
     int32_t single_tail = forest_.node_first[node];
     const auto emit_single_tails = [&](int32_t count, int32_t tail_begin) {
       for (; count > 0; ++single_tail) {
         const int32_t request = forest_.order[single_tail];
         if (lens_.query_len(request) != 1) continue;
-        emit_tail(request, tail_begin, packing);
+        emit_tail(request, tail_begin);
         --count;
       }
     };
     int32_t joining_queries = 0;
-    for (size_t i = 0; i < num_joining; ++i) {
-      joining_queries += choices[i].child == -1 ? joining_tails : choices[i].queries;
+    for (int32_t i = 0; i < decision.joining; ++i) {
+      joining_queries += choices[rank[i]].child == -1 ? decision.joining_tails : choices[rank[i]].queries;
     }
-    if (joining_queries > 0) {
-      packing.packs.push_back({next_query_, joining_queries, forest_.node_request[node], begin, end});
-    }
+    if (joining_queries > 0) emit_pack(joining_queries, forest_.node_request[node], begin, end);
     int32_t tails_along = 0;
-    for (size_t i = 0; i < num_choices; ++i) {
-      const bool joins = i < num_joining;
-      const int32_t child = choices[i].child;
+    for (int32_t i = 0; i < num_choices; ++i) {
+      const bool joins = i < decision.joining;
+      const int32_t child = choices[rank[i]].child;
       if (child >= 0) {
-        emit_node(child, joins ? 0 : joined + 1, packing);
+        emit_node(child, joins ? child : root, joins ? 0 : joined + 1);
       } else if (child == -1) {
-        emit_single_tails(joins ? joining_tails : 0, end);
-        tails_along = choices[i].queries - (joins ? joining_tails : 0);
+        emit_single_tails(joins ? decision.joining_tails : 0, end);
+        tails_along = choices[rank[i]].queries - (joins ? decision.joining_tails : 0);
       } else {
-        emit_tail(-2 - child, joins ? end : begin, packing);
+        emit_tail(-2 - child, joins ? end : begin);
       }
     }
     emit_single_tails(tails_along, begin);
     choices_begin_ -= num_choices;
   }
 
+  void emit_leaf(int32_t node, int32_t root) {
+    const int32_t begin = forest_.node_begin[root], end = forest_.node_end[node];
+    const bool partial_above = forest_.node_parent[root] >= 0;
+    const int32_t joining_tails = choose_in_leaf(nodes_[node], begin, end, partial_above).joining_tails;
+    if (joining_tails > 0) emit_pack(joining_tails, forest_.node_request[node], begin, end);
+    const int32_t* const requests = forest_.order.data() + forest_.node_first[node];
+    const int32_t tails = nodes_[node].single_tails;
+    for (int32_t i = 0; i < tails; ++i) {
+      next_pack_[i] = {next_query_ + i, 1, requests[i], i < joining_tails ? end : begin, kOpenEnd};
+      next_request_[i] = requests[i];
+    }
+    next_pack_ += tails;
+    next_request_ += tails;
+    next_query_ += tails;
+  }
+
   const Forest& forest_;
   const BatchLens lens_;
   const CostModel& cost_;
-  std::vector<int32_t> depth_, queries_, first_child_, next_sibling_, single_tails_;
-  std::vector<double> single_tail_cost_;  // of a node's one-token tails if they begin at its end
-  std::vector<int32_t> state_begin_;
-  std::vector<double> best_;
-  std::vector<Choice> choices_;  // a stack: those of the node at hand begin at choices_begin_
-  size_t choices_begin_ = 0, num_choices_ = 0;
+  std::vector<Node> nodes_;
+  Buffer<double> best_;
+  Buffer<Choice> choices_;   // a stack: those of the node at hand begin at choices_begin_
+  Buffer<int32_t> ranking_;  // of choices_, in a stack of the same shape
+  int32_t choices_begin_ = 0, num_choices_ = 0;
+  bool alike_ = false;  // choices() are children with the same gain and number of queries
+  Pack* next_pack_ = nullptr;
+  int32_t* next_request_ = nullptr;
   int32_t next_query_ = 0;
 };
 
