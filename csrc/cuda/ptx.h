@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #define PREFIXPACK_DEVICE __device__ __forceinline__
-#define PREFIXPACK_DEVICE_CALL __device__ __noinline__
+#define PREFIXPACK_DEVICE_CALL inline __device__ __noinline__
 
 namespace prefixpack::ptx {
 

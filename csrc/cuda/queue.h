@@ -58,7 +58,7 @@ PREFIXPACK_DEVICE void run_wide_unit(char* shared) {
 
 // The unit that was asked for becomes the present one; false if there is none. A function of its own: the compiler
 // would keep what it needs for it in registers that units need.
-inline PREFIXPACK_DEVICE_CALL bool take_unit(char* shared) {
+PREFIXPACK_DEVICE_CALL bool take_unit(char* shared) {
   BlockState* state = block_state(shared);
   // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
   if (ptx::thread_index() < 32) state->ticket = state->next.ticket;
