@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
-from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.answers import Answer
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, Outcome, Ready, Task
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
@@ -79,6 +82,26 @@ def test_an_actor_that_is_gone_is_told(cluster, tmp_path):
         with pytest.raises(EngineError, match=r"engine 0, of 1 on Ray \(.*, node [0-9a-f]+\), is gone"):
             pool.wait_ready()
         assert not psutil.wait_procs(engine, timeout=10)[1], "the engine outlives its actor"
+
+
+def one_request(connection: Connection, arguments: EngineArguments) -> None:
+    """An engine for one request, which it answers unless it is told to die of it."""
+    connection.send(Ready(room=0))
+    task = connection.recv()
+    if arguments.arguments == ("dies",):
+        return
+    connection.send(Outcome(task.number, Answer((), 1)))
+    connection.recv()
+
+
+def test_what_others_finished_is_returned_before_it_is_told_that_one_is_gone(cluster):
+    with RayEnginePool(cluster, one_request, [EngineArguments(("dies",)), EngineArguments(())]) as pool:
+        pool.wait_ready()
+        for engine in range(2):
+            pool.submit(engine, Task(engine, np.array([1], dtype=np.int32), {}))
+        assert [outcome.number for outcome in pool.outcomes(20)] == [1]
+        with pytest.raises(EngineError, match=r"engine 0, of 2 on Ray .*ended with status 0"):
+            pool.outcomes(20)
 
 
 def test_a_killed_run_takes_its_engines_with_it_and_can_go_on(cluster, tmp_path):
