@@ -2,16 +2,22 @@
 
 A file `RANK_EVENTS/<pid>.jsonl` for each process: what is its own (rank, hash seed, addresses), then a line an event.
 The process of rank 1 also pauses at random, so that the ranks are never at the same place at the same time.
+
+`python -m tests.pinning.rank_recorder RANK SCHEDULES` writes down what is decided in so many random schedules, without
+a server; as rank 1 with a clock of another day that runs faster.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,8 +49,12 @@ def install(folder: Path) -> None:
 
 def register() -> None:
     """Called by SGLang in each of its processes."""
-    if not in_scheduler_process():
-        return
+    if in_scheduler_process():
+        record()
+
+
+def record() -> None:
+    """From now on, what is decided in this process is written down."""
     _after(PinLedger, "add", lambda ledger, pin, *a, **k: note("pinned", pin.id, len(pin.tokens), pin.expires))
     _after(PinLedger, "release", lambda ledger, pin, *a: note("released", pin.id))
     _after(PinLedger, "advance", _advanced)
@@ -62,6 +72,23 @@ def register() -> None:
     _after(Counters, "as_dict", _counted)
 
 
+def events(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """What is each rank's own, and what it wrote down, a line an event; rank 0 first."""
+    texts = [path.read_text().splitlines() for path in folder.glob("*.jsonl")]
+    ranks = sorted(((json.loads(lines[0]), lines[1:]) for lines in texts), key=lambda rank: rank[0]["rank"])
+    return [own for own, _ in ranks], [lines for _, lines in ranks]
+
+
+def assert_alike(own: list[dict[str, Any]], ranks: list[list[str]]) -> Counter[str]:
+    """Fails unless two ranks wrote down the same, though nothing else is the same; returns how much of each kind."""
+    assert [rank["rank"] for rank in own] == [0, 1]
+    for name in ("hash of a string", "address", "clock"):
+        assert own[0][name] != own[1][name], f"the ranks have the same {name}: they could not have disagreed over it"
+    for number, (first, second) in enumerate(itertools.zip_longest(*ranks)):
+        assert first == second, f"event {number}: rank 0 {first}, rank 1 {second}"
+    return Counter(json.loads(line)[0] for line in ranks[0])
+
+
 def note(kind: str, *what: Any) -> None:
     """Writes an event down."""
     global _file, _pauses
@@ -69,7 +96,7 @@ def note(kind: str, *what: Any) -> None:
         rank = _rank()
         _file = (Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl").open("w")
         _pauses = random.Random(os.getpid()) if rank == 1 else None
-        own = {"rank": rank, "hash of a string": hash("prefix"), "address": id(_file)}
+        own = {"rank": rank, "hash of a string": hash("prefix"), "address": id(_file), "clock": time.monotonic()}
         print(json.dumps(own), file=_file)
     print(json.dumps([kind, *what]), file=_file, flush=True)
     if _pauses is not None and _pauses.random() < 0.02:
@@ -137,4 +164,23 @@ def _digest(of: Any, names: tuple[str, ...]) -> str:
 def _rank() -> int:
     import torch
 
-    return int(torch.distributed.get_rank())
+    return int(torch.distributed.get_rank() if torch.distributed.is_initialized() else sys.argv[1])
+
+
+def _of_another_day(clock: Callable[[], float]) -> Callable[[], float]:
+    start = clock()
+    return lambda: 1e5 + start + 10 * (clock() - start)
+
+
+def _main(rank: int, schedules: int) -> None:
+    if rank == 1:
+        for name in ("time", "monotonic", "perf_counter"):
+            setattr(time, name, _of_another_day(getattr(time, name)))
+    from tests.pinning.random_schedule import run
+
+    record()
+    run(0, schedules)
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))

@@ -8,12 +8,10 @@ differently would wait for each other for ever or compute nonsense; so each writ
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -137,20 +135,13 @@ def pin(server: Server, tokens: list[int], **more: Any) -> int:
     return int(answered["schedulers"][0]["pin"]["id"])
 
 
-def events(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """What is each rank's own, and what it wrote down, a line an event; rank 0 first."""
-    texts = [path.read_text().splitlines() for path in folder.glob("*.jsonl")]
-    ranks = sorted(((json.loads(lines[0]), lines[1:]) for lines in texts), key=lambda rank: rank[0]["rank"])
-    return [own for own, _ in ranks], [lines for _, lines in ranks]
-
-
 def events_of_both(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Rank 0 answers; the other one may need a moment to get where that one is."""
     deadline = time.monotonic() + 10
-    own, lines = events(folder)
+    own, lines = rank_recorder.events(folder)
     while len({len(rank) for rank in lines}) > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-        own, lines = events(folder)
+        own, lines = rank_recorder.events(folder)
     return own, lines
 
 
@@ -185,11 +176,5 @@ def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
     assert state["prefixpack"]["counters"]["steps_packed"]["decode"] > 20
     assert set(state["prefixpack"]["counters"]["fallbacks"]) <= {"no_cached_prefix", "idle"}
 
-    own, (first, second) = events_of_both(folder)
-    assert [rank["rank"] for rank in own] == [0, 1]
-    for name in ("hash of a string", "address"):
-        assert own[0][name] != own[1][name], f"the ranks have the same {name}: they could not have disagreed over it"
-    for number, (a, b) in enumerate(itertools.zip_longest(first, second)):
-        assert a == b, f"event {number}: rank 0 {a}, rank 1 {b}"
-    kinds = Counter(json.loads(line)[0] for line in first)
+    kinds = rank_recorder.assert_alike(*events_of_both(folder))
     assert DECISIONS - kinds.keys() == set()
