@@ -19,35 +19,20 @@ class Packer {
  public:
   Packer(const Forest& forest, const BatchLens& lens, const CostModel& cost)
       : forest_(forest), lens_(lens), cost_(cost), nodes_(forest.num_nodes()) {
-    int32_t num_states = 0;
-    for (int32_t node = 0; node < forest.num_nodes(); ++node) {
-      const int32_t parent = forest.node_parent[node];
-      nodes_[node].states = parent < 0 ? 1 : std::min(nodes_[parent].states + 1, kMaxJoined);
-      nodes_[node].state_begin = num_states;
-      num_states += nodes_[node].states;
-    }
-    best_.make_room(num_states);
-    choices_.make_room(forest.num_nodes() + forest.num_requests);
-    ranking_.make_room(forest.num_nodes() + forest.num_requests);
+    lay_out();
     for (int32_t node = forest.num_nodes() - 1; node >= 0; --node) {
       add_tails(node);
       solve(node);
-      nodes_[node].apart_cost = best(node, 0) + cost.partial() * nodes_[node].queries;
-      const int32_t parent = forest.node_parent[node];
-      if (parent >= 0) {
-        nodes_[parent].queries += nodes_[node].queries;
-        nodes_[node].next_sibling = nodes_[parent].first_child;
-        nodes_[parent].first_child = node;
-      }
+      join_parent(node);
     }
   }
 
   Packing emit() {
     Packing packing;
     packing.request_order.resize(forest_.num_requests);
-    packing.packs.resize(forest_.num_requests + forest_.num_nodes());
+    packs_.make_room(forest_.num_requests + forest_.num_nodes());
     next_request_ = packing.request_order.data();
-    next_pack_ = packing.packs.data();
+    next_pack_ = packs_.data();
     int32_t position = 0;
     for (int32_t node = 0; node < forest_.num_nodes(); node = subtree_end(node)) {
       for (; position < forest_.node_first[node]; ++position) emit_tail(forest_.order[position], 0);
@@ -59,7 +44,7 @@ class Packer {
     for (int32_t request = 0; request < forest_.num_requests; ++request) {
       if (forest_.tail_node[request] < 0) packing.cost += tail_cost(request, 0);
     }
-    packing.packs.resize(next_pack_ - packing.packs.data());
+    packing.packs.assign(packs_.data(), next_pack_);
     return packing;
   }
 
@@ -68,12 +53,21 @@ class Packer {
     int32_t states;       // 1 + how many nodes above it a pack can have taken along when it gets here
     int32_t state_begin;  // in best_
     int32_t queries = 0;  // of its requests
-    int32_t first_child = -1, next_sibling = -1;
-    int32_t single_tails = 0;     // tails of one token right below it
-    double single_tail_cost = 0;  // of these, if they begin at its end
-    double apart_cost;            // of its subtree if the pack above ends there
+    int32_t num_children = 0;
+    int32_t children_begin;   // in children_
+    int32_t other_tails;      // tails right below it of more than one token,
+    int32_t single_tails;     // and of one
+    double single_tail_cost;  // of these, if they begin at its end
 
     bool is_leaf() const { return single_tails == queries; }
+  };
+
+  // What a node's parent needs to know; siblings stand together, in ascending order.
+  struct Child {
+    double apart_cost;    // of its subtree if the pack above ends with the parent
+    int32_t state_begin;  // in best_
+    int32_t queries;
+    int32_t node;
   };
 
   // Something below a node that either joins the node's pack or takes the pack's range along.
@@ -96,17 +90,17 @@ class Packer {
   }
 
   Choice* choices() { return choices_.data() + choices_begin_; }
-  int32_t* ranking() { return ranking_.data() + choices_begin_; }
 
   // Ranks choices() by what they save per row, best first. Most nodes have few children, where an insertion sort wins
   // over std::sort by far. It is at its slowest where they are alike, as in balanced trees: those rank backwards.
   void rank_choices() {
-    const Choice* const choice = choices();
-    int32_t* const rank = ranking();
     if (alike_) {
-      for (int32_t i = 0; i < num_choices_; ++i) rank[i] = num_choices_ - 1 - i;
+      rank_ = backwards_.data() + (forest_.num_nodes() - num_choices_);
       return;
     }
+    const Choice* const choice = choices();
+    int32_t* const rank = ranking_.data() + choices_begin_;
+    rank_ = rank;
     if (num_choices_ > 32) {
       std::iota(rank, rank + num_choices_, 0);
       std::sort(rank, rank + num_choices_,
@@ -124,13 +118,6 @@ class Packer {
   // `joined`: how many nodes above `node` the pack that reaches it has taken along; 0: it begins at `node`.
   double& best(int32_t node, int32_t joined) { return best_[nodes_[node].state_begin + joined]; }
 
-  int32_t first_tail_end(int32_t node) const {
-    // Requests that end at a node stand before those of its first child.
-    const int32_t child = node + 1;
-    const bool has_child = child < forest_.num_nodes() && forest_.node_parent[child] == node;
-    return has_child ? forest_.node_first[child] : forest_.node_last[node];
-  }
-
   int32_t subtree_end(int32_t node) const {
     int32_t next = node + 1;
     while (next < forest_.num_nodes() && forest_.node_first[next] < forest_.node_last[node]) ++next;
@@ -141,8 +128,41 @@ class Packer {
     return cost_.tail(lens_.query_len(request), begin, lens_.seq_lens[request]);
   }
 
+  void lay_out() {
+    const int32_t num_nodes = forest_.num_nodes();
+    int32_t num_states = 0, num_children = 0;
+    for (int32_t node = 0; node < num_nodes; ++node) {
+      const int32_t parent = forest_.node_parent[node];
+      nodes_[node].states = parent < 0 ? 1 : std::min(nodes_[parent].states + 1, kMaxJoined);
+      nodes_[node].state_begin = num_states;
+      num_states += nodes_[node].states;
+      if (parent >= 0) ++nodes_[parent].num_children;
+    }
+    for (Node& node : nodes_) {
+      num_children += node.num_children;
+      node.children_begin = num_children;  // one is put before it at a time
+    }
+    best_.make_room(num_states);
+    children_.make_room(num_children);
+    choices_.make_room(num_nodes + forest_.num_requests);
+    ranking_.make_room(num_nodes + forest_.num_requests);
+    backwards_.make_room(num_nodes);
+    for (int32_t i = 0; i < num_nodes; ++i) backwards_[i] = num_nodes - 1 - i;
+  }
+
+  void join_parent(int32_t node) {
+    if (forest_.node_parent[node] < 0) return;
+    Node& parent = nodes_[forest_.node_parent[node]];
+    const int32_t queries = nodes_[node].queries;
+    const double apart_cost = best(node, 0) + cost_.partial() * queries;
+    children_[--parent.children_begin] = {apart_cost, nodes_[node].state_begin, queries, node};
+    parent.queries += queries;
+  }
+
   void add_tails(int32_t node) {
-    const int32_t tails_end = first_tail_end(node);
+    // Requests that end at a node stand before those of its first child, which is the next node.
+    const bool has_child = nodes_[node].num_children > 0;
+    const int32_t tails_end = has_child ? forest_.node_first[node + 1] : forest_.node_last[node];
     int32_t all = 0, single = 0;
     double single_cost = 0;
     for (int32_t i = forest_.node_first[node]; i < tails_end; ++i) {
@@ -154,6 +174,7 @@ class Packer {
       }
     }
     nodes_[node].queries += all;
+    nodes_[node].other_tails = tails_end - forest_.node_first[node] - single;
     nodes_[node].single_tails = single;
     nodes_[node].single_tail_cost = single_cost;
   }
@@ -165,11 +186,11 @@ class Packer {
     const int32_t end = forest_.node_end[node];
     Choice* next = choices();
     double apart = 0;
-    const int32_t tails_end = first_tail_end(node), num_single = nodes_[node].single_tails;
-    for (int32_t i = forest_.node_first[node]; num_single < tails_end - forest_.node_first[node] && i < tails_end;
-         ++i) {
+    const int32_t num_single = nodes_[node].single_tails;
+    for (int32_t i = forest_.node_first[node], left = nodes_[node].other_tails; left > 0; ++i) {
       const int32_t request = forest_.order[i], queries = lens_.query_len(request);
       if (queries == 1) continue;
+      --left;
       const double along = tail_cost(request, begin) + apart_above * queries;
       apart += along;
       *next++ = {along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request};
@@ -180,22 +201,22 @@ class Packer {
       apart += nodes_[node].single_tail_cost + longer * num_single;
       *next++ = {(longer - 2 * partial) * num_single, num_single, -1};
     }
-    alike_ = next == choices();
-    double last_gain = 0;
-    int32_t last_queries = 0;
-    const int32_t first_child = nodes_[node].first_child;
-    for (int32_t child = first_child; child >= 0; child = nodes_[child].next_sibling) {
-      const Node& below = nodes_[child];
-      const bool can_go_along = joined + 1 < kMaxJoined;
-      const double along = can_go_along ? best_[below.state_begin + joined + 1] : below.apart_cost;
-      const double gain = can_go_along ? along - below.apart_cost : kNever;
+    bool alike = next == choices();
+    const Child* const children = children_.data() + nodes_[node].children_begin;
+    const int32_t num_children = nodes_[node].num_children;
+    const bool can_go_along = joined + 1 < kMaxJoined;
+    double first_gain = 0;
+    for (int32_t i = 0; i < num_children; ++i) {
+      const Child& child = children[i];
+      const double along = can_go_along ? best_[child.state_begin + joined + 1] : child.apart_cost;
+      const double gain = can_go_along ? along - child.apart_cost : kNever;
       apart += along;
-      alike_ &= child == first_child || (gain == last_gain && below.queries == last_queries);
-      last_gain = gain;
-      last_queries = below.queries;
-      *next++ = {gain, below.queries, child};
+      if (i == 0) first_gain = gain;
+      alike &= (gain == first_gain) & (child.queries == children[0].queries);
+      *next++ = {gain, child.queries, child.node};
     }
     num_choices_ = static_cast<int32_t>(next - choices());
+    alike_ = alike;
     return apart;
   }
 
@@ -206,13 +227,13 @@ class Packer {
     rank_choices();
     const PackPrice pack(cost_, forest_.node_end[node] - begin);
     const Choice* const choices = this->choices();
-    const int32_t* const rank = ranking();
+    const int32_t* const rank = rank_;
     const int32_t num_choices = num_choices_;
     double lowest = 0, gain = 0;
     int32_t queries = 0, tails = 0, joining = 0, joining_tails = 0, i = 0;
-    for (; i < num_choices && choices[rank[i]].gain == kNever; ++i) queries += choices[rank[i]].queries;
-    if (i > 0) {
-      lowest = pack(queries);
+    if (joined + 1 == kMaxJoined) {  // children must join
+      for (; i < num_choices && choices[rank[i]].gain == kNever; ++i) queries += choices[rank[i]].queries;
+      if (i > 0) lowest = pack(queries);
       joining = i;
     }
     for (; i < num_choices && choices[rank[i]].gain > 0; ++i) {
@@ -247,8 +268,8 @@ class Packer {
     const int32_t tails = leaf.single_tails;
     Decision decision{0};
     if (gain > 0) {
-      const int32_t whole_tiles = cost_.whole_tiles(tails);
-      if (whole_tiles > 0) {
+      if (tails >= cost_.queries_per_tile()) {
+        const int32_t whole_tiles = cost_.whole_tiles(tails);
         const double total = cost_.pack(whole_tiles, tokens) - gain * whole_tiles;
         if (total < 0) decision = {total, 1, whole_tiles};
       }
@@ -261,13 +282,24 @@ class Packer {
 
   void solve(int32_t node) {
     const Node& solved = nodes_[node];
-    const bool is_leaf = solved.is_leaf();
-    const int32_t end = forest_.node_end[node], states = solved.states;
     double* const costs = best_.data() + solved.state_begin;
+    if (solved.is_leaf()) {
+      solve_leaf(solved, node, costs);
+      return;
+    }
+    const int32_t states = solved.states;
+    for (int32_t joined = 0, root = node; joined < states; ++joined, root = forest_.node_parent[root]) {
+      costs[joined] = choose(node, root, joined).cost;
+    }
+  }
+
+  void solve_leaf(const Node& leaf, int32_t node, double* costs) const {
+    const int32_t states = leaf.states, end = forest_.node_end[node];
+    const int32_t* const parent = forest_.node_parent.data();
+    const int32_t* const begin = forest_.node_begin.data();
     for (int32_t joined = 0, root = node; joined < states; ++joined) {
-      const int32_t above = forest_.node_parent[root];
-      costs[joined] = is_leaf ? choose_in_leaf(solved, forest_.node_begin[root], end, above >= 0).cost
-                              : choose(node, root, joined).cost;
+      const int32_t above = parent[root];
+      costs[joined] = choose_in_leaf(leaf, begin[root], end, above >= 0).cost;
       root = above;
     }
   }
@@ -291,7 +323,7 @@ class Packer {
     }
     const Decision decision = choose(node, root, joined);
     const Choice* const choices = this->choices();
-    const int32_t* const rank = ranking();
+    const int32_t* const rank = rank_;
     const int32_t num_choices = num_choices_;
     choices_begin_ += num_choices;
     const int32_t begin = forest_.node_begin[root], end = forest_.node_end[node];
@@ -346,11 +378,15 @@ class Packer {
   const BatchLens lens_;
   const CostModel& cost_;
   std::vector<Node> nodes_;
-  Buffer<double> best_;
-  Buffer<Choice> choices_;   // a stack: those of the node at hand begin at choices_begin_
-  Buffer<int32_t> ranking_;  // of choices_, in a stack of the same shape
+  Buffer<Child> children_;
+  Buffer<double> best_;            // cost of every node in every state
+  Buffer<Choice> choices_;         // a stack: those of the node at hand begin at choices_begin_
+  Buffer<int32_t> ranking_;        // of choices_, in a stack of the same shape
+  Buffer<int32_t> backwards_;      // num_nodes - 1 .. 0: its ends are the rankings of alike choices
+  const int32_t* rank_ = nullptr;  // ranking of choices()
   int32_t choices_begin_ = 0, num_choices_ = 0;
   bool alike_ = false;  // choices() are children with the same gain and number of queries
+  Buffer<Pack> packs_;
   Pack* next_pack_ = nullptr;
   int32_t* next_request_ = nullptr;
   int32_t next_query_ = 0;

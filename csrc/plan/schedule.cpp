@@ -192,24 +192,34 @@ class Scheduler {
   int32_t fill_slots(int32_t query_begin, int32_t queries, int32_t pieces, int32_t slot) {
     int32_t* const next = merge_next_.data() + query_begin;
     int32_t* const slots = schedule_.plan.merge_slot.data();
+    if (queries == 1 && pieces == 1) {
+      slots[next[0]++] = slot;
+      return slot + 1;
+    }
     for (int32_t piece = 0; piece < pieces; ++piece) {
       for (int32_t i = 0; i < queries; ++i) slots[next[i]++] = slot++;
     }
     return slot;
   }
 
-  // Dearest first; a stable counting sort.
+  // Dearest first; a stable counting sort. Alike packs stand together: what belongs to the place of the last one is
+  // kept in a register, so that a run of them does not wait for memory.
   void order_queue() {
     order_.make_room(num_queued_);
     const double to_bin = (kQueueBins - 1) / dearest_;
     std::array<int32_t, kQueueBins + 1> offset{};
-    for (size_t i = 0; i < num_queued_; ++i) {
-      queue_[i].place = kQueueBins - 1 - static_cast<int32_t>(queue_[i].key * to_bin);
-      ++offset[queue_[i].place + 1];
+    int32_t place = 0, count = 0;
+    for (size_t i = 0; i < num_queued_; ++i, ++count) {
+      const int32_t next_place = kQueueBins - 1 - static_cast<int32_t>(queue_[i].key * to_bin);
+      queue_[i].place = next_place;
+      if (next_place == place) continue;
+      offset[place + 1] += count;
+      place = next_place;
+      count = 0;
     }
+    offset[place + 1] += count;
     for (int32_t i = 0; i < kQueueBins; ++i) offset[i + 1] += offset[i];
-    // Alike packs stand together; the next place of a run of them, kept in a register, does not wait for memory.
-    int32_t place = 0, next = offset[0];
+    int32_t next = offset[place = 0];
     for (size_t i = 0; i < num_queued_; ++i) {
       if (queue_[i].place != place) {
         offset[place] = next;

@@ -81,7 +81,7 @@ class Tiling {
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
   std::vector<int32_t> splittable_;
-  std::array<int32_t, kBins> count_{};  // shares of workers by unsplit duration
+  std::array<int32_t, kBins> count_;  // shares of workers by unsplit duration
   double total_ = 0, longest_ = 0, to_bin_ = 0;
   double longest_unit_ = 1, finish_ = 0;
   int64_t whole_units_ = 0, tokens_ = 0;
