@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=512, metavar="N", help="requests an engine has at once (512)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--server-args", default="", help="more arguments for SGLang, as one quoted string")
-    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep the engines' logs there")
+    parser.add_argument(
+        "--log", type=Path, metavar="FOLDER", help="keep the engines' logs there (with --ray: on each engine's machine)"
+    )
     parser.add_argument("--no-grouping", action="store_true", help="leave order and admission to SGLang (to compare)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
