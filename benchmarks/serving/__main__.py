@@ -15,6 +15,8 @@ Two runs of one stock backend differ too, as batches do not form alike: --repeat
 --load-format dummy answer almost independently of the prompt, so equal tokens prove little with them
 (`distinct_tokens` of a run shows it); `python -m benchmarks.serving.random_model` writes a model that is good for both.
 
+With --tp N, servers have N ranks, and runs of prefixpack say whether all ranks counted the same plans and reads.
+
 The file is rewritten after every run. Without --model a tiny model on the CPU is used, to try the command.
 """
 
@@ -22,10 +24,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -38,6 +38,8 @@ import aiohttp
 
 from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import run_once, warm_up
+from benchmarks.serving.provenance import git_commit, inherited_environment, machine_name, package_versions
+from benchmarks.serving.ranks import METRICS_OF_ALL_RANKS, read_ranks
 from benchmarks.serving.report import Report
 from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
 from sgl_prefix_attn.demo.client import RequestError
@@ -47,7 +49,6 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 CPU_POOL_TOKENS = 16384
 Workloads = dict[str, list[Request]]
-PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
 
 
 # Workloads whose number of groups is what a user counts; of the others it is requests.
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--seed", type=int, default=0)
     servers = result.add_argument_group("servers")
     servers.add_argument("--context-length", type=int, help="default: the model's")
+    servers.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism (1)")
     servers.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
     servers.add_argument("--server-args", default="", help="more arguments for every server, as one quoted string")
     servers.add_argument("--stream-interval", type=int, help="tokens between events of a stream (16 on cuda, else 1)")
@@ -106,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
         help="start no server that would likely not be done within this time (3600)",
     )
     result.add_argument("--out", type=Path, help="JSON file of results")
+    result.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
     return result
 
 
@@ -127,6 +130,8 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tp < 1:
+        raise UsageError(f"--tp {args.tp}: expected a number of ranks, 1 or more")
     backends = parse_backends(args.backends, "--backends")
     repeated = parse_backends(args.repeat, "--repeat") if args.repeat else {}
     unknown = [name for name in repeated if name not in backends]
@@ -171,6 +176,7 @@ def measure_backend(
                 left = max(1.0, deadline - time.monotonic())
                 result = run_once(server, workload, label, requests, timeout_seconds=left)
                 report.add(result, {"start_seconds": round(ready, 1), "log": str(server.log)})
+                report.add_ranks(read_ranks(server))
                 print(f"{label}: {workload} took {result.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -210,6 +216,8 @@ def model_of(args: argparse.Namespace) -> tuple[str, Vocabulary, int]:
 def server_options(args: argparse.Namespace, model: str, context: int, backend: Backend) -> ServerOptions:
     device = args.device or ("cuda" if args.model else "cpu")
     extra = ["--load-format", args.load_format]
+    if args.tp > 1:
+        extra += ["--tp-size", str(args.tp), *METRICS_OF_ALL_RANKS]
     if args.context_length:
         extra += ["--context-length", str(context)]
     if device == "cpu":
@@ -223,11 +231,14 @@ def server_options(args: argparse.Namespace, model: str, context: int, backend: 
 
 def header_of(args: argparse.Namespace, servers: dict[str, ServerOptions], workloads: Workloads) -> dict[str, Any]:
     return {
+        "commit": args.commit,
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": machine_name(),
-        "versions": {package: version_of(package) for package in PACKAGES},
+        "tp": args.tp,
+        "versions": package_versions(),
         "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
         "servers": {backend: options.command(port=0)[1:] for backend, options in servers.items()},
+        "inherited_environment": inherited_environment(),
         "environments": {backend: options.environment for backend, options in servers.items() if options.environment},
         "workloads": {
             name: {
@@ -238,23 +249,6 @@ def header_of(args: argparse.Namespace, servers: dict[str, ServerOptions], workl
             for name, requests in workloads.items()
         },
     }  # fmt: skip
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def machine_name() -> str:
-    """The first GPU's name, else the processor's."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

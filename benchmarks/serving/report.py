@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.measure import Agreement, Run
+from benchmarks.serving.ranks import Ranks
 
 
 class Report:
@@ -18,12 +19,20 @@ class Report:
         self.path, self.header = path, header
         self.runs: list[Run] = []
         self.extra: list[dict[str, Any]] = []
+        self.ranks: dict[int, Ranks] = {}  # by number of the run
         self.failures: dict[str, str] = {}
 
     def add(self, run: Run, extra: dict[str, Any]) -> None:
         self.runs.append(run)
         self.extra.append(extra)
         self.write()
+
+    def add_ranks(self, ranks: Ranks | None) -> None:
+        """What the ranks of the last run's server have counted, if it has several."""
+        if ranks is not None:
+            self.ranks[len(self.runs) - 1] = ranks
+            self.extra[-1]["ranks"] = ranks.as_json()
+            self.write()
 
     def fail(self, backend: str, why: str) -> None:
         self.failures[backend] = why
@@ -57,8 +66,8 @@ class Report:
 
     def table(self) -> str:
         """One line a run, workload by workload; agreement is with the first run of a workload."""
-        header = ("workload", "run", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s", "all tok/s",
-                  "KV saved", "host us", "routed packed", "same as first", "prefix")  # fmt: skip
+        header = ("workload", "run", "TP", "TTFT ms p50/p99", "TPOT ms p50/p99", "steady TPOT", "output tok/s",
+                  "all tok/s", "KV saved", "host us", "routed packed", "same as first", "prefix")  # fmt: skip
         names = dict.fromkeys(run.workload for run in self.runs)
         rows = [header, *(self._row(run) for name in names for run in self.runs if run.workload == name)]
         lines = aligned(rows)
@@ -66,6 +75,11 @@ class Report:
             f"{run.workload}, {run.label}: {run.short_samples} samples ended early"
             for run in self.runs
             if run.short_samples
+        )
+        lines.extend(
+            f"{run.workload}, {run.label}: {described(self.ranks[number])}"
+            for number, run in enumerate(self.runs)
+            if number in self.ranks
         )
         lines.extend(f"failed: {backend}: {why.splitlines()[0]}" for backend, why in self.failures.items())
         return "\n".join(lines)
@@ -78,6 +92,7 @@ class Report:
         return (
             run.workload if run is first else "",
             run.label,
+            str(self.header.get("tp", 1)),
             pair(figures["ttft_ms"], ".0f"),
             pair(figures["tpot_ms"], ".2f"),
             pair(figures["steady_tpot_ms"], ".2f"),
@@ -89,6 +104,15 @@ class Report:
             "" if run is first else same,
             "" if run is first else f"{share:.3f}",
         )
+
+
+def described(ranks: Ranks) -> str:
+    """Whether ranks counted the same, and if not what differs."""
+    if ranks.alike:
+        return f"{ranks.expected} ranks counted the same: {ranks.totals[0].get('kv_tokens_read', 0):.0f} KV tokens read"
+    if len(ranks.totals) < ranks.expected:
+        return f"{len(ranks.totals)} of {ranks.expected} ranks counted anything"
+    return f"RANKS COUNTED DIFFERENTLY: {', '.join(ranks.differing)}"
 
 
 def routed_packed(run: Run) -> str:

@@ -14,6 +14,8 @@ import pytest
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.backends import Backend, parse_backends
 from benchmarks.serving.measure import Agreement, Progress, Run, common_length, growth, steady_times
+from benchmarks.serving.provenance import git_commit
+from benchmarks.serving.ranks import METRICS_OF_ALL_RANKS
 from benchmarks.serving.report import Report
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.comparison import KVReads
@@ -111,6 +113,7 @@ def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[
 
     monkeypatch.setattr(command, "serve", serve)
     monkeypatch.setattr(command, "warm_up", lambda server, requests: None)
+    monkeypatch.setattr(command, "read_ranks", lambda server: None)
     monkeypatch.setattr(
         command,
         "run_once",
@@ -173,6 +176,7 @@ def test_no_server_is_started_that_would_not_be_done_in_time(monkeypatch: pytest
         (["--backends", "fa3", "--repeat", "triton"], "not among"),
         (["--device", "cuda"], "needs --model"),
         (["--groups", "0"], "groups is 0"),
+        (["--tp", "0"], "--tp 0: expected a number of ranks"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +208,29 @@ def test_servers_of_an_ab_test_and_workloads_of_several_sizes(monkeypatch: pytes
     ]
     assert [content["workloads"][name]["requests"] for name in workloads] == [1, 8, 2]
     assert content["environments"] == {a: {"PREFIXPACK_ROUTE": "packed"}, b: {"PREFIXPACK_ROUTE": "auto"}}
+
+
+def test_ranks_and_commit_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_servers(monkeypatch)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    out = tmp_path / "out.json"
+    arguments = ["--backends", "prefixpack,fa3", "--tp", "2", "--commit", "1234abc", "--out", str(out)]
+    assert command.main(arguments) == 0
+    content = json.loads(out.read_text())
+    assert (content["tp"], content["commit"]) == (2, "1234abc")
+    for server in content["servers"].values():  # metrics cost time, so all backends have them
+        assert server[server.index("--tp-size") + 1] == "2"
+        assert set(METRICS_OF_ALL_RANKS) <= set(server)
+    assert content["inherited_environment"]["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_one_rank_and_git_s_commit_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_servers(monkeypatch)
+    out = tmp_path / "out.json"
+    assert command.main(["--backends", "fa3", "--out", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert (content["tp"], content["commit"]) == (1, git_commit())
+    assert not {"--tp-size", *METRICS_OF_ALL_RANKS} & set(content["servers"]["fa3"])
 
 
 def test_the_table_tells_how_many_steps_were_routed_packed() -> None:

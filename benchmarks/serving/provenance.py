@@ -1,0 +1,50 @@
+"""Where a result comes from: commit, machine, versions and the environment that servers inherit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
+# Variables that change what a server does or how its ranks talk.
+_PREFIXES = ("GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "PREFIXPACK_", "SGLANG_", "TORCH")
+
+
+def git_commit() -> str | None:
+    """HEAD of the checkout that this file lies in; None without one."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def package_versions() -> dict[str, str | None]:
+    """Of what takes part; None where it is not installed."""
+    return {package: _version_of(package) for package in PACKAGES}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Variables of this process that every server sees and that matter to it, by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def machine_name() -> str:
+    """The first GPU's name, else the processor's."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
