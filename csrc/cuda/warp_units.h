@@ -233,6 +233,8 @@ class WarpUnits : WarpRows<TileT, Element> {
   PREFIXPACK_DEVICE void wait_for_piece() const {
     if (in_flight_ == kPieces) {
       ptx::copy_wait<kPieces - 1>();
+    } else if (in_flight_ >= 3) {
+      ptx::copy_wait<2>();
     } else if (in_flight_ == 2) {
       ptx::copy_wait<1>();
     } else {
