@@ -56,13 +56,13 @@ PREFIXPACK_DEVICE void run_wide_unit(char* shared) {
   call_unit<BlockUnit<Tile<HeadDim, 128>, Element>>(shared);
 }
 
-// The unit that was asked for becomes the present one; false if there is none. A function of its own: the compiler
-// would keep what it needs for it in registers that units need.
-PREFIXPACK_DEVICE_CALL bool take_unit(char* shared) {
+// The unit that was asked for becomes the present one; false if there is none.
+PREFIXPACK_DEVICE bool take_unit(char* shared) {
   BlockState* state = block_state(shared);
   // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
-  if (ptx::thread_index() < 32) state->ticket = state->next.ticket;
-  copy_words(&state->item, state->next.record, sizeof(ItemRecord));
+  const int32_t thread = ptx::thread_index_here();
+  if (thread < 32) state->ticket = state->next.ticket;
+  if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
   ptx::block_sync();
   return state->ticket < state->next.num_units;
 }

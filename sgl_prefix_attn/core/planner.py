@@ -85,7 +85,7 @@ class DeviceModel:
         *,
         head_dim: int = 128,
         bandwidth: float = 4.3e12,
-        flops: float = 500e12,
+        flops: float = 250e12,
         max_tile_rows: int = 128,
     ) -> DeviceModel:
         """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best.
