@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import psutil
 
+PORTS = range(20_000, 30_000)
 POLL_SECONDS = 0.25
 STOP_SECONDS = 8.0
 ERROR_LINES = 40
@@ -46,7 +48,8 @@ class ServerOptions:
     start_seconds: float = 300.0
     log_folder: Path | None = None
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, nccl_port: int | None = None) -> list[str]:
+        """Arguments of the process; without `nccl_port` SGLang takes one for its ranks to meet on."""
         arguments = ["--model-path", self.model, "--device", self.device, "--skip-tokenizer-init"]
         arguments += ["--host", "127.0.0.1", "--port", str(port)]
         arguments += ["--attention-backend", self.backend] if self.backend else []
@@ -54,6 +57,7 @@ class ServerOptions:
             arguments += ["--dtype", "float32", "--disable-cuda-graph", "--grammar-backend", "none"]
             # An idle scheduler polls as fast as it can, which a second server on the same cores would feel.
             arguments += ["--sleep-on-idle"]
+        arguments += ["--nccl-port", str(nccl_port)] if nccl_port is not None else []
         return [sys.executable, "-m", "sglang.launch_server", *arguments, *self.extra]
 
     def full_environment(self) -> dict[str, str]:
@@ -133,7 +137,7 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            options.command(port),
+            options.command(port, free_port()),
             env=options.full_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -166,10 +170,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on the loopback interface that nobody listens on now.
+
+    SGLang takes its ports half a minute after it was told of them: these are from a range out of which the kernel gives
+    none to whoever asks for any.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no unused port among 100 between {PORTS.start} and {PORTS.stop}")
 
 
 def log_tail(log: Path, lines: int = ERROR_LINES) -> str:

@@ -14,7 +14,7 @@ from benchmarks.serving import ranks as ranks_module
 from benchmarks.serving.ranks import Ranks, ranks_in, read_ranks
 from benchmarks.serving.report import Report
 from tests.benchmarks_serving.test_serving import run_of
-from tests.pinning.test_ranks import RANKS, unused_port
+from tests.pinning.test_ranks import RANKS
 
 
 def metrics(*reads_by_rank: int, packed: int = 7) -> str:
@@ -113,12 +113,11 @@ def test_report_of_ranks(tmp_path: Path) -> None:
 def test_two_ranks_of_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sgl_prefix_attn.demo.server.free_port", unused_port)
     out = tmp_path / "serving.json"
     status = command.main(
         ["--backends", "prefixpack", "--workload", "rl", "--groups", "3", "--samples", "4", "--prompt-tokens", "96",
-         "--output-tokens", "12", "--tp", "2", "--server-args", f"--nccl-port {unused_port()}",
-         "--start-seconds", "150", "--out", str(out), "--logs", str(tmp_path / "logs")]
+         "--output-tokens", "12", "--tp", "2", "--start-seconds", "150", "--out", str(out),
+         "--logs", str(tmp_path / "logs")]
     )  # fmt: skip
     assert status == 0, os.listdir(tmp_path / "logs")
     (run,) = json.loads(out.read_text())["runs"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 class StandIn(ServerOptions):
     """Runs `model` as Python code instead of SGLang."""
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, nccl_port: int | None = None) -> list[str]:
         return [sys.executable, "-c", self.model, str(port)]
 
 
@@ -112,8 +113,12 @@ def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> Non
     assert shown[1:] == ["Traceback (most recent call last):", "  cause", "later", "...", "later", "later", "end"]
 
 
-def test_free_ports_can_be_listened_on() -> None:
-    assert 1024 <= free_port() <= 65535
+def test_free_ports_can_be_listened_on_and_are_given_to_nobody_else() -> None:
+    port = free_port()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+    lowest_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 <= port < lowest_given_away
 
 
 def test_the_command_line_is_that_of_sglang() -> None:

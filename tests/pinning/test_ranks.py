@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,15 +52,6 @@ DECISIONS = {
 }
 
 
-def unused_port() -> int:
-    """One that the kernel gives to nobody who asks for any: SGLang takes it only half a minute later."""
-    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no unused port among 100 between 20000 and 30000")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
@@ -78,15 +68,14 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
         return ServerOptions(
             model=str(tiny_model()),
             backend=backend,
-            extra=("--tp-size", "2", "--nccl-port", str(unused_port()), *sizes),
+            extra=("--tp-size", "2", *sizes),
             environment={**RANKS, **environment},
             start_seconds=150,
             log_folder=folder,
         )
 
     recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as running, ThreadPoolExecutor(2) as starting:
-        patch.setattr("sgl_prefix_attn.demo.server.free_port", unused_port)
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(2) as starting:
         both = [
             starting.submit(running.enter_context, serve(options("prefixpack", recorded))),
             starting.submit(running.enter_context, serve(options("torch_native", {}))),
