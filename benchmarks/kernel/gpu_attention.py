@@ -18,7 +18,6 @@ import ast
 import gc
 import importlib.metadata
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines,
 from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import KvPool
+from benchmarks.provenance import git_commit
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
 Makers = dict[str, Callable[[torch.device], Way]]
@@ -87,16 +87,6 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
         "graph_floor_us": round(timer.graph_floor_us(), 2),
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
     }  # fmt: skip
-
-
-def git_commit() -> str | None:
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def run_cases(cases: list[Case], ways: list[Way], results: Results, timer: Timer, args: argparse.Namespace) -> int:

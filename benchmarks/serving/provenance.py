@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, machine, versions and the environment that servers inherit."""
+"""Where a result comes from: machine, versions and the environment that servers inherit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ from pathlib import Path
 PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
 # Variables that change what a server does or how its ranks talk.
 _PREFIXES = ("GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "PREFIXPACK_", "SGLANG_", "TORCH")
-
-
-def git_commit() -> str | None:
-    """HEAD of the checkout that this file lies in; None without one."""
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def package_versions() -> dict[str, str | None]:

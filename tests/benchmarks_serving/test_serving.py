@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.provenance import git_commit
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.backends import Backend, parse_backends
 from benchmarks.serving.measure import Agreement, Progress, Run, common_length, growth, steady_times
-from benchmarks.serving.provenance import git_commit
 from benchmarks.serving.ranks import METRICS_OF_ALL_RANKS
 from benchmarks.serving.report import Report
 from sgl_prefix_attn.demo.client import Answer, Sample
