@@ -2,7 +2,8 @@
 
     python benchmarks/kernel/static_report.py --archs 80 90a
 
-Exits with 1 if a kernel spills registers.
+Exits with 1 if a kernel spills registers, or if products of a warpgroup have to wait for each other (ptxas calls it
+serialized; results stay right, at a fraction of the speed).
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
             entry = next(row for row in reversed(rows) if str(row["function"]).startswith(("packed", "merge"))
                          and row["registers"] is None)
             entry["registers"] = int(match.group(1))
+    serialized = sum("wgmma" in line and "serialized" in line for line in done.stderr.splitlines())
+    seconds = round(time.perf_counter() - start, 1)
     for row in rows:
-        row.update(cubin_bytes=size, compile_seconds=round(time.perf_counter() - start, 1))
+        row.update(serialized_products=serialized, cubin_bytes=size, compile_seconds=seconds)
     return rows
 
 
@@ -89,13 +92,16 @@ def main() -> int:
         spilled = f"{row['spill_store_bytes']}/{row['spill_load_bytes']}"
         print(f"{row['arch']:>5}  {row['function']:<24} {row['registers'] or '':>9} {spilled:>13}")
     spilling = [row for row in rows if row["spill_store_bytes"] or row["spill_load_bytes"]]
+    waiting = sorted({f"{row['source']} for {row['arch']}" for row in rows if row["serialized_products"]})
+    if waiting:
+        print(f"products of a warpgroup wait for each other in {', '.join(waiting)}")
     sizes = {(row["source"], row["arch"]): row["cubin_bytes"] for row in rows}
     print(f"{len(rows)} functions, {len(spilling)} spill; {sum(sizes.values()) / 1e6:.1f} MB of device code")
     if args.out:
         version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         release = version.split("release ")[-1].split(",")[0]
         args.out.write_text(json.dumps({"nvcc": release, "rows": rows}, indent=1) + "\n")
-    return 1 if spilling else 0
+    return 1 if spilling or waiting else 0
 
 
 if __name__ == "__main__":

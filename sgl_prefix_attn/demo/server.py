@@ -172,8 +172,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def free_port() -> int:
     """A TCP port on the loopback interface that nobody listens on now.
 
-    SGLang takes its ports half a minute after it was told of them: these are from a range out of which the kernel gives
-    none to whoever asks for any.
+    SGLang takes its ports half a minute after it was told of them: these are from a range out of which Linux, unless
+    told otherwise, gives none to whoever asks for any.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
