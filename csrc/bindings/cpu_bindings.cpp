@@ -66,6 +66,7 @@ void bind_cpu(py::module_& m) {
         params.head_dim = head_dim;
         params.window_left = window_left;
         params.scale = scale;
+        params.v_scale = 1.0f;
         params.logit_cap = logit_cap;
         const TensorSizes sizes{num_tokens, num_requests, max_requests, max_context, num_slots};
         const py::gil_scoped_release unlocked;

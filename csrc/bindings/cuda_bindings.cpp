@@ -108,6 +108,7 @@ void bind_launches(py::module_& m) {
         attention.head_dim = head_dim;
         attention.window_left = window_left;
         attention.scale = scale;
+        attention.v_scale = 1.0f;
         attention.logit_cap = logit_cap;
         launch_attention(params, {std::get<0>(size), std::get<1>(size), std::get<2>(size)}, pointer<void>(stream));
       },

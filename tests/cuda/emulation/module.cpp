@@ -112,6 +112,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.head_dim = head_dim;
   attention.window_left = window_left;
   attention.scale = scale;
+  attention.v_scale = 1.0f;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
   params.step = {items.data(), positions.data(), slots.data(), tickets.data(), arrivals.data()};
