@@ -29,7 +29,7 @@ class StepAddresses:
         self, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
     ) -> None: ...
 
-def cuda_launch_size(head_dim: int, dtype: int, kv_dtype: int) -> tuple[int, int, bool]: ...
+def cuda_launch_size(head_dim: int, dtype: int, kv_dtype: int) -> tuple[int, int, int, bool]: ...
 def cuda_prepare(
     step: StepAddresses,
     req_to_token: int,
@@ -39,7 +39,7 @@ def cuda_prepare(
     blocks: int,
     stream: int,
 ) -> None: ...
-def cuda_attend(step: StepAddresses, *arguments: float | tuple[int, int, bool]) -> None: ...
+def cuda_attend(step: StepAddresses, *arguments: float | tuple[int, int, int, bool]) -> None: ...
 
 class Forest:
     num_requests: int
@@ -93,6 +93,7 @@ class Plan:
     kv_tokens_packed: int
     kv_tokens_per_request: int
     kv_tokens_unique: int
+    narrow_prevails: bool
     query_token: _Int32
     query_request: _Int32
     query_back: _Int32

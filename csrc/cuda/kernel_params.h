@@ -22,6 +22,7 @@ struct PlanHeader {
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
   int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
   int32_t narrow_tokens;    // KV positions of each of the others, if they have about as many; else 0
+  int32_t narrow_prevails;  // whether most of the work is in the others
 };
 
 constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);

@@ -9,9 +9,9 @@ namespace prefixpack {
 
 template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks) {
+    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks, int32_t few_blocks) {
   extern __shared__ __align__(1024) char shared[];
-  run_blocks<HeadDim, Format>(params, shared, blocks);
+  run_blocks<HeadDim, Format>(params, shared, blocks, few_blocks);
 }
 
 template <int HeadDim, class Format>
@@ -36,12 +36,17 @@ int32_t resident(Kernel kernel, int32_t threads, int32_t shared_bytes) {
 
 template <int HeadDim, class Format>
 LaunchSize launch_size_of() {
-  int device = 0, major = 0;
+  int device = 0, major = 0, multiprocessors = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  LaunchSize size{resident(packed_blocks<HeadDim, Format>, kThreads, kLaunchSharedBytes), 0, major >= 9};
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  LaunchSize size{};
+  size.blocks = size.few_blocks = resident(packed_blocks<HeadDim, Format>, kThreads, kLaunchSharedBytes);
+  size.beside = major >= 9;
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     size.warp_blocks = resident(packed_warps<HeadDim, Format>, kLoneThreads, kLoneWarps * kWarpBytes);
+    if (size.beside && size.blocks > multiprocessors) size.few_blocks = multiprocessors;
   }
   return size;
 }
@@ -49,7 +54,8 @@ LaunchSize launch_size_of() {
 template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
   const int32_t blocks = size.blocks + size.warp_blocks;
-  packed_blocks<HeadDim, Format><<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks);
+  packed_blocks<HeadDim, Format>
+      <<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks, size.few_blocks);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.

@@ -10,7 +10,9 @@ namespace prefixpack {
 
 // Blocks of a packed launch: what fits on a device at once.
 struct LaunchSize {
-  int32_t blocks;       // that take units for blocks
+  int32_t blocks;  // that take units for blocks
+  int32_t
+      few_blocks;  // of these, where most of the work is for warps: one on each multiprocessor that has room for both
   int32_t warp_blocks;  // whose warps take units for warps
   bool beside;          // whether the second kernel may begin beside the first: compute capability 9.0 and later
 };

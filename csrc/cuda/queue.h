@@ -95,9 +95,9 @@ PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
   }
 }
 
-// blocks: of both kernels. shared: kLaunchSharedBytes.
+// blocks: of both kernels. few_blocks: as in LaunchSize. shared: kLaunchSharedBytes.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks) {
+PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks, int32_t few_blocks) {
   ptx::let_next_launch_begin();
   BlockState* state = block_state(shared);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
@@ -105,10 +105,14 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
   const int32_t ticket = ptx::block_index();
   ptx::block_sync();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
-  if (ptx::uniform(num_items > 0)) {
+  const int32_t num_units = num_items * kernel_params.attention.kv_heads;
+  // Warps then have the other half of each multiprocessor from the start: memory is busy while blocks compute.
+  const int32_t active = state->header.narrow_prevails ? few_blocks : ptx::grid_size();
+  if (ptx::uniform(ticket < (num_units < active ? num_units : active))) {
     if (ptx::thread_index() < 32) {
       state->params.plan.near_header = &state->header;
-      state->next.num_units = num_items * kernel_params.attention.kv_heads;
+      state->next.num_units = num_units;
+      state->next.dealt = active;
     }
     ptx::block_sync();
     state->next.keep(ticket, state->next.ask_for_record(kernel_params, ticket));

@@ -57,8 +57,8 @@ struct Tile {
   static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
-// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such warps
-// share a multiprocessor, or one beside a block of the other kernel.
+// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such
+// warps share a multiprocessor, or one beside a block of the other kernel.
 constexpr int kLoneWarps = 8;
 constexpr int kLoneThreads = 32 * kLoneWarps;
 constexpr int kLoneBlocksPerMultiprocessor = 2;

@@ -28,7 +28,7 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
 
 void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step) {
   int64_t tokens_read = 0, narrow = 0;
-  double total = 0, longest = 0;
+  double total = 0, longest = 0, narrow_seconds = 0;
   Tile* tile = tiles_.data();
   const auto add = [&](const Pack& pack, int32_t first, int32_t count, int32_t tokens, const TileClass& kind) {
     const int32_t query_begin = pack.query_begin + first;
@@ -45,7 +45,10 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
     tokens_read += tokens;
     total += tile->seconds;
     longest = std::max(longest, tile->duration);
-    narrow += kind.share < cost_->most_at_a_time();
+    if (kind.share < cost_->most_at_a_time()) {
+      ++narrow;
+      narrow_seconds += tile->seconds;
+    }
     ++tile;
   };
   const TileClass single = cost_->tile(1);
@@ -65,6 +68,7 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   num_tiles_ = tile - tiles_.data();
   tokens_ = tokens_read;
   total_ = total;
+  narrow_ = narrow_seconds;
   longest_ = longest;
   whole_units_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
   widen_few_narrow_tiles(narrow * cost_->kv_heads());
@@ -90,6 +94,7 @@ void Tiling::widen_few_narrow_tiles(int64_t units) {
     longest = std::max(longest, tile.duration);
   }
   longest_ = longest;
+  narrow_ = 0;
 }
 
 int32_t Tiling::split_pieces(const Tile& tile, double longest) {

@@ -1,6 +1,7 @@
 // Row tiles of the packs of a batch, and how long a unit of work may be before its KV range is split.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -61,6 +62,8 @@ class Tiling {
   }
   double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.stretch; }
   double per_worker() const { return per_worker_; }
+  // Work in items that take only a part of a worker, for each second of the others.
+  double narrow_to_whole() const { return narrow_ / std::max(total_ - narrow_, 1e-12); }
 
  private:
   static constexpr int32_t kBins = 512;
@@ -83,7 +86,7 @@ class Tiling {
   size_t num_tiles_ = 0;
   std::vector<int32_t> splittable_;
   std::array<int32_t, kBins> count_;  // shares of workers by unsplit duration
-  double total_ = 0, longest_ = 0, to_bin_ = 0;
+  double narrow_ = 0, total_ = 0, longest_ = 0, to_bin_ = 0;
   double longest_unit_ = 1, finish_ = 0;
   int64_t whole_units_ = 0, tokens_ = 0;
 };

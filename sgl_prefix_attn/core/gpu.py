@@ -52,7 +52,7 @@ class GpuStep(StepBuffers):
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             raise ValueError(f"kv_dtype is {kv_dtype}; the GPU kernels support {dtype}, as queries, and float8_e4m3fn")
         with torch.cuda.device(device):
-            self.launch_size: tuple[int, int, bool] = _native.cuda_launch_size(
+            self.launch_size: tuple[int, int, int, bool] = _native.cuda_launch_size(
                 shape.head_dim, DTYPES[dtype], KV_DTYPES[kv_dtype]
             )
         super().__init__(shape, device, limits)

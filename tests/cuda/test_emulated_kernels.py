@@ -112,7 +112,7 @@ def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
-    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items"))]
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
     plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
     plan.items = plan.items.copy()
     tile_rows = plan.items[:, 6]
@@ -171,6 +171,16 @@ def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, se
 def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
     case = make_case(3, grown=GROWTH)
     check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(emulation: ModuleType, late_copies: bool) -> None:
+    """One prefix of 64 tokens for blocks, 24 tails of 300 for warps: the units are dealt to half of the blocks."""
+    paths = [[(0, 0, 64)]] * 24
+    case = make_case(2, heads=(8, 2), batch=(paths, np.full(24, 364), np.ones(24, dtype=np.int64)))
+    assert case.plan.narrow_prevails
+    assert (case.plan.items[:, 6] > 8).any()
+    check(case, emulate(emulation, case, blocks=2, late_copies=late_copies))
 
 
 @pytest.mark.parametrize("window", [0, 7, 64, 100])

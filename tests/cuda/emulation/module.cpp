@@ -29,6 +29,7 @@ Plan copy_plan(const py::object& source) {
   plan.num_requests = source.attr("num_requests").cast<int32_t>();
   plan.num_queries = source.attr("num_queries").cast<int32_t>();
   plan.num_slots = source.attr("num_slots").cast<int32_t>();
+  plan.narrow_prevails = source.attr("narrow_prevails").cast<bool>();
   plan.query_token = column<int32_t>(source, "query_token");
   plan.query_request = column<int32_t>(source, "query_request");
   plan.query_back = column<int32_t>(source, "query_back");
@@ -47,7 +48,7 @@ void run_kernels(const KernelParams& params, int blocks, emulation::Copies copie
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
     const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
     emulation::run(blocks, kThreads, kLaunchSharedBytes, copies,
-                   [&](char* shared) { run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks); });
+                   [&](char* shared) { run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2); });
     if constexpr (kWarpsWorkAlone<HeadDim>) {
       emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, copies,
                      [&](char* shared) { run_warps<HeadDim, Format>(params, shared, blocks + warp_blocks); });
