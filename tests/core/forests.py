@@ -50,6 +50,9 @@ def random_paths(
     return paths, ends + tails + query_lens, query_lens
 
 
+E4M3_NAN = 0x7F
+
+
 @dataclass
 class KvPool:
     """req_to_token and KV cache of a batch. Whatever no request's position owns is NaN, or names a NaN slot."""
@@ -67,8 +70,11 @@ class KvPool:
     def poison_all_but(self, slots: torch.Tensor) -> None:
         keep = torch.zeros(len(self.k_cache), dtype=torch.bool)
         keep[slots] = True
-        self.k_cache[~keep] = torch.nan
-        self.v_cache[~keep] = torch.nan
+        for cache in (self.k_cache, self.v_cache):
+            if cache.dtype is torch.float8_e4m3fn:  # torch assigns nothing by a mask to this type
+                cache.view(torch.uint8)[~keep] = E4M3_NAN
+            else:
+                cache[~keep] = torch.nan
 
 
 def materialise(
