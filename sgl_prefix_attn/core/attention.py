@@ -160,7 +160,8 @@ def packed_attention(
         workspace.steps.run(
             q, k_cache, v_cache, out, plan,
             req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
-            scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1), sinks=sinks,
+            scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1),
+            sinks=sinks,
         )  # fmt: skip
         return out
     if threads is None:

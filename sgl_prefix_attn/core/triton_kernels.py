@@ -109,11 +109,12 @@ def _reciprocal(total):
 
 @triton.jit
 def _as_product(stored, PRODUCT: tl.constexpr):  # noqa: N803
-    # Bytes are e4m3, as fp16 2^8 times too small; that has its subnormals, but where e4m3 has NaN a number.
+    # Bytes are e4m3. Moved to their places in fp16 they are 2^8 times too small, subnormals as well; NaN is no NaN.
     if stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
-        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), number).to(PRODUCT)
+        magnitude = bits & 0x7F
+        magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7)
+        return (magnitude | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(PRODUCT)
     else:
         return stored.to(PRODUCT)
 

@@ -20,6 +20,7 @@ MAX_HEAD_DIM = 256
 MAX_TILE_ROWS = 64
 _TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 DTYPES = tuple(_TRITON_TYPE)
+E4M3_UNIT = 256.0  # what 1.0 of e4m3 is for the kernels
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 # The interpreter multiplies no bf16: it takes all products in fp32.
 INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
@@ -42,16 +43,19 @@ def attend_constants(
     has_cap: bool,
     has_window: bool,
     *,
+    fp8: bool = False,
     amd: bool = torch.version.hip is not None,
 ) -> dict[str, Any]:
-    """What `attend_packed` is compiled for; `product` is the type in which products are taken."""
+    """What `attend_packed` is compiled for; `product` is the type in which products are taken, `fp8` that of KV."""
     padded_dim = _padded(shape.head_dim)
+    # Taking bytes apart needs registers, which wide heads leave for fewer keys at a time.
+    most_keys = 32 if fp8 and padded_dim > 64 else 64
     return {
         "HEAD_DIM": shape.head_dim,
         "PADDED_DIM": padded_dim,
         # The widest queries in fp32 leave small GPUs no shared memory for keys.
         "WIDE_ROWS": MAX_TILE_ROWS if padded_dim * product.itemsize <= 512 else MAX_TILE_ROWS // 2,
-        "KEYS": min(64, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
+        "KEYS": min(most_keys, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
         "HAS_CAP": has_cap,
         "HAS_WINDOW": has_window,
         "PRODUCT": _TRITON_TYPE[product],
@@ -185,9 +189,11 @@ class TritonStep(StepBuffers):
             if tensor.stride(2) != 1:
                 raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
         product = torch.float32 if INTERPRETED else product_dtype(self.dtype, kv_dtype)
-        if kv_dtype is torch.float8_e4m3fn:
+        fp8 = kv_dtype is torch.float8_e4m3fn
+        if fp8:
             # Triton knows the type from compute capability 8.9 on only; the kernel takes bytes apart by itself.
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+            scale, v_scale = scale * E4M3_UNIT, v_scale * E4M3_UNIT
         lse_stride = 0 if lse is None else lse.stride(0)
         with self._on_device():
             triton_kernels.attend_packed[(self.blocks,)](
@@ -198,7 +204,7 @@ class TritonStep(StepBuffers):
                 out, out.stride(0), out.stride(1),
                 lse, lse_stride, sinks, self._partial_o, self._partial_lse,
                 kv_heads, q_heads // kv_heads, scale, v_scale, logit_cap, window_left,
-                **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0),
+                **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0, fp8=fp8),
                 num_stages=self._num_stages,
             )  # fmt: skip
             triton_kernels.merge_partials[(self.blocks,)](
