@@ -336,9 +336,9 @@ class PrefixPackBackend(AttentionBackend):
             )
             # Asked for each time: weights, and scales with them, may be updated while the server runs.
             scales = kv_scales(layer) if facts.has_scales else UNSCALED
-            if reason is None and scales is None:
-                reason = reasons.KV_SCALES
-            if reason is None:
+            if scales is None:
+                reason = reason or reasons.KV_SCALES
+            elif reason is None:
                 if save_kv_cache and k is not None and v is not None:
                     divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
                     self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)

@@ -56,7 +56,7 @@ def build_inner(runner: Any, name: str) -> Any:
 
 
 def knows_kv_scales(name: str) -> bool:
-    """Whether an inner backend stores fp8 KV divided by the layers' scales: each of us reads what the other has stored."""
+    """Whether an inner backend stores fp8 KV divided by the layers' scales, as it will find and leave it."""
     return name not in _WITHOUT_KV_SCALES
 
 

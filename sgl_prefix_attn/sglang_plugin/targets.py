@@ -183,8 +183,8 @@ _BACKENDS = (
     *_attributes(
         "layers.radix_attention.RadixAttention",
         "attn_type is_cross_attention k_scale k_scale_float layer_id logit_cap logit_capping_method pos_encoding_mode "
-        "qk_head_dim scaling sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim v_scale "
-        "v_scale_float xai_temperature_len",
+        "qk_head_dim scaling sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim "
+        "v_scale v_scale_float xai_temperature_len",
     ),
 )
 
