@@ -16,11 +16,12 @@ struct LaunchSize {
 };
 
 // Of the current device. Asks the driver; call it once.
-LaunchSize launch_size(int32_t head_dim, DType dtype);
+LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream);
 
-// One layer: two kernels side by side. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type.
+// One layer: two kernels side by side. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type or in fp8
+// e4m3.
 void launch_attention(const KernelParams& params, LaunchSize size, void* stream);
 
 }  // namespace prefixpack

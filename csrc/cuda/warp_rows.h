@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "cuda/formats.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
@@ -11,7 +12,7 @@
 
 namespace prefixpack {
 
-template <class TileT, class Element>
+template <class TileT, class Format>
 class WarpRows {
  protected:
   static constexpr int kHeadDim = TileT::kHeadDim;
@@ -131,13 +132,26 @@ class WarpRows {
     for (int32_t j = 0; j < 2; ++j) {
       add_up_columns(state_[j].sum);
       const Normalised result = normalised(state_[j]);
+      const float factor = result.factor * attention_.v_scale;
       lse[j] = result.lse;
+      const int32_t row = lane_ % 4 * 2 + j;
+      if constexpr (kDimensionsMoved<Format>) {
 #pragma unroll
-      for (int32_t eight = 0; eight < 4; ++eight) {
-        const ptx::SharedAddress to = sum_at(sums, lane_ % 4 * 2 + j, eight * 8 + lane_ / 4);
+        for (int32_t odd = 0; odd < 2; ++odd) {
+          const ptx::SharedAddress to = sum_at(sums, row, odd * 16 + lane_ / 4 * 2);
 #pragma unroll
-        for (int32_t step = eight / 2; step < kSteps; step += 2) {
-          ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * result.factor);
+          for (int32_t step = odd; step < kSteps; step += 2) {
+            ptx::store_shared_pair(to + step / 2 * 128, output_[step][j] * factor, output_[step][2 + j] * factor);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int32_t eight = 0; eight < 4; ++eight) {
+          const ptx::SharedAddress to = sum_at(sums, row, eight * 8 + lane_ / 4);
+#pragma unroll
+          for (int32_t step = eight / 2; step < kSteps; step += 2) {
+            ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * factor);
+          }
         }
       }
     }
@@ -264,7 +278,8 @@ class WarpRows {
       const int64_t offset = ptx::shuffle(mine, (pass * kRowsAtOnce + lane_ / kRowLanes) * kMergeLanes);
       if (offset >= 0) {
         auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
-        ptx::store_words(to, Element::pack(sums[pass][0], sums[pass][1]), Element::pack(sums[pass][2], sums[pass][3]));
+        using Output = typename Format::Output;
+        ptx::store_words(to, Output::pack(sums[pass][0], sums[pass][1]), Output::pack(sums[pass][2], sums[pass][3]));
       }
     }
   }
@@ -279,7 +294,8 @@ class WarpRows {
   // Unit that is being computed: a word of its record per lane.
   int32_t record_ = 0;
   SoftmaxState state_[2];
-  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2.
+  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; numbered as
+  // formats.h says.
   float output_[kSteps][4];
 
  private:

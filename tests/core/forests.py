@@ -50,9 +50,6 @@ def random_paths(
     return paths, ends + tails + query_lens, query_lens
 
 
-E4M3_NAN = 0x7F
-
-
 @dataclass
 class KvPool:
     """req_to_token and KV cache of a batch. Whatever no request's position owns is NaN, or names a NaN slot."""
@@ -71,8 +68,8 @@ class KvPool:
         keep = torch.zeros(len(self.k_cache), dtype=torch.bool)
         keep[slots] = True
         for cache in (self.k_cache, self.v_cache):
-            if cache.dtype is torch.float8_e4m3fn:  # torch assigns nothing by a mask to this type
-                cache.view(torch.uint8)[~keep] = E4M3_NAN
+            if cache.dtype == torch.float8_e4m3fn:  # masks are not implemented for it
+                cache.view(torch.uint8)[~keep] = 0x7F
             else:
                 cache[~keep] = torch.nan
 

@@ -40,7 +40,6 @@ def make_case(
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
-    k_scale: float = 1.0,
     v_scale: float = 1.0,
     requests: int = 6,
     levels: int = 3,
@@ -57,16 +56,16 @@ def make_case(
 ) -> Case:
     """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer.
 
-    kv_dtype: of the KV cache; None: dtype. The scale of keys goes into the variant's `scale`, as the steps take it.
+    kv_dtype: None for dtype.
     """
-    kv_dtype = kv_dtype or dtype
     rng = np.random.default_rng(seed)
     paths, planned_lens, query_lens = batch or random_paths(
         rng, requests, levels, max_node_tokens=tokens, max_tail_tokens=tokens, max_new_tokens=max_new_tokens
     )
     q_heads, kv_heads = heads
-    shape = ModelShape(q_heads, kv_heads, head_dim, kv_bytes=kv_dtype.itemsize)
-    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=kv_dtype)
+    stored = kv_dtype or dtype
+    shape = ModelShape(q_heads, kv_heads, head_dim, kv_bytes=stored.itemsize)
+    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
     device = DeviceModel.gpu(multiprocessors, head_dim=head_dim)
@@ -75,13 +74,12 @@ def make_case(
     decode = bool((query_lens == 1).all())
     plan = Planner(shape, device).plan(forest, planned_lens, None if decode else query_lens)
     variant = {
-        "scale": head_dim**-0.5 * k_scale,
+        "scale": head_dim**-0.5,
+        "v_scale": v_scale,
         "logit_cap": logit_cap,
         "window_left": window_left,
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
-    if v_scale != 1.0:
-        variant["v_scale"] = v_scale
     expected = reference_attention(
         q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
         seq_lens=pool.seq_lens, query_lens=torch.from_numpy(query_lens), **variant,

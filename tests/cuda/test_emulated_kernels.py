@@ -20,6 +20,8 @@ GROWTH = 5
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).numpy()
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -48,6 +50,51 @@ def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int],
 def test_head_sizes_and_types(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> None:
     case = make_case(head_dim, head_dim=head_dim, dtype=dtype, requests=4)
     check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> None:
+    """Rows of units for warps and for blocks, with a scale of the values."""
+    case = make_case(
+        64, heads=(8, 1), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37, requests=6
+    )
+    assert set(case.plan.items[:, 6]) > {8}
+    check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])
+def test_every_tile_of_the_table_with_fp8_kv(emulation: ModuleType, queries: int, head_dim: int) -> None:
+    ones = np.ones(queries, dtype=np.int64)
+    lens = 200 + np.arange(1, queries + 1, dtype=np.int64)
+    case = make_case(
+        queries, heads=(8, 1), head_dim=head_dim, kv_dtype=torch.float8_e4m3fn,
+        batch=([[(0, 0, 200)]] * queries, lens, ones),
+    )  # fmt: skip
+    check(case, emulate(emulation, case))
+
+
+def test_every_fp8_number_is_read_as_it_is(emulation: ModuleType) -> None:
+    """Values of one visible position are the output: all but NaN, which here is no number either."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    case = make_case(
+        5, heads=(2, 1), head_dim=256, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn,
+        batch=([[]], np.array([1], dtype=np.int64), np.ones(1, dtype=np.int64)),
+    )  # fmt: skip
+    slot = int(case.pool.req_to_token[int(case.pool.req_pool_indices[0]), 0])
+    case.pool.v_cache.view(torch.uint8)[slot, 0] = torch.arange(256, dtype=torch.uint8)
+    out, _ = emulate(emulation, case)
+    torch.testing.assert_close(out[0, 0].float(), numbers.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("seed", range(3))
+def test_extend_and_window_with_fp8_kv(emulation: ModuleType, seed: int, late_copies: bool) -> None:
+    case = make_case(
+        seed, heads=(4, 2), head_dim=128, kv_dtype=torch.float8_e4m3fn, max_new_tokens=70, window_left=(-1, 7, 64)[seed]
+    )
+    check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])

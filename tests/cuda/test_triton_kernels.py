@@ -55,7 +55,7 @@ class Runner:
 
     def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
         slots, heads, head_dim = cache.shape
-        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype, device=DEVICE)
+        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype).to(DEVICE)
         storage[:, :heads, :head_dim] = cache.to(DEVICE)
         return storage[:, :heads, :head_dim]
 
@@ -230,7 +230,7 @@ def test_cache_of_another_type() -> None:
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_cache_with_scales(dtype: torch.dtype, head_dim: int) -> None:
-    case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, k_scale=0.3, v_scale=2.5, multiprocessors=8)
+    case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, v_scale=2.5, multiprocessors=8)
     assert 0 < len(case.plan.merge_query) < case.plan.num_queries, "some results are merged, and scaled once"
     check(case, run(case))
 
