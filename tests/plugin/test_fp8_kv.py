@@ -49,7 +49,9 @@ def gpu_world(**options: Any) -> GpuWorld:
 def give_scales(world: World) -> World:
     """As a checkpoint with scales leaves the layers: tensors on the device, and the numbers."""
     for layer, scales in zip(world.layers, SCALES, strict=True):
-        layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(s), requires_grad=False) for s in scales)
+        layer.k_scale, layer.v_scale = (
+            torch.nn.Parameter(torch.tensor(scale, device=world.tensors), requires_grad=False) for scale in scales
+        )
         layer.k_scale_float, layer.v_scale_float = scales
     return world
 
@@ -58,12 +60,12 @@ def expected(world: World, scales: list[KvScales]) -> list[torch.Tensor]:
     """Dense attention over what the pool holds, by layer."""
     pool, outputs = world.pool, []
     for layer, (k_scale, v_scale) in zip(world.layers, scales, strict=True):
-        q = world.qkv(layer)[0]
+        q = world.qkv(layer)[0].cpu()
         out, _ = reference_attention(
-            q.view(len(q), Q_HEADS, -1), pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id),
-            req_to_token=world.rows.req_to_token, req_pool_indices=world.batch.req_pool_indices,
-            seq_lens=world.batch.seq_lens, query_lens=world.query_lens or [1] * len(world.seq_lens),
-            scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
+            q.view(len(q), Q_HEADS, -1), pool.get_key_buffer(layer.layer_id).cpu(),
+            pool.get_value_buffer(layer.layer_id).cpu(), req_to_token=world.rows.req_to_token.cpu(),
+            req_pool_indices=world.batch.req_pool_indices.cpu(), seq_lens=world.batch.seq_lens_cpu,
+            query_lens=world.query_lens or [1] * len(world.seq_lens), scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         outputs.append(out.flatten(1))
     return outputs
@@ -72,7 +74,7 @@ def expected(world: World, scales: list[KvScales]) -> list[torch.Tensor]:
 def assert_same(packed: list[torch.Tensor], dense: list[torch.Tensor]) -> None:
     tolerance = 2e-2 if packed[0].dtype is DTYPE else 2e-5
     for ours, theirs in zip(packed, dense, strict=True):
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=tolerance, atol=tolerance)
 
 
 def stored(world: World, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
