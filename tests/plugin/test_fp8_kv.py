@@ -65,7 +65,8 @@ def expected(world: World, scales: list[KvScales]) -> list[torch.Tensor]:
             q.view(len(q), Q_HEADS, -1), pool.get_key_buffer(layer.layer_id).cpu(),
             pool.get_value_buffer(layer.layer_id).cpu(), req_to_token=world.rows.req_to_token.cpu(),
             req_pool_indices=world.batch.req_pool_indices.cpu(), seq_lens=world.batch.seq_lens_cpu,
-            query_lens=world.query_lens or [1] * len(world.seq_lens), scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
+            query_lens=world.query_lens or [1] * len(world.seq_lens),
+            scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         outputs.append(out.flatten(1))
     return outputs
