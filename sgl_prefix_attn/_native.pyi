@@ -8,6 +8,7 @@ _Int64 = npt.NDArray[np.int64]
 built_with_cuda: bool
 # 32-bit words of the device's structs (csrc/cuda/kernel_params.h).
 plan_header_words: int
+plan_padding_words: int
 plan_item_words: int
 item_record_words: int
 
@@ -78,7 +79,11 @@ class DeviceModel:
         tile_rows: tuple[int, ...],
         narrow_rows: int = 0,
         narrow_per_worker: int = 1,
+        narrow_to_fill: int = 1,
+        narrow_overhead: float = 0.0,
         overlap: float = 1.0,
+        wide_rows: int = 0,
+        wide_flops: float = 1.0,
     ) -> None: ...
 
 class Plan:

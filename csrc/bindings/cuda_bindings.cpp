@@ -140,6 +140,7 @@ void bind_cuda(py::module_& m) {
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;
+  m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;

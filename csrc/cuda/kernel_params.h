@@ -25,6 +25,8 @@ struct PlanHeader {
 };
 
 constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+// Words behind the last array: a warp reads the first 32 entries of a merge list before it knows how many there are.
+constexpr int32_t kPlanPaddingWords = 32;
 constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // with its slots and its merge
 
 struct DevicePlan {

@@ -16,7 +16,7 @@ struct NextUnit {
 
   // The ticket, in the first lane, once it is here.
   PREFIXPACK_DEVICE static int32_t ask(const KernelParams& params) {
-    return ptx::thread_index() == 0 ? ptx::atomic_add(&params.step.tickets[0], 1) : 0;
+    return ptx::thread_index() == 0 ? ptx::grid_size() + ptx::atomic_add(&params.step.tickets[0], 1) : 0;
   }
   // A word of the item's record for each lane.
   PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {

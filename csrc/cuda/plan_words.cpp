@@ -69,6 +69,7 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
   header.merge_query_at = append(plan.merge_query);
   header.merge_offset_at = append(plan.merge_offset);
   header.merge_slot_at = append(plan.merge_slot);
+  words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));
   return result;
 }

@@ -102,7 +102,7 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
   BlockState* state = block_state(shared);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
-  const int32_t ticket = state->next.ask(kernel_params);
+  const int32_t ticket = ptx::block_index();
   ptx::block_sync();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
   if (ptx::uniform(num_items > 0)) {

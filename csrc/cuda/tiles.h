@@ -57,12 +57,12 @@ struct Tile {
   static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
-// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of six such warps
+// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such warps
 // share a multiprocessor, or one beside a block of the other kernel.
-constexpr int kLoneWarps = 6;
+constexpr int kLoneWarps = 8;
 constexpr int kLoneThreads = 32 * kLoneWarps;
 constexpr int kLoneBlocksPerMultiprocessor = 2;
-constexpr int kWarpBytes = 18 * 1024;
+constexpr int kWarpBytes = 14 * 1024;
 constexpr int kEnoughLoneWarps = 4;       // of a block, to use all of the memory's bandwidth
 constexpr int kTokensToFillRounds = 256;  // units so long are bound by bandwidth, shorter ones by latency
 

@@ -40,6 +40,7 @@ class WarpUnits : WarpRows<TileT, Format> {
 
   // Takes units until none is left.
   PREFIXPACK_DEVICE void run() {
+    forget_products();
     for (;;) {
       refill();
       if (piece_ == num_pieces_ && !begin_unit()) {
@@ -54,7 +55,10 @@ class WarpUnits : WarpRows<TileT, Format> {
       } else {
         add_values();
         ptx::warp_sync();
-        if (piece_ + 1 == num_pieces_) finish(TileT::kSumsInPiece ? ring() + use_place_ : ring() + kRingBytes);
+        if (piece_ + 1 == num_pieces_) {
+          finish(TileT::kSumsInPiece ? ring() + use_place_ : ring() + kRingBytes);
+          forget_products();
+        }
       }
       release_piece();
     }
@@ -275,7 +279,13 @@ class WarpUnits : WarpRows<TileT, Format> {
       for (int32_t pair = 0; pair < kSteps / 2; ++pair)
         ptx::load_matrix(queries_of_[pair], chunk_at(queries, 4 * pair));
     }
+  }
+
+  // At the end of a unit, so that finishing it has the registers.
+  PREFIXPACK_DEVICE void forget_products() {
     start_sums();
+#pragma unroll
+    for (int32_t i = 0; i < kSteps * 2; ++i) queries_of_[i / 4][i % 4] = 0;
   }
 
   // scores_[i]: key lane / 4 + i / 2 * 8, query row lane % 4 * 2 + i % 2. Several chains of products, since each

@@ -175,7 +175,7 @@ class Scheduler {
       }
       ++queued;
       dearest = std::max(dearest, key);
-      if (lead->item.kv_end == kOpenEnd) dearest_open = std::max(dearest_open, key * lead->at_a_time);
+      if (lead->item.kv_end == kOpenEnd) dearest_open = std::max(dearest_open, key * lead->stretch);
       lead = after;
     }
     num_queued_ = queued - queue_.data();
@@ -263,8 +263,8 @@ class Scheduler {
   }
 
   int32_t growth_limit() const {
-    const double token = cost_.item(1, 1) - cost_.overhead();
-    const double unit_growth = token * tiling_.per_worker() * cost_.tile(1).at_a_time;
+    const double token = cost_.tile(1).first_read;
+    const double unit_growth = token * tiling_.per_worker() * cost_.tile(1).stretch;
     const double even_growth = token * forest_.num_requests;
     const double slack = kDriftTolerance * tiling_.finish() - dearest_open_;
     const double closing = unit_growth - kDriftTolerance * even_growth;

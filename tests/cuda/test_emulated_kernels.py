@@ -209,14 +209,14 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
 @pytest.mark.parametrize(
     ("units", "tokens", "warps"),
     [
-        (2048, 1024, 4),  # two rounds of 1,056 warps instead of 1,584 and then 464
+        (2400, 1024, 5),  # two rounds of 1,320 warps instead of 2,112 and then 288
         (1584, 1024, 6),  # one full round
         (1200, 1024, 5),  # one round of 1,320
-        (2048, 32, 6),    # short units are bound by latency: the more at once the better
-        (2048, 0, 6),     # of various lengths: the short ones come last and even it out
-        (0, 0, 6),
+        (2400, 32, 8),    # short units are bound by latency: the more at once the better
+        (2400, 0, 8),     # of various lengths: the short ones come last and even it out
+        (0, 0, 8),
     ],
 )  # fmt: skip
 def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
-    """On an H200, with 264 blocks of six warps."""
+    """On an H200, with 264 blocks of eight warps."""
     assert emulation.active_warps(units, tokens, 264) == warps
