@@ -51,7 +51,7 @@ template <DType kType, int R>
 inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
@@ -91,7 +91,7 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
                            int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   F sums[R][C];
   PREFIXPACK_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -180,7 +180,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
 
 template <DType kType>
 inline void run_rows(const ItemTask& task, Scratch& scratch) {
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;

@@ -53,6 +53,8 @@ inline void load_query_row(const ItemTask& task, Row row, float factor, float* d
       return load_query<DType::kBFloat16, W>(p, element, factor, dst);
     case DType::kFloat16:
       return load_query<DType::kFloat16, W>(p, element, factor, dst);
+    case DType::kFloat8E4M3:
+      __builtin_unreachable();  // of KV only
   }
 }
 
@@ -78,9 +80,9 @@ inline RowTarget target_of(const ItemTask& task, Row row) {
   return {p.partial_o, partial * p.head_dim, DType::kFloat32, p.partial_lse + partial, false};
 }
 
-// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with.
-// Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A row that saw nothing is 0 with
-// lse -inf.
+// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with,
+// the scale of the values included. Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A
+// row that saw nothing is 0 with lse -inf.
 inline float finish_row(const AttentionParams& p, const RowTarget& target, int32_t q_head, float largest, float sum) {
   float rescale = 1;
   if (target.is_final && p.sinks != nullptr) {
@@ -93,5 +95,5 @@ inline float finish_row(const AttentionParams& p, const RowTarget& target, int32
     }
   }
   if (target.lse != nullptr) *target.lse = sum == 0 ? -kInfinity : (largest + __builtin_log2f(sum)) * kLn2;
-  return sum == 0 ? 0 : rescale / sum;
+  return sum == 0 ? 0 : rescale / sum * p.v_scale;
 }

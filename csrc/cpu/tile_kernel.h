@@ -235,7 +235,7 @@ struct TileBlock {
 // dst[i] = rows[i] as fp32. Meanwhile asks for the rows of `next`, which are read next.
 template <DType kType>
 inline void convert_rows(KvRows rows, KvRows next, int32_t head_dim, float* dst) {
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   for (int32_t i = 0; i < rows.count; ++i) {
     if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
     const char* row = rows[i];
@@ -265,7 +265,7 @@ PREFIXPACK_INLINE void for_each_block(int32_t rows, Visit visit) {
 
 template <DType kType>
 inline void run_tile(const ItemTask& task, Scratch& scratch) {
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
