@@ -131,10 +131,11 @@ class CudaExecutor:
             return found
         device = k_cache.device
         step, graph_out = self._buffers(shape, dtype, kv_dtype, device)
-        model, growth = (
-            gpu_device(self._settings, _sm_count(device), shape.head_dim, self._kernels.max_tile_rows),
-            self._settings.replan_growth,
-        )
+        growth = self._settings.replan_growth
+        model = gpu_device(
+            self._settings, _sm_count(device), shape.head_dim, max_tile_rows=self._kernels.max_tile_rows,
+            warpgroup_products=self._kernels.warpgroup_products(device, kv_dtype),
+        )  # fmt: skip
         uncut_model = dataclasses.replace(model, workers=1)
         planner = Planner(shape, model, max_growth=growth)
         alone, uncut = Planner(shape, model, max_growth=growth), Planner(shape, uncut_model, max_growth=growth)

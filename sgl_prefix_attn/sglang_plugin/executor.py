@@ -254,10 +254,15 @@ def cpu_device(settings: Settings) -> DeviceModel:
     )
 
 
-def gpu_device(settings: Settings, sm_count: int, head_dim: int, max_tile_rows: int) -> DeviceModel:
+def gpu_device(
+    settings: Settings, sm_count: int, head_dim: int, *, max_tile_rows: int, warpgroup_products: bool
+) -> DeviceModel:
     """The planner's view of a GPU whose kernels have row tiles up to `max_tile_rows`."""
     device = DeviceModel.gpu(
-        sm_count, head_dim=head_dim, max_tile_rows=min(settings.max_tile_rows, max_tile_rows)
+        sm_count,
+        head_dim=head_dim,
+        max_tile_rows=min(settings.max_tile_rows, max_tile_rows),
+        warpgroup_products=warpgroup_products,
     )
     return dataclasses.replace(device, workers=settings.workers or device.workers)
 

@@ -47,6 +47,11 @@ class Kernels:
             return reasons.KV_DTYPE
         return None if self.takes(cache) else reasons.KV_LAYOUT
 
+    def warpgroup_products(self, device: torch.device, kv_dtype: torch.dtype) -> bool:
+        """Whether warpgroups multiply their widest tile, where the head size allows it (csrc/cuda/wide_unit.h)."""
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return hopper and self.name == "native" and kv_dtype.itemsize == 2
+
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels can read a [*, heads, head dim] tensor as it lies in memory."""
         if tensor.stride(2) != 1:
