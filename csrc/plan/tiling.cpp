@@ -9,7 +9,9 @@ namespace {
 
 constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
 constexpr int32_t kPieceAlignment = 16;
-constexpr double kFullShare = 0.2;  // of the narrow items that all workers do at once
+constexpr double kShortestUnit = 1.33;    // of what it costs to take one up
+constexpr double kFew = 0.2;              // narrow items, of those that all workers do at once
+constexpr double kFewBesideWhole = 0.25;  // for each worker
 
 }  // namespace
 
@@ -23,6 +25,10 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
                   int32_t step) {
   tiles_.make_room(packs.size() + num_partials / step);
   list(packs, lens, partials, step);
+  // So few narrow items do not keep every worker busy: whole workers read them faster, and cut into fewer pieces. Where
+  // whole workers have other items too, narrow ones run beside these, unless they are very few.
+  const double few = whole_units_ > 0 ? kFewBesideWhole : kFew * cost_->most_at_a_time();
+  if (narrow_units_ > 0 && narrow_units_ < few * cost_->workers()) widen_narrow_tiles();
   choose_longest_unit();
 }
 
@@ -70,13 +76,11 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   total_ = total;
   narrow_ = narrow_seconds;
   longest_ = longest;
+  narrow_units_ = narrow * cost_->kv_heads();
   whole_units_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
-  widen_few_narrow_tiles(narrow * cost_->kv_heads());
 }
 
-// Too few narrow items to keep every worker busy: whole workers read them faster, and cut into fewer pieces.
-void Tiling::widen_few_narrow_tiles(int64_t units) {
-  if (units == 0 || whole_units_ > 0 || units >= kFullShare * cost_->workers() * cost_->most_at_a_time()) return;
+void Tiling::widen_narrow_tiles() {
   const int32_t rows = cost_->narrowest_whole_tile();
   double longest = 0;
   for (size_t i = 0; i < num_tiles_; ++i) {
@@ -165,7 +169,7 @@ void Tiling::choose_longest_unit() {
   for (double part : kShares) {
     if (finish_ <= 1.02 * even) break;
     // A unit does not get shorter than what it costs to take it up, however little there is to do.
-    const double candidate = std::max(even * part, 2 * longest_overhead_);
+    const double candidate = std::max(even * part, kShortestUnit * longest_overhead_);
     if (candidate >= longest_) continue;
     const double finish = finish_time(candidate);
     if (finish < 0.99 * finish_) {

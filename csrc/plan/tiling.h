@@ -69,7 +69,7 @@ class Tiling {
   static constexpr int32_t kBins = 512;
 
   void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
-  void widen_few_narrow_tiles(int64_t units);
+  void widen_narrow_tiles();
   int32_t pieces(const Tile& tile, double longest) const {
     return tile.duration <= longest ? 1 : split_pieces(tile, longest);
   }
@@ -88,7 +88,7 @@ class Tiling {
   std::array<int32_t, kBins> count_;  // shares of workers by unsplit duration
   double narrow_ = 0, total_ = 0, longest_ = 0, to_bin_ = 0;
   double longest_unit_ = 1, finish_ = 0;
-  int64_t whole_units_ = 0, tokens_ = 0;
+  int64_t narrow_units_ = 0, whole_units_ = 0, tokens_ = 0;
 };
 
 }  // namespace prefixpack
