@@ -20,10 +20,6 @@ struct RowState {
   }
 };
 
-PREFIXPACK_INLINE void prefetch_row(const char* row, int32_t bytes) {
-  for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-}
-
 // KV rows of some positions: count of them, from `slots` on.
 struct KvRows {
   const char* base;
@@ -34,16 +30,22 @@ struct KvRows {
   PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
 };
 
-// What is read after the keys and values up to `begin`: the item's next keys, or the first of the next head.
-PREFIXPACK_INLINE KvRows keys_after(const ItemTask& task, int32_t block, int32_t begin, const char* k, int bytes) {
+// Up to `most` keys or values of a task, from position `begin` on.
+template <DType kType>
+PREFIXPACK_INLINE KvRows keys_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  if (begin == task.kv_end) {
-    if (!task.next_head_follows) return {};
-    begin = task.kv_begin;
-    k += p.k_head_stride * bytes;
-  }
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
   const int32_t left = task.kv_end - begin;
-  return {k, p.k_slot_stride * bytes, task.slots + begin, left < block ? left : block};
+  return {static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes, p.k_slot_stride * kBytes,
+          task.slots + begin, left < most ? left : most};
+}
+template <DType kType>
+PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t most) {
+  const AttentionParams& p = *task.params;
+  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  const int32_t left = task.kv_end - begin;
+  return {static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes, p.v_slot_stride * kBytes,
+          task.slots + begin, left < most ? left : most};
 }
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
@@ -180,27 +182,26 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
 
 template <DType kType>
 inline void run_rows(const ItemTask& task, Scratch& scratch) {
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
   const int32_t head_dim = p.head_dim;
   const RowState state(scratch, rows, head_dim);
   for (int32_t row = 0; row < rows; ++row) {
+    prefetch_target(target_of(task, row_of(task, group, row)), head_dim);
     load_query_row<kLanes>(task, row_of(task, group, row), query_factor(p), state.q + row * head_dim);
     for (int32_t d = 0; d < head_dim; ++d) state.acc[row * head_dim + d] = 0;
     state.largest[row] = -kInfinity;
     state.sum[row] = 0;
   }
-  const char* k = static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes;
-  const char* v = static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes;
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kRowKeys) {
-    const int32_t left = task.kv_end - begin;
-    const int32_t count = left < kRowKeys ? left : kRowKeys;
-    const int32_t* slots = task.slots + begin;
-    const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
-    const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
-    const KvRows next_keys = keys_after(task, kRowKeys, begin + count, k, kBytes);
+    const KvRows keys = keys_of<kType>(task, begin, kRowKeys);
+    const KvRows values = values_of<kType>(task, begin, kRowKeys);
+    KvRows next_keys = keys_of<kType>(task, begin + keys.count, kRowKeys);
+    if (next_keys.count == 0 && task.next != nullptr) {
+      next_keys = keys_of<kType>(*task.next, task.next->kv_begin, kRowKeys);
+      prefetch_query_row(*task.next, row_of(*task.next, group, 0));
+    }
     int32_t row = 0;
     for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys);
     if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys);
