@@ -3,6 +3,9 @@
 
 constexpr int kRowKeys = 64;  // KV positions per block
 constexpr int kRowScoreStride = kRowKeys + 16;
+// Rows of KV are asked for a block ahead, and again so many rows ahead: processors drop what is asked for while too
+// much is on its way already.
+constexpr int kAskAgain = 16;
 
 struct RowState {
   float* q;        // [rows][head_dim]
@@ -48,19 +51,22 @@ PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t 
           task.slots + begin, left < most ? left : most};
 }
 
-// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
+// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile, if that is not nullptr.
 template <DType kType, int R>
-inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
+inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, const KvRows* next, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  const int32_t ahead = next == nullptr ? 0 : next->count;
+  const int32_t again = next == nullptr ? 0 : keys.count - kAskAgain;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
     for (int j = 0; j < 4; ++j) {
       const int32_t index = i + j < keys.count ? i + j : keys.count - 1;  // what is beyond is computed, not used
       k[j] = keys[index];
-      if (index < next.count) prefetch_row(next[index], head_dim * kBytes);
+      if (index < again) prefetch_row(keys[index + kAskAgain], head_dim * kBytes);
+      if (index < ahead) prefetch_row((*next)[index], head_dim * kBytes);
     }
     F sums[R][4];
     PREFIXPACK_UNROLL
@@ -88,8 +94,9 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next,
 }
 
 // acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
+// `next`: as with dot_rows.
 template <DType kType, int R, int C>
-inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
+inline void add_dimensions(const float* weights, KvRows values, const KvRows* next, const float* decay, int32_t d,
                            int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
@@ -100,8 +107,11 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
     PREFIXPACK_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
   }
+  const int32_t ahead = next == nullptr ? 0 : next->count;
+  const int32_t again = next == nullptr ? 0 : values.count - kAskAgain;
   for (int32_t i = 0; i < values.count; ++i) {
-    if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
+    if (i < again) prefetch_row(values[i + kAskAgain], head_dim * kBytes);
+    if (i < ahead) prefetch_row((*next)[i], head_dim * kBytes);
     const char* row = values[i];
     F value[C];
     PREFIXPACK_UNROLL
@@ -121,11 +131,11 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
 }
 
 template <DType kType, int R, int C>
-PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
-                                  int32_t head_dim, float* acc) {
+PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, const KvRows* next, const float* decay,
+                                  int32_t d, int32_t head_dim, float* acc) {
   for (; head_dim - d >= C * kLanes; d += C * kLanes) {
     add_dimensions<kType, R, C>(weights, values, next, decay, d, head_dim, acc);
-    next.count = 0;  // once is enough
+    next = nullptr;  // once is enough
   }
   if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, decay, d, head_dim, acc);
 }
@@ -162,11 +172,11 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
 // R rows of the item, from `row` on, against one block of positions.
 template <DType kType, int R>
 inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t row, int32_t begin, KvRows keys,
-                             KvRows values, KvRows next_keys) {
+                             KvRows values, const KvRows& next_keys, const KvRows& next_values) {
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;
-  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? values : KvRows{}, scores);
+  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? &next_keys : nullptr, scores);
   float decay[R];
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
@@ -176,7 +186,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   }
   // As many sums as the registers hold beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
-  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_keys : KvRows{}, decay, 0, p.head_dim,
+  add_values<kType, R, kVectors>(scores, values, row == 0 ? &next_values : nullptr, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);
 }
 
@@ -198,15 +208,18 @@ inline void run_rows(const ItemTask& task, Scratch& scratch) {
     const KvRows keys = keys_of<kType>(task, begin, kRowKeys);
     const KvRows values = values_of<kType>(task, begin, kRowKeys);
     KvRows next_keys = keys_of<kType>(task, begin + keys.count, kRowKeys);
+    KvRows next_values = values_of<kType>(task, begin + keys.count, kRowKeys);
     if (next_keys.count == 0 && task.next != nullptr) {
       next_keys = keys_of<kType>(*task.next, task.next->kv_begin, kRowKeys);
+      next_values = values_of<kType>(*task.next, task.next->kv_begin, kRowKeys);
       prefetch_query_row(*task.next, row_of(*task.next, group, 0));
     }
     int32_t row = 0;
-    for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, row, begin, keys, values, next_keys);
+    for (; rows - row >= 4; row += 4)
+      add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, row, begin, keys, values, next_keys, next_values);
   }
   for (int32_t row = 0; row < rows; ++row) {
     const Row source = row_of(task, group, row);

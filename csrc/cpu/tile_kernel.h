@@ -206,7 +206,9 @@ struct TileBlock {
     }
     while (q != q_end) {
       ahead.ask();
-      for (const float* const stop = q + 16 * kRows; q != stop; q += kRows, ++k) {
+      // Narrow vectors have more calls to ask in, and loops so short would cost them more.
+      const float* const stop = W < 16 ? q_end : q + 16 * kRows;
+      for (; q != stop; q += kRows, ++k) {
         F rows[V];
         PREFIXPACK_UNROLL
         for (int v = 0; v < V; ++v) rows[v] = S::load(q + v * W);
