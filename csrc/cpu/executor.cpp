@@ -82,7 +82,7 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
     task.next = nullptr;
     return task;
   };
-  pool.run(count, threads, [&](int64_t index) {
+  pool.run(count, step.computing_tickets, threads, [&](int64_t index) {
     const Ticket& ticket = step.tickets[index];
     ItemTask task = task_of(ticket, 0);
     for (int32_t head = 1; head < ticket.head_count; ++head) {
@@ -91,16 +91,19 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
       kernels.run_item(task, scratch_of_thread);
       task = next;
     }
-    // Another thread may be faster to take the next ticket; then asking was for nothing.
-    if (index + 1 < count) {
-      const ItemTask next = task_of(step.tickets[index + 1], 0);
+    // Those threads that draw from the same tickets draw one each before this one draws again, if tickets are alike; if
+    // not, asking was for nothing.
+    const int64_t next_index = index + (threads + 1) / 2;
+    if (next_index < count) {
+      const ItemTask next = task_of(step.tickets[next_index], 0);
       task.next = &next;
       return kernels.run_item(task, scratch_of_thread);
     }
     kernels.run_item(task, scratch_of_thread);
   });
   const auto merges = static_cast<int64_t>(plan.merge_query.size());
-  pool.run(merges, threads, [&](int64_t index) { kernels.merge_query(plan, params, static_cast<int32_t>(index)); });
+  pool.run(merges, merges, threads,
+           [&](int64_t index) { kernels.merge_query(plan, params, static_cast<int32_t>(index)); });
 }
 
 }  // namespace prefixpack
