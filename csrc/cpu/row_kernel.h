@@ -53,12 +53,11 @@ PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t 
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile, if that is not nullptr.
 template <DType kType, int R>
-inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, const KvRows* next, float* scores) {
+inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
-  const int32_t ahead = next == nullptr ? 0 : next->count;
-  const int32_t again = next == nullptr ? 0 : keys.count - kAskAgain;
+  const int32_t again = R == 1 ? keys.count - kAskAgain : 0;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
@@ -66,7 +65,7 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, const KvRows
       const int32_t index = i + j < keys.count ? i + j : keys.count - 1;  // what is beyond is computed, not used
       k[j] = keys[index];
       if (index < again) prefetch_row(keys[index + kAskAgain], head_dim * kBytes);
-      if (index < ahead) prefetch_row((*next)[index], head_dim * kBytes);
+      if (index < next.count) prefetch_row(next[index], head_dim * kBytes);
     }
     F sums[R][4];
     PREFIXPACK_UNROLL
@@ -96,7 +95,7 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, const KvRows
 // acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
 // `next`: as with dot_rows.
 template <DType kType, int R, int C>
-inline void add_dimensions(const float* weights, KvRows values, const KvRows* next, const float* decay, int32_t d,
+inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
                            int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
@@ -107,11 +106,10 @@ inline void add_dimensions(const float* weights, KvRows values, const KvRows* ne
     PREFIXPACK_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
   }
-  const int32_t ahead = next == nullptr ? 0 : next->count;
-  const int32_t again = next == nullptr ? 0 : values.count - kAskAgain;
+  const int32_t again = R == 1 && d == 0 ? values.count - kAskAgain : 0;
   for (int32_t i = 0; i < values.count; ++i) {
     if (i < again) prefetch_row(values[i + kAskAgain], head_dim * kBytes);
-    if (i < ahead) prefetch_row((*next)[i], head_dim * kBytes);
+    if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
     const char* row = values[i];
     F value[C];
     PREFIXPACK_UNROLL
@@ -131,11 +129,11 @@ inline void add_dimensions(const float* weights, KvRows values, const KvRows* ne
 }
 
 template <DType kType, int R, int C>
-PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, const KvRows* next, const float* decay,
-                                  int32_t d, int32_t head_dim, float* acc) {
+PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
+                                  int32_t head_dim, float* acc) {
   for (; head_dim - d >= C * kLanes; d += C * kLanes) {
     add_dimensions<kType, R, C>(weights, values, next, decay, d, head_dim, acc);
-    next = nullptr;  // once is enough
+    next.count = 0;  // once is enough
   }
   if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, decay, d, head_dim, acc);
 }
@@ -172,11 +170,11 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
 // R rows of the item, from `row` on, against one block of positions.
 template <DType kType, int R>
 inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t row, int32_t begin, KvRows keys,
-                             KvRows values, const KvRows& next_keys, const KvRows& next_values) {
+                             KvRows values, KvRows next_keys, KvRows next_values) {
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;
-  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? &next_keys : nullptr, scores);
+  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? next_keys : KvRows{}, scores);
   float decay[R];
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
@@ -186,7 +184,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   }
   // As many sums as the registers hold beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
-  add_values<kType, R, kVectors>(scores, values, row == 0 ? &next_values : nullptr, decay, 0, p.head_dim,
+  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);
 }
 
