@@ -82,6 +82,8 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
     task.next = nullptr;
     return task;
   };
+  const bool two_kinds = step.computing_tickets > 0 && step.computing_tickets < count;
+  const int drawing_together = two_kinds ? (threads + 1) / 2 : threads;
   pool.run(count, step.computing_tickets, threads, [&](int64_t index) {
     const Ticket& ticket = step.tickets[index];
     ItemTask task = task_of(ticket, 0);
@@ -91,9 +93,9 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
       kernels.run_item(task, scratch_of_thread);
       task = next;
     }
-    // Those threads that draw from the same tickets draw one each before this one draws again, if tickets are alike; if
+    // The threads that draw from the same tickets draw one each before this one draws again, if tickets are alike; if
     // not, asking was for nothing.
-    const int64_t next_index = index + (threads + 1) / 2;
+    const int64_t next_index = index + drawing_together;
     if (next_index < count) {
       const ItemTask next = task_of(step.tickets[next_index], 0);
       task.next = &next;

@@ -3,8 +3,8 @@
 
 constexpr int kRowKeys = 64;  // KV positions per block
 constexpr int kRowScoreStride = kRowKeys + 16;
-// Rows of KV are asked for a block ahead, and again so many rows ahead: processors drop what is asked for while too
-// much is on its way already.
+// KV is asked for a block ahead, and by single rows, which wait for little else, again so many positions ahead:
+// processors drop what is asked for while too much is on its way already.
 constexpr int kAskAgain = 16;
 
 struct RowState {
@@ -51,7 +51,7 @@ PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t 
           task.slots + begin, left < most ? left : most};
 }
 
-// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile, if that is not nullptr.
+// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
 template <DType kType, int R>
 inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
   using S = Simd<kLanes>;
@@ -93,7 +93,6 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next,
 }
 
 // acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
-// `next`: as with dot_rows.
 template <DType kType, int R, int C>
 inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
                            int32_t head_dim, float* acc) {
