@@ -8,6 +8,7 @@ _Int64 = npt.NDArray[np.int64]
 built_with_cuda: bool
 # 32-bit words of the device's structs (csrc/cuda/kernel_params.h).
 plan_header_words: int
+plan_padding_words: int
 plan_item_words: int
 item_record_words: int
 
@@ -28,7 +29,7 @@ class StepAddresses:
         self, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
     ) -> None: ...
 
-def cuda_launch_size(head_dim: int, dtype: int) -> tuple[int, int, bool]: ...
+def cuda_launch_size(head_dim: int, dtype: int, kv_dtype: int) -> tuple[int, int, int, bool]: ...
 def cuda_prepare(
     step: StepAddresses,
     req_to_token: int,
@@ -38,7 +39,7 @@ def cuda_prepare(
     blocks: int,
     stream: int,
 ) -> None: ...
-def cuda_attend(step: StepAddresses, *arguments: float | tuple[int, int, bool]) -> None: ...
+def cuda_attend(step: StepAddresses, *arguments: float | tuple[int, int, int, bool]) -> None: ...
 
 class Forest:
     num_requests: int
@@ -78,7 +79,11 @@ class DeviceModel:
         tile_rows: tuple[int, ...],
         narrow_rows: int = 0,
         narrow_per_worker: int = 1,
+        narrow_to_fill: int = 1,
+        narrow_overhead: float = 0.0,
         overlap: float = 1.0,
+        wide_rows: int = 0,
+        wide_flops: float = 1.0,
     ) -> None: ...
 
 class Plan:
@@ -88,6 +93,7 @@ class Plan:
     kv_tokens_packed: int
     kv_tokens_per_request: int
     kv_tokens_unique: int
+    narrow_prevails: bool
     query_token: _Int32
     query_request: _Int32
     query_back: _Int32

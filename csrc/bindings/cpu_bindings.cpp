@@ -34,9 +34,9 @@ void bind_cpu(py::module_& m) {
          uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
          uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices, uintptr_t seq_lens,
          uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t kv_dtype, int32_t q_heads,
-         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float logit_cap, int64_t num_tokens,
-         int64_t num_requests, int64_t max_requests, int64_t max_context, int64_t num_slots, int threads,
-         const std::string& isa) {
+         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float v_scale, float logit_cap,
+         int64_t num_tokens, int64_t num_requests, int64_t max_requests, int64_t max_context, int64_t num_slots,
+         int threads, const std::string& isa) {
         AttentionParams params;
         params.q = pointer<const void>(q);
         params.q_token_stride = q_token_stride;
@@ -66,6 +66,7 @@ void bind_cpu(py::module_& m) {
         params.head_dim = head_dim;
         params.window_left = window_left;
         params.scale = scale;
+        params.v_scale = v_scale;
         params.logit_cap = logit_cap;
         const TensorSizes sizes{num_tokens, num_requests, max_requests, max_context, num_slots};
         const py::gil_scoped_release unlocked;

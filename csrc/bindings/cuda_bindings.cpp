@@ -56,11 +56,11 @@ void bind_launches(py::module_& m) {
            py::arg("arrivals"));
   m.def(
       "cuda_launch_size",
-      [](int32_t head_dim, int32_t dtype) {
-        const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype));
-        return py::make_tuple(size.blocks, size.warp_blocks, size.beside);
+      [](int32_t head_dim, int32_t dtype, int32_t kv_dtype) {
+        const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype), static_cast<DType>(kv_dtype));
+        return py::make_tuple(size.blocks, size.few_blocks, size.warp_blocks, size.beside);
       },
-      "Blocks of the two packed kernels that the current device holds at once, and whether they run side by side.");
+      "Blocks of a packed launch: the fields of LaunchSize in csrc/cuda/launch.h.");
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
@@ -79,9 +79,9 @@ void bind_launches(py::module_& m) {
       [](const StepAddresses& step, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k,
          int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
          uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
-         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t q_heads, int32_t kv_heads,
-         int32_t head_dim, int32_t window_left, float scale, float logit_cap, std::tuple<int32_t, int32_t, bool> size,
-         uintptr_t stream) {
+         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t kv_dtype, int32_t q_heads,
+         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float v_scale, float logit_cap,
+         std::tuple<int32_t, int32_t, int32_t, bool> size, uintptr_t stream) {
         KernelParams params{};
         step.fill(params);
         AttentionParams& attention = params.attention;
@@ -102,14 +102,17 @@ void bind_launches(py::module_& m) {
         attention.sinks = pointer<const float>(sinks);
         attention.partial_o = pointer<float>(partial_o);
         attention.partial_lse = pointer<float>(partial_lse);
-        attention.dtype = attention.kv_dtype = static_cast<DType>(dtype);
+        attention.dtype = static_cast<DType>(dtype);
+        attention.kv_dtype = static_cast<DType>(kv_dtype);
         attention.q_heads = q_heads;
         attention.kv_heads = kv_heads;
         attention.head_dim = head_dim;
         attention.window_left = window_left;
         attention.scale = scale;
+        attention.v_scale = v_scale;
         attention.logit_cap = logit_cap;
-        launch_attention(params, {std::get<0>(size), std::get<1>(size), std::get<2>(size)}, pointer<void>(stream));
+        launch_attention(params, {std::get<0>(size), std::get<1>(size), std::get<2>(size), std::get<3>(size)},
+                         pointer<void>(stream));
       },
       "Launches packed attention of one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
 }
@@ -138,6 +141,7 @@ void bind_cuda(py::module_& m) {
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;
+  m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;

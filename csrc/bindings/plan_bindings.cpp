@@ -97,13 +97,29 @@ void bind_planner(py::module_& m) {
 
   py::class_<DeviceModel>(m, "DeviceModel")
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
-                       std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker, double overlap) {
-             return DeviceModel{workers,     bandwidth,         flops,  item_overhead, reread, std::move(tile_rows),
-                                narrow_rows, narrow_per_worker, overlap};
+                       std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
+                       int32_t narrow_to_fill, double narrow_overhead, double overlap, int32_t wide_rows,
+                       double wide_flops) {
+             DeviceModel device;
+             device.workers = workers;
+             device.bandwidth = bandwidth;
+             device.flops = flops;
+             device.wide_rows = wide_rows;
+             device.wide_flops = wide_flops;
+             device.item_overhead = item_overhead;
+             device.reread = reread;
+             device.tile_rows = std::move(tile_rows);
+             device.narrow_rows = narrow_rows;
+             device.narrow_per_worker = narrow_per_worker;
+             device.narrow_to_fill = narrow_to_fill;
+             device.narrow_overhead = narrow_overhead;
+             device.overlap = overlap;
+             return device;
            }),
            py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"), py::arg("reread"),
            py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
-           py::arg("overlap") = 1.0);
+           py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("overlap") = 1.0,
+           py::arg("wide_rows") = 0, py::arg("wide_flops") = 1.0);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
@@ -113,6 +129,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("kv_tokens_packed", &Plan::kv_tokens_packed)
       .def_readonly("kv_tokens_per_request", &Plan::kv_tokens_per_request)
       .def_readonly("kv_tokens_unique", &Plan::kv_tokens_unique)
+      .def_readonly("narrow_prevails", &Plan::narrow_prevails)
       .def_property_readonly("query_token", column(&Plan::query_token))
       .def_property_readonly("query_request", column(&Plan::query_request))
       .def_property_readonly("query_back", column(&Plan::query_back))

@@ -29,5 +29,7 @@ inline void run_item(const ItemTask& task, Scratch& scratch) {
       return run_item_of<DType::kBFloat16>(task, scratch);
     case DType::kFloat16:
       return run_item_of<DType::kFloat16>(task, scratch);
+    case DType::kFloat8E4M3:
+      return run_item_of<DType::kFloat8E4M3>(task, scratch);
   }
 }

@@ -37,7 +37,7 @@ struct KvRows {
 template <DType kType>
 PREFIXPACK_INLINE KvRows keys_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   const int32_t left = task.kv_end - begin;
   return {static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes, p.k_slot_stride * kBytes,
           task.slots + begin, left < most ? left : most};
@@ -45,7 +45,7 @@ PREFIXPACK_INLINE KvRows keys_of(const ItemTask& task, int32_t begin, int32_t mo
 template <DType kType>
 PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   const int32_t left = task.kv_end - begin;
   return {static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes, p.v_slot_stride * kBytes,
           task.slots + begin, left < most ? left : most};
@@ -56,7 +56,7 @@ template <DType kType, int R>
 inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   const int32_t again = R == 1 ? keys.count - kAskAgain : 0;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
@@ -98,7 +98,7 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
                            int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
-  constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = bytes_of(kType);
   F sums[R][C];
   PREFIXPACK_UNROLL
   for (int r = 0; r < R; ++r) {

@@ -61,7 +61,7 @@ PREFIXPACK_INLINE int64_t query_element(const ItemTask& task, Row row) {
 
 PREFIXPACK_INLINE void prefetch_query_row(const ItemTask& task, Row row) {
   const AttentionParams& p = *task.params;
-  const int bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int bytes = bytes_of(p.dtype);
   prefetch_row(static_cast<const char*>(p.q) + query_element(task, row) * bytes, p.head_dim * bytes);
 }
 
@@ -76,6 +76,8 @@ inline void load_query_row(const ItemTask& task, Row row, float factor, float* d
       return load_query<DType::kBFloat16, W>(p, element, factor, dst);
     case DType::kFloat16:
       return load_query<DType::kFloat16, W>(p, element, factor, dst);
+    case DType::kFloat8E4M3:
+      __builtin_unreachable();  // of KV only
   }
 }
 
@@ -103,14 +105,14 @@ inline RowTarget target_of(const ItemTask& task, Row row) {
 
 // Writing takes as long as reading would, unless the lines are here by then.
 PREFIXPACK_INLINE void prefetch_target(const RowTarget& target, int32_t head_dim) {
-  const int bytes = target.dtype == DType::kFloat32 ? 4 : 2;
+  const int bytes = bytes_of(target.dtype);
   char* const row = static_cast<char*>(target.base) + target.element * bytes;
   for (int32_t i = 0; i < head_dim * bytes; i += 64) __builtin_prefetch(row + i, 1, 3);
 }
 
-// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with.
-// Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A row that saw nothing is 0 with
-// lse -inf.
+// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with,
+// the scale of the values included. Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A
+// row that saw nothing is 0 with lse -inf.
 inline float finish_row(const AttentionParams& p, const RowTarget& target, int32_t q_head, float largest, float sum) {
   float rescale = 1;
   if (target.is_final && p.sinks != nullptr) {
@@ -123,5 +125,5 @@ inline float finish_row(const AttentionParams& p, const RowTarget& target, int32
     }
   }
   if (target.lse != nullptr) *target.lse = sum == 0 ? -kInfinity : (largest + __builtin_log2f(sum)) * kLn2;
-  return sum == 0 ? 0 : rescale / sum;
+  return sum == 0 ? 0 : rescale / sum * p.v_scale;
 }

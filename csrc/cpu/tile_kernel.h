@@ -310,7 +310,7 @@ inline void run_tile(const ItemTask& task, Scratch& scratch) {
 
   const auto rows_from = [&](const ItemTask& source, int32_t begin) {
     const KvRows keys = keys_of<kType>(source, begin, kTileKeys);
-    constexpr int kBytes = kType == DType::kFloat32 ? 4 : 2;
+    constexpr int kBytes = bytes_of(kType);
     return KvAhead{keys, values_of<kType>(source, begin, kTileKeys), p.head_dim * kBytes, 0, keys.count};
   };
   if (task.kv_begin < task.kv_end) {

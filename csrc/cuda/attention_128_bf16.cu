@@ -2,5 +2,5 @@
 #include "cuda/kernels.cuh"
 
 namespace prefixpack {
-PREFIXPACK_INSTANTIATE(128, ptx::BFloat16)
+PREFIXPACK_INSTANTIATE(128, BFloat16Kv)
 }

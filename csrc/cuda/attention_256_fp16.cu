@@ -2,5 +2,5 @@
 #include "cuda/kernels.cuh"
 
 namespace prefixpack {
-PREFIXPACK_INSTANTIATE(256, ptx::Float16)
+PREFIXPACK_INSTANTIATE(256, Float16Kv)
 }

@@ -10,7 +10,7 @@ namespace prefixpack {
 
 // Merges the queries whose last partial the unit's were, if they have others. All threads have met since their partials
 // were written, and meet again before this returns. A function of its own: products leave no registers to do it in.
-template <int HeadDim, class Element>
+template <int HeadDim, class Output>
 PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, const ItemRecord& item, int32_t kv_head,
                                                 char* shared) {
   if (item.slot_begin == kWriteThrough) return;
@@ -88,8 +88,8 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
     const OutputRow target = output_row(params, item.query_begin + place.query, place.head);
 #pragma unroll
     for (int32_t quad = 0; quad < kQuads; ++quad) {
-      store_output<Element>(target.output, column + quad * 32, sums[quad][0], sums[quad][1]);
-      store_output<Element>(target.output, column + quad * 32 + 2, sums[quad][2], sums[quad][3]);
+      store_output<Output>(target.output, column + quad * 32, sums[quad][0], sums[quad][1]);
+      store_output<Output>(target.output, column + quad * 32 + 2, sums[quad][2], sums[quad][3]);
     }
     if (column == 0) store_lse(target.lse, weights.lse);
   }

@@ -2,6 +2,7 @@
 // and where these go when the unit is done.
 #pragma once
 
+#include "cuda/formats.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
@@ -13,7 +14,7 @@ namespace prefixpack {
 
 // TileT says where 16-byte chunks of the queries lie in shared memory, at whose begin they are, and which rows and keys
 // of a tile each warp has.
-template <class TileT, class Element>
+template <class TileT, class Format>
 class BlockRows {
  protected:
   // item: of the unit, near.
@@ -41,6 +42,7 @@ class BlockRows {
   static constexpr int kValueBlocks = TileT::kHeadDim / 8;
   static constexpr int kChunks = TileT::kRowBytes / 16;
   static constexpr int kRowsPerPass = kThreads / kChunks;
+  static constexpr int kQueryChunks = TileT::kQueryRowBytes / 16;
 
   // Queries ---------------------------------------------------------------------------------------------------------
 
@@ -54,12 +56,33 @@ class BlockRows {
 
   // offsets: of all rows.
   PREFIXPACK_DEVICE void copy_queries(const int64_t* offsets) const {
-    const auto* q = static_cast<const uint16_t*>(attention_.q) + thread_ % kChunks * 8;
+    const int32_t chunk = thread_ % kQueryChunks;
+    const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
 #pragma unroll 4
-    for (int32_t row = thread_ / kChunks; row < TileT::kRows; row += kRowsPerPass) {
+    for (int32_t row = thread_ / kQueryChunks; row < TileT::kRows; row += kThreads / kQueryChunks) {
       const int64_t offset = offsets[row];
-      ptx::copy_async(queries_ + TileT::query_place(row, thread_ % kChunks), q + (offset < 0 ? 0 : offset),
-                      offset >= 0);
+      ptx::copy_async(queries_ + TileT::query_place(row, chunk), q + (offset < 0 ? 0 : offset), offset >= 0);
+    }
+  }
+
+  // Queries that are here get the format of products, and their dimensions the places that keys have them in.
+  PREFIXPACK_DEVICE void adapt_queries() const {
+    const int32_t thread = ptx::thread_index_here();
+    constexpr int32_t kPairs = kQueryChunks / 2;
+#pragma unroll 1
+    for (int32_t i = thread; i < TileT::kRows * kPairs; i += kThreads) {
+      const int32_t row = i / kPairs, chunk = i % kPairs * 2;
+      const ptx::SharedAddress left = queries_ + TileT::query_place(row, chunk);
+      const ptx::SharedAddress right = queries_ + TileT::query_place(row, chunk + 1);
+      uint32_t words[2][4], moved[2][4];
+      ptx::load_shared(left, words[0]);
+      ptx::load_shared(right, words[1]);
+#pragma unroll
+      for (int32_t pair = 0; pair < 8; ++pair) {
+        moved[pair % 2][pair / 2] = Format::Output::to_float16(words[pair / 4][pair % 4]);
+      }
+      ptx::store_shared(left, moved[0]);
+      ptx::store_shared(right, moved[1]);
     }
   }
 
@@ -131,11 +154,7 @@ class BlockRows {
       for (int32_t half = 0; half < 2; ++half) {
         add_up_quad(state_[block][half].sum);
         float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(thread, block, half)) * kWidth;
-#pragma unroll
-        for (int32_t column = 0; column < kValueBlocks; ++column) {
-          ptx::store_pair(mine + column * 8 + lane % 4 * 2, output_[block][column][2 * half],
-                          output_[block][column][2 * half + 1]);
-        }
+        store_sums(mine, lane, output_[block], half);
         if (lane % 4 == 0) ptx::store_pair(mine + TileT::kHeadDim, state_[block][half].max, state_[block][half].sum);
       }
     }
@@ -158,8 +177,24 @@ class BlockRows {
       if (targets[row].partial != nullptr) {
         ptx::store_quad(targets[row].partial + column, quad);
       } else {
-        ptx::store_words(targets[row].output + column, Element::pack(quad[0], quad[1]),
-                         Element::pack(quad[2], quad[3]));
+        using Output = typename Format::Output;
+        ptx::store_words(targets[row].output + column, Output::pack(quad[0], quad[1]), Output::pack(quad[2], quad[3]));
+      }
+    }
+  }
+
+  // Sums of one row of a row block.
+  static PREFIXPACK_DEVICE void store_sums(float* row, int32_t lane, const float (&output)[kValueBlocks][4],
+                                           int32_t half) {
+#pragma unroll
+    for (int32_t column = 0; column < kValueBlocks; column += 2) {
+      const float left[2] = {output[column][2 * half], output[column][2 * half + 1]};
+      const float right[2] = {output[column + 1][2 * half], output[column + 1][2 * half + 1]};
+      if constexpr (kDimensionsMoved<Format>) {
+        ptx::store_quad(row + column * 8 + lane % 4 * 4, {left[0], right[0], left[1], right[1]});
+      } else {
+        ptx::store_pair(row + column * 8 + lane % 4 * 2, left[0], left[1]);
+        ptx::store_pair(row + column * 8 + 8 + lane % 4 * 2, right[0], right[1]);
       }
     }
   }
@@ -191,9 +226,10 @@ class BlockRows {
       target.partial = partial.output;
       *partial.lse = result.lse;
     }
+    const float factor = result.factor * attention_.v_scale;
 #pragma unroll
     for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
-      target.weights[warp] = exp2(state_of(warp).max - safe_max(state.max)) * result.factor;
+      target.weights[warp] = exp2(state_of(warp).max - safe_max(state.max)) * factor;
     }
     return target;
   }

@@ -14,9 +14,9 @@
 
 namespace prefixpack {
 
-template <class TileT, class Element>
-class BlockUnit : BlockRows<TileT, Element> {
-  using Rows = BlockRows<TileT, Element>;
+template <class TileT, class Format>
+class BlockUnit : BlockRows<TileT, Format> {
+  using Rows = BlockRows<TileT, Format>;
 
  public:
   // item: of the unit, near.
@@ -24,10 +24,10 @@ class BlockUnit : BlockRows<TileT, Element> {
       : Rows(params, item, kv_head, shared), ring_(queries_ + TileT::kQueryBytes) {
     slots_ = params.step.kv_slots + item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
     const int32_t chunk = thread_ % kChunks;
-    k_ = static_cast<const char*>(attention_.k) + kv_head * attention_.k_head_stride * 2 + chunk * 16;
-    v_ = static_cast<const char*>(attention_.v) + kv_head * attention_.v_head_stride * 2 + chunk * 16;
-    k_stride_ = static_cast<int32_t>(attention_.k_slot_stride) * 2;
-    v_stride_ = static_cast<int32_t>(attention_.v_slot_stride) * 2;
+    k_ = static_cast<const char*>(attention_.k) + kv_head * attention_.k_head_stride * Format::kKvBytes + chunk * 16;
+    v_ = static_cast<const char*>(attention_.v) + kv_head * attention_.v_head_stride * Format::kKvBytes + chunk * 16;
+    k_stride_ = static_cast<int32_t>(attention_.k_slot_stride) * Format::kKvBytes;
+    v_stride_ = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
     copy_to_ = swizzled(thread_ / kChunks, chunk, TileT::kRowBytes);
   }
 
@@ -38,6 +38,11 @@ class BlockUnit : BlockRows<TileT, Element> {
     this->start_sums();
     const int32_t ask_at = num_tiles_ - kStages;
     int32_t ticket = ask_at < 0 ? next->ask(params_) : 0;
+    if constexpr (kDimensionsMoved<Format>) {
+      ptx::copy_wait<kStages - 2>();
+      ptx::block_sync();
+      this->adapt_queries();  // seen by all behind the first tile's barrier
+    }
     for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
       ptx::copy_wait<kStages - 2>();
       ptx::block_sync();
@@ -58,7 +63,10 @@ class BlockUnit : BlockRows<TileT, Element> {
   }
 
  private:
+  using Product = typename Format::Product;
   static constexpr int kStages = TileT::kStages;
+  static constexpr int kStepsAtOnce = Format::kStepsAtOnce;
+  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsAtOnce;  // of matrices, for all dimensions
   using Rows::kChunks;
   using Rows::kKeyBlocks;
   using Rows::kRowBlocks;
@@ -71,8 +79,8 @@ class BlockUnit : BlockRows<TileT, Element> {
   }
   PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
 
-  // Address of a chunk for ldmatrix: rows of a tile start at multiples of 256 bytes or more, or of 128 at head size
-  // 64, so that the swizzle is an exclusive or with the address.
+  // Address of a chunk for ldmatrix: rows start where the address bits of the swizzle are zero, so that it is an
+  // exclusive or with the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);
   }
@@ -118,8 +126,9 @@ class BlockUnit : BlockRows<TileT, Element> {
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
       // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
-      const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>((pass * kRowsPerPass & 7) << 4)) +
-                                       pass * kRowsPerPass * TileT::kRowBytes;
+      const int32_t mix = chunk_mix(pass * kRowsPerPass, TileT::kRowBytes);
+      const ptx::SharedAddress place =
+          (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
       const bool valid = next_slots_[pass] >= 0;
       const int32_t slot = valid ? next_slots_[pass] : 0;
       ptx::copy_async(place, ptx::at(k_, slot, k_stride_), valid);
@@ -148,22 +157,29 @@ class BlockUnit : BlockRows<TileT, Element> {
     const ptx::SharedAddress keys =
         key_tile(tile) + swizzled(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2, TileT::kRowBytes);
     const ptx::SharedAddress queries =
-        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane_ % 16, lane_ / 16, TileT::kRowBytes);
+        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane_ % 16, lane_ / 16, TileT::kQueryRowBytes);
 #pragma unroll
-    for (int32_t step = 0; step < TileT::kHeadDim / 16; ++step) {
-      uint32_t query[kRowBlocks][4];
+    for (int32_t load = 0; load < kLoads; ++load) {
+      uint32_t query[kStepsAtOnce][kRowBlocks][4];
 #pragma unroll
-      for (int32_t block = 0; block < kRowBlocks; ++block) {
-        ptx::load_matrix(query[block], chunk_at(queries, 2 * step) + block * 16 * TileT::kRowBytes);
+      for (int32_t i = 0; i < kStepsAtOnce * kRowBlocks; ++i) {
+        const int32_t step = i / kRowBlocks, block = i % kRowBlocks;
+        ptx::load_matrix(query[step][block],
+                         chunk_at(queries, 2 * (load * kStepsAtOnce + step)) + block * 16 * TileT::kQueryRowBytes);
       }
 #pragma unroll
       for (int32_t pair = 0; pair < kKeyBlocks / 2; ++pair) {
-        uint32_t key[4];
-        ptx::load_matrix(key, chunk_at(keys, 2 * step) + pair * 16 * TileT::kRowBytes);
+        uint32_t loaded[4];
+        ptx::load_matrix(loaded, chunk_at(keys, 2 * load) + pair * 16 * TileT::kRowBytes);
 #pragma unroll
-        for (int32_t block = 0; block < kRowBlocks; ++block) {
-          ptx::multiply<Element>(scores[block][2 * pair], query[block], key[0], key[1]);
-          ptx::multiply<Element>(scores[block][2 * pair + 1], query[block], key[2], key[3]);
+        for (int32_t step = 0; step < kStepsAtOnce; ++step) {
+          uint32_t key[4];
+          Format::keys_as_columns(loaded, step, key);
+#pragma unroll
+          for (int32_t block = 0; block < kRowBlocks; ++block) {
+            ptx::multiply<Product>(scores[block][2 * pair], query[step][block], key[0], key[1]);
+            ptx::multiply<Product>(scores[block][2 * pair + 1], query[step][block], key[2], key[3]);
+          }
         }
       }
     }
@@ -175,15 +191,21 @@ class BlockUnit : BlockRows<TileT, Element> {
     for (int32_t step = 0; step < kKeyBlocks / 2; ++step) {
       uint32_t weight[kRowBlocks][4];
 #pragma unroll
-      for (int32_t block = 0; block < kRowBlocks; ++block) pack_weights<Element>(weights[block], step, weight[block]);
+      for (int32_t block = 0; block < kRowBlocks; ++block) pack_weights<Product>(weights[block], step, weight[block]);
 #pragma unroll
-      for (int32_t pair = 0; pair < kValueBlocks / 2; ++pair) {
-        uint32_t value[4];
-        ptx::load_matrix_transposed(value, chunk_at(values, 2 * pair) + step * 16 * TileT::kRowBytes);
+      for (int32_t load = 0; load < kLoads; ++load) {
+        uint32_t loaded[4];
+        ptx::load_matrix_transposed(loaded, chunk_at(values, 2 * load) + step * 16 * TileT::kRowBytes);
 #pragma unroll
-        for (int32_t block = 0; block < kRowBlocks; ++block) {
-          ptx::multiply<Element>(output_[block][2 * pair], weight[block], value[0], value[1]);
-          ptx::multiply<Element>(output_[block][2 * pair + 1], weight[block], value[2], value[3]);
+        for (int32_t i = 0; i < kStepsAtOnce; ++i) {
+          uint32_t value[4];
+          Format::values_as_columns(loaded, i, value);
+          const int32_t column = 2 * (load * kStepsAtOnce + i);
+#pragma unroll
+          for (int32_t block = 0; block < kRowBlocks; ++block) {
+            ptx::multiply<Product>(output_[block][column], weight[block], value[0], value[1]);
+            ptx::multiply<Product>(output_[block][column + 1], weight[block], value[2], value[3]);
+          }
         }
       }
     }

@@ -28,10 +28,13 @@ PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, int32_t group) {
   return {row / group, kv_head * group + row % group};
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in shared memory. The chunk index is mixed with the row so that
-// the eight rows of an ldmatrix lie in eight different bank groups.
+// What the index of a 16-byte chunk of row `row` is mixed with in shared memory (exclusive or), so that the eight rows
+// of an ldmatrix lie in eight different bank groups. Rows of 64 bytes: two of them fill all banks.
+PREFIXPACK_BOTH int32_t chunk_mix(int32_t row, int32_t row_bytes) { return row_bytes < 128 ? row >> 1 & 3 : row & 7; }
+
+// Byte offset of chunk `chunk` of that row.
 PREFIXPACK_BOTH int32_t swizzled(int32_t row, int32_t chunk, int32_t row_bytes) {
-  return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+  return row * row_bytes + ((chunk ^ chunk_mix(row, row_bytes)) << 4);
 }
 
 // Which KV positions a query at `position` sees.

@@ -22,9 +22,12 @@ struct PlanHeader {
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
   int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
   int32_t narrow_tokens;    // KV positions of each of the others, if they have about as many; else 0
+  int32_t narrow_prevails;  // whether most of the work is in the others
 };
 
 constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+// Words behind the last array: a warp reads the first 32 entries of a merge list before it knows how many there are.
+constexpr int32_t kPlanPaddingWords = 32;
 constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // with its slots and its merge
 
 struct DevicePlan {

@@ -7,18 +7,18 @@
 
 namespace prefixpack {
 
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks) {
+    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks, int32_t few_blocks) {
   extern __shared__ __align__(1024) char shared[];
-  run_blocks<HeadDim, Element>(params, shared, blocks);
+  run_blocks<HeadDim, Format>(params, shared, blocks, few_blocks);
 }
 
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kLoneThreads, kLoneBlocksPerMultiprocessor)
     packed_warps(const __grid_constant__ KernelParams params, int32_t blocks) {
   extern __shared__ __align__(1024) char shared[];
-  run_warps<HeadDim, Element>(params, shared, blocks);
+  run_warps<HeadDim, Format>(params, shared, blocks);
 }
 
 template <class Kernel>
@@ -34,22 +34,28 @@ int32_t resident(Kernel kernel, int32_t threads, int32_t shared_bytes) {
   return multiprocessors * per_multiprocessor;
 }
 
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 LaunchSize launch_size_of() {
-  int device = 0, major = 0;
+  int device = 0, major = 0, multiprocessors = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  LaunchSize size{resident(packed_blocks<HeadDim, Element>, kThreads, kLaunchSharedBytes), 0, major >= 9};
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  LaunchSize size{};
+  size.blocks = size.few_blocks = resident(packed_blocks<HeadDim, Format>, kThreads, kLaunchSharedBytes);
+  size.beside = major >= 9;
   if constexpr (kWarpsWorkAlone<HeadDim>) {
-    size.warp_blocks = resident(packed_warps<HeadDim, Element>, kLoneThreads, kLoneWarps * kWarpBytes);
+    size.warp_blocks = resident(packed_warps<HeadDim, Format>, kLoneThreads, kLoneWarps * kWarpBytes);
+    if (size.beside && size.blocks > multiprocessors) size.few_blocks = multiprocessors;
   }
   return size;
 }
 
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
   const int32_t blocks = size.blocks + size.warp_blocks;
-  packed_blocks<HeadDim, Element><<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks);
+  packed_blocks<HeadDim, Format>
+      <<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks, size.few_blocks);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.
@@ -63,26 +69,36 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
     config.stream = stream;
     config.attrs = &beside;
     config.numAttrs = size.beside ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, packed_warps<HeadDim, Element>, params, blocks),
-               "packed attention of warps");
+    check_cuda(cudaLaunchKernelEx(&config, packed_warps<HeadDim, Format>, params, blocks), "packed attention of warps");
   }
 }
 
-#define PREFIXPACK_DECLARE(HEAD_DIM, ELEMENT)                     \
-  extern template LaunchSize launch_size_of<HEAD_DIM, ELEMENT>(); \
-  extern template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, LaunchSize, cudaStream_t);
+#define PREFIXPACK_DECLARE(HEAD_DIM, FORMAT)                     \
+  extern template LaunchSize launch_size_of<HEAD_DIM, FORMAT>(); \
+  extern template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t);
 
-#define PREFIXPACK_INSTANTIATE(HEAD_DIM, ELEMENT)          \
-  template LaunchSize launch_size_of<HEAD_DIM, ELEMENT>(); \
-  template void launch_attention_of<HEAD_DIM, ELEMENT>(const KernelParams&, LaunchSize, cudaStream_t);
+#define PREFIXPACK_INSTANTIATE(HEAD_DIM, FORMAT)          \
+  template LaunchSize launch_size_of<HEAD_DIM, FORMAT>(); \
+  template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t);
+
+using BFloat16Kv = SameFormat<ptx::BFloat16>;
+using Float16Kv = SameFormat<ptx::Float16>;
+using BFloat16WithFloat8Kv = Float8Format<ptx::BFloat16>;
+using Float16WithFloat8Kv = Float8Format<ptx::Float16>;
 
 #ifndef PREFIXPACK_INSTANTIATION
-PREFIXPACK_DECLARE(64, ptx::BFloat16)
-PREFIXPACK_DECLARE(64, ptx::Float16)
-PREFIXPACK_DECLARE(128, ptx::BFloat16)
-PREFIXPACK_DECLARE(128, ptx::Float16)
-PREFIXPACK_DECLARE(256, ptx::BFloat16)
-PREFIXPACK_DECLARE(256, ptx::Float16)
+PREFIXPACK_DECLARE(64, BFloat16Kv)
+PREFIXPACK_DECLARE(64, Float16Kv)
+PREFIXPACK_DECLARE(64, BFloat16WithFloat8Kv)
+PREFIXPACK_DECLARE(64, Float16WithFloat8Kv)
+PREFIXPACK_DECLARE(128, BFloat16Kv)
+PREFIXPACK_DECLARE(128, Float16Kv)
+PREFIXPACK_DECLARE(128, BFloat16WithFloat8Kv)
+PREFIXPACK_DECLARE(128, Float16WithFloat8Kv)
+PREFIXPACK_DECLARE(256, BFloat16Kv)
+PREFIXPACK_DECLARE(256, Float16Kv)
+PREFIXPACK_DECLARE(256, BFloat16WithFloat8Kv)
+PREFIXPACK_DECLARE(256, Float16WithFloat8Kv)
 #endif
 
 }  // namespace prefixpack

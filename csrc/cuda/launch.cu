@@ -15,25 +15,37 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   prepare_step(params);
 }
 
-// Calls run.operator()<HeadDim, Element>() for the instantiation that fits.
-template <class Run>
-auto dispatch(int32_t head_dim, DType dtype, const Run& run) {
-  if (dtype == DType::kBFloat16) {
-    if (head_dim == 64) return run.template operator()<64, ptx::BFloat16>();
-    if (head_dim == 128) return run.template operator()<128, ptx::BFloat16>();
-    if (head_dim == 256) return run.template operator()<256, ptx::BFloat16>();
-  } else if (dtype == DType::kFloat16) {
-    if (head_dim == 64) return run.template operator()<64, ptx::Float16>();
-    if (head_dim == 128) return run.template operator()<128, ptx::Float16>();
-    if (head_dim == 256) return run.template operator()<256, ptx::Float16>();
+// Calls run.operator()<HeadDim, Format>() for the instantiation that fits.
+template <class Format, class Run>
+auto dispatch(int32_t head_dim, const Run& run) {
+  switch (head_dim) {
+    case 64:
+      return run.template operator()<64, Format>();
+    case 128:
+      return run.template operator()<128, Format>();
+    case 256:
+      return run.template operator()<256, Format>();
   }
-  throw std::runtime_error("no kernel for head_dim " + std::to_string(head_dim) + " (64, 128, 256 in bf16 or fp16)");
+  throw std::runtime_error("no kernel for head_dim " + std::to_string(head_dim) + ", only for 64, 128 and 256");
+}
+
+template <class Run>
+auto dispatch(int32_t head_dim, DType dtype, DType kv_dtype, const Run& run) {
+  const bool float8 = kv_dtype == DType::kFloat8E4M3;
+  if (!float8 && kv_dtype != dtype) throw std::runtime_error("no kernel for KV of another type than queries, but fp8");
+  if (dtype == DType::kBFloat16) {
+    return float8 ? dispatch<BFloat16WithFloat8Kv>(head_dim, run) : dispatch<BFloat16Kv>(head_dim, run);
+  }
+  if (dtype == DType::kFloat16) {
+    return float8 ? dispatch<Float16WithFloat8Kv>(head_dim, run) : dispatch<Float16Kv>(head_dim, run);
+  }
+  throw std::runtime_error("no kernel for queries that are neither bf16 nor fp16");
 }
 
 struct Size {
-  template <int HeadDim, class Element>
+  template <int HeadDim, class Format>
   LaunchSize operator()() const {
-    return launch_size_of<HeadDim, Element>();
+    return launch_size_of<HeadDim, Format>();
   }
 };
 
@@ -41,15 +53,17 @@ struct Launch {
   const KernelParams& params;
   LaunchSize size;
   cudaStream_t stream;
-  template <int HeadDim, class Element>
+  template <int HeadDim, class Format>
   void operator()() const {
-    launch_attention_of<HeadDim, Element>(params, size, stream);
+    launch_attention_of<HeadDim, Format>(params, size, stream);
   }
 };
 
 }  // namespace
 
-LaunchSize launch_size(int32_t head_dim, DType dtype) { return dispatch(head_dim, dtype, Size{}); }
+LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
+  return dispatch(head_dim, dtype, kv_dtype, Size{});
+}
 
 void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
   prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
@@ -60,7 +74,9 @@ void launch_attention(const KernelParams& params, LaunchSize size, void* stream)
   for (int64_t stride : {params.attention.k_slot_stride, params.attention.v_slot_stride}) {
     if (stride > INT32_MAX / 2) throw std::runtime_error("KV slots lie further apart than 2^31 - 1 bytes");
   }
-  dispatch(params.attention.head_dim, params.attention.dtype, Launch{params, size, static_cast<cudaStream_t>(stream)});
+  const AttentionParams& attention = params.attention;
+  dispatch(attention.head_dim, attention.dtype, attention.kv_dtype,
+           Launch{params, size, static_cast<cudaStream_t>(stream)});
 }
 
 }  // namespace prefixpack

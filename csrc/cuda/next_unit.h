@@ -11,12 +11,13 @@ namespace prefixpack {
 // nothing and keep nothing.
 struct NextUnit {
   int32_t num_units;
+  int32_t dealt;  // units that blocks began with: each the one of its own number
   int32_t ticket;
   int32_t record[kRecordWords];
 
   // The ticket, in the first lane, once it is here.
-  PREFIXPACK_DEVICE static int32_t ask(const KernelParams& params) {
-    return ptx::thread_index() == 0 ? ptx::atomic_add(&params.step.tickets[0], 1) : 0;
+  PREFIXPACK_DEVICE int32_t ask(const KernelParams& params) const {
+    return ptx::thread_index() == 0 ? dealt + ptx::atomic_add(&params.step.tickets[0], 1) : 0;
   }
   // A word of the item's record for each lane.
   PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {

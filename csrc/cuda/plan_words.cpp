@@ -49,6 +49,7 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
     if (item.tile_rows > kWarpRows) add_item(item);
   }
   header.num_block_items = static_cast<int32_t>(place);
+  header.narrow_prevails = plan.narrow_prevails;
   int64_t shortest = INT32_MAX, longest = 0;
   for (const WorkItem& item : plan.items) {
     if (item.tile_rows > kWarpRows) continue;
@@ -69,6 +70,7 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
   header.merge_query_at = append(plan.merge_query);
   header.merge_offset_at = append(plan.merge_offset);
   header.merge_slot_at = append(plan.merge_slot);
+  words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));
   return result;
 }

@@ -121,6 +121,23 @@ PREFIXPACK_DEVICE SharedAddress shared_address(const void* pointer) {
 PREFIXPACK_DEVICE void store_shared(SharedAddress address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
+PREFIXPACK_DEVICE void store_shared_pair(SharedAddress address, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(low), "f"(high) : "memory");
+}
+PREFIXPACK_DEVICE void load_shared(SharedAddress address, uint32_t (&out)[2]) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(address) : "memory");
+}
+PREFIXPACK_DEVICE void load_shared(SharedAddress address, uint32_t (&out)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+PREFIXPACK_DEVICE void store_shared(SharedAddress address, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
 PREFIXPACK_DEVICE void load_shared(SharedAddress address, float (&out)[4]) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
@@ -175,13 +192,48 @@ struct BFloat16 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
+  // Beyond the range of fp16: its largest number.
+  static PREFIXPACK_DEVICE uint32_t to_float16(uint32_t pair) {
+    const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
+    const __half2 result = __floats2half2_rn(within_float16(low), within_float16(high));
+    return *reinterpret_cast<const uint32_t*>(&result);
+  }
+
+ private:
+  static PREFIXPACK_DEVICE float within_float16(float x) {
+    constexpr float kLargest = 65504.0f;
+    return fabsf(x) > kLargest ? copysignf(kLargest, x) : x;
+  }
 };
 struct Float16 {
   static PREFIXPACK_DEVICE uint32_t pack(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
+  static PREFIXPACK_DEVICE uint32_t to_float16(uint32_t pair) { return pair; }
 };
+
+// Bytes 0, 2, 1, 3 of a word.
+PREFIXPACK_DEVICE uint32_t even_bytes_first(uint32_t word) { return __byte_perm(word, 0, 0x3120); }
+
+// Four numbers in fp8 e4m3 as pairs in fp16. Before compute capability 8.9, which has an instruction for it, what is
+// NaN becomes 480.
+PREFIXPACK_DEVICE void from_float8(uint32_t word, uint32_t& low, uint32_t& high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
+#else
+  // Exponent and mantissa in the places of fp16's are 2^8 too small, subnormal numbers included.
+  const auto convert = [](uint32_t bytes) {
+    const uint32_t bits = (bytes & 0x80008000u) | (bytes >> 1 & 0x3f803f80u);
+    const __half2 result = __hmul2(*reinterpret_cast<const __half2*>(&bits), __half2half2(__ushort_as_half(0x5c00)));
+    return *reinterpret_cast<const uint32_t*>(&result);
+  };
+  low = convert(__byte_perm(word, 0, 0x1404));
+  high = convert(__byte_perm(word, 0, 0x3424));
+#endif
+}
 
 // c += a * b for a 16x16 (row major), b 16x8 (column major), c 16x8 in fp32.
 template <class Element>

@@ -45,15 +45,15 @@ PREFIXPACK_DEVICE_CALL void call_unit(char* shared) {
 
 // The widest tile, with products of a warpgroup where there are such. These not in a function of their own: at its
 // begin and end the compiler would take them for under way, and let each wait for the one before it.
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_wide_unit(char* shared) {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
-  if constexpr (HeadDim == 128) {
-    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Element>>(shared);
+  if constexpr (HeadDim == 128 && Format::kKvBytes == 2) {
+    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Format>>(shared);
     return;
   }
 #endif
-  call_unit<BlockUnit<Tile<HeadDim, 128>, Element>>(shared);
+  call_unit<BlockUnit<Tile<HeadDim, 128, Format::kKvBytes>, Format>>(shared);
 }
 
 // The unit that was asked for becomes the present one; false if there is none.
@@ -68,21 +68,21 @@ PREFIXPACK_DEVICE bool take_unit(char* shared) {
 }
 
 // Nothing is kept in registers while a unit runs: it needs them all.
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_block_queue(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   while (ptx::uniform(take_unit(shared))) {
     const int32_t rows = state->item.tile_rows;
     if (ptx::uniform(rows <= 32)) {
-      call_unit<BlockUnit<Tile<HeadDim, 32>, Element>>(shared);
+      call_unit<BlockUnit<Tile<HeadDim, 32, Format::kKvBytes>, Format>>(shared);
     } else if (ptx::uniform(rows <= 64)) {
-      call_unit<BlockUnit<Tile<HeadDim, 64>, Element>>(shared);
+      call_unit<BlockUnit<Tile<HeadDim, 64, Format::kKvBytes>, Format>>(shared);
     } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
-      run_wide_unit<HeadDim, Element>(shared);
+      run_wide_unit<HeadDim, Format>(shared);
     }
-    merge_what_is_ready<HeadDim, Element>(params, state->item,
-                                          unit_of(state->ticket, params.attention.kv_heads).kv_head, shared);
+    merge_what_is_ready<HeadDim, typename Format::Output>(
+        params, state->item, unit_of(state->ticket, params.attention.kv_heads).kv_head, shared);
     ptx::block_sync();
   }
 }
@@ -95,33 +95,37 @@ PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
   }
 }
 
-// blocks: of both kernels. shared: kLaunchSharedBytes.
-template <int HeadDim, class Element>
-PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks) {
+// blocks: of both kernels. few_blocks: as in LaunchSize. shared: kLaunchSharedBytes.
+template <int HeadDim, class Format>
+PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks, int32_t few_blocks) {
   ptx::let_next_launch_begin();
   BlockState* state = block_state(shared);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
-  const int32_t ticket = state->next.ask(kernel_params);
+  const int32_t ticket = ptx::block_index();
   ptx::block_sync();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
-  if (ptx::uniform(num_items > 0)) {
+  const int32_t num_units = num_items * kernel_params.attention.kv_heads;
+  // Warps then have the other half of each multiprocessor from the start: memory is busy while blocks compute.
+  const int32_t active = state->header.narrow_prevails ? few_blocks : ptx::grid_size();
+  if (ptx::uniform(ticket < (num_units < active ? num_units : active))) {
     if (ptx::thread_index() < 32) {
       state->params.plan.near_header = &state->header;
-      state->next.num_units = num_items * kernel_params.attention.kv_heads;
+      state->next.num_units = num_units;
+      state->next.dealt = active;
     }
     ptx::block_sync();
     state->next.keep(ticket, state->next.ask_for_record(kernel_params, ticket));
     ptx::block_sync();
-    run_block_queue<HeadDim, Element>(shared);
+    run_block_queue<HeadDim, Format>(shared);
   }
   leave(kernel_params.step, blocks);
 }
 
 // shared: kLoneWarps * kWarpBytes.
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {
-  WarpUnits<WarpTile<HeadDim>, Element> units(params, shared + ptx::thread_index() / 32 * kWarpBytes);
+  WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + ptx::thread_index() / 32 * kWarpBytes);
   const int32_t active = active_warps(units.count(), units.common_tokens(), ptx::grid_size());
   if (ptx::uniform(ptx::thread_index() / 32 < active)) units.run();
   ptx::block_sync();

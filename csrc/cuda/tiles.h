@@ -24,9 +24,10 @@ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
 // the end. From 64 rows on each warp has rows of its own.
-template <int HeadDim, int Rows>
+// KvBytes: of a stored element.
+template <int HeadDim, int Rows, int KvBytes>
 struct Tile {
-  static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks");
+  static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks, or has four");
   static_assert(Rows == 32 || Rows == 64 || Rows == 128, "tile table");
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = Rows;
@@ -35,14 +36,17 @@ struct Tile {
   static constexpr int kRowBlocks = Rows / 16 / kRowWarps;            // blocks of 16 rows per warp
   static constexpr int kKeys = HeadDim > 128 && Rows > 32 ? 16 : 32;  // what the registers for scores allow
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
-  static constexpr int kRowBytes = HeadDim * 2;
-  static constexpr int kQueryBytes = Rows * kRowBytes;
+  static constexpr int kRowBytes = HeadDim * KvBytes;  // of K or V
+  static constexpr int kQueryRowBytes = HeadDim * 2;
+  static constexpr int kQueryBytes = Rows * kQueryRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
   static constexpr int kSumWidth = HeadDim + 8;  // of a row's sums: whole 16-byte words, banks shifted from row to row
   static constexpr int kSumBytes = kKeyWarps * Rows * kSumWidth * 4;
 
-  PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) { return swizzled(row, chunk, kRowBytes); }
+  PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
+    return swizzled(row, chunk, kQueryRowBytes);
+  }
   // First row of a warp's row block.
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t block) {
     return (row_warp * kRowBlocks + block) * 16;
@@ -53,27 +57,29 @@ struct Tile {
   static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
-// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of six such warps
-// share a multiprocessor, or one beside a block of the other kernel.
-constexpr int kLoneWarps = 6;
+// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such
+// warps share a multiprocessor, or one beside a block of the other kernel.
+constexpr int kLoneWarps = 8;
 constexpr int kLoneThreads = 32 * kLoneWarps;
 constexpr int kLoneBlocksPerMultiprocessor = 2;
-constexpr int kWarpBytes = 18 * 1024;
+constexpr int kWarpBytes = 14 * 1024;
 constexpr int kEnoughLoneWarps = 4;       // of a block, to use all of the memory's bandwidth
 constexpr int kTokensToFillRounds = 256;  // units so long are bound by bandwidth, shorter ones by latency
 
-template <int HeadDim>
+template <int HeadDim, int KvBytes>
 struct WarpTile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = kWarpRows;
   static constexpr int kKeys = 16;
-  static constexpr int kRowBytes = HeadDim * 2;
-  static constexpr int kQueryBytes = kRows * kRowBytes;
+  static constexpr int kRowBytes = HeadDim * KvBytes;  // of K or V
+  static constexpr int kQueryRowBytes = HeadDim * 2;
+  static constexpr int kQueryBytes = kRows * kQueryRowBytes;
   static constexpr int kPieceBytes = kKeys * kRowBytes;
-  static constexpr int kPieces = (kWarpBytes - kQueryBytes) / kPieceBytes;
+  static constexpr bool kSumsInPiece = kRows * HeadDim * 4 <= kPieceBytes;  // sums lie where a piece was
+  static constexpr int kSumBytes = kSumsInPiece ? 0 : kRows * HeadDim * 4;  // or in a place of their own
+  static constexpr int kPieces = min_of(8, (kWarpBytes - kQueryBytes - kSumBytes) / kPieceBytes);
 
   static_assert(kPieces >= 3, "a piece in use and two in flight");
-  static_assert(kRows * HeadDim * 4 <= kPieceBytes, "sums lie where a piece was");
 };
 
 // Warps of each of `blocks` blocks that take units, of `tokens` KV positions each; 0: of various lengths. Many units of

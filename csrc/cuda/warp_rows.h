@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "cuda/formats.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
@@ -11,7 +12,7 @@
 
 namespace prefixpack {
 
-template <class TileT, class Element>
+template <class TileT, class Format>
 class WarpRows {
  protected:
   static constexpr int kHeadDim = TileT::kHeadDim;
@@ -76,13 +77,12 @@ class WarpRows {
     if (word(record_, kSlotBegin) == kWriteThrough) return;
     const int32_t* offsets = array(offsetof(PlanHeader, merge_offset_at));
     const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
-    const int32_t entries = offsets[header(offsetof(PlanHeader, num_merges))] - first;
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
       arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head));
     }
-    if (lane_ < entries) list_slots_ = slots[first + lane_];
+    list_slots_ = slots[first + lane_];
   }
 
   // sums: room for the sums of all rows, [kRows, kHeadDim] floats, which nobody uses.
@@ -131,13 +131,26 @@ class WarpRows {
     for (int32_t j = 0; j < 2; ++j) {
       add_up_columns(state_[j].sum);
       const Normalised result = normalised(state_[j]);
+      const float factor = result.factor * attention_.v_scale;
       lse[j] = result.lse;
+      const int32_t row = lane_ % 4 * 2 + j;
+      if constexpr (kDimensionsMoved<Format>) {
 #pragma unroll
-      for (int32_t eight = 0; eight < 4; ++eight) {
-        const ptx::SharedAddress to = sum_at(sums, lane_ % 4 * 2 + j, eight * 8 + lane_ / 4);
+        for (int32_t odd = 0; odd < 2; ++odd) {
+          const ptx::SharedAddress to = sum_at(sums, row, odd * 16 + lane_ / 4 * 2);
 #pragma unroll
-        for (int32_t step = eight / 2; step < kSteps; step += 2) {
-          ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * result.factor);
+          for (int32_t step = odd; step < kSteps; step += 2) {
+            ptx::store_shared_pair(to + step / 2 * 128, output_[step][j] * factor, output_[step][2 + j] * factor);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int32_t eight = 0; eight < 4; ++eight) {
+          const ptx::SharedAddress to = sum_at(sums, row, eight * 8 + lane_ / 4);
+#pragma unroll
+          for (int32_t step = eight / 2; step < kSteps; step += 2) {
+            ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * factor);
+          }
         }
       }
     }
@@ -206,49 +219,57 @@ class WarpRows {
       const int32_t index = slot * attention_.q_heads + head;
       return Partial{index, ptx::load_shared_result(attention_.partial_lse + index)};
     };
+    const int32_t column = lane_ % kRowLanes * 4;
+    float quads[kMergeAtOnceByWarp][kPasses][4];
+    const auto ask_for_quads = [&](Partial partial, int32_t first) {
+#pragma unroll
+      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
+#pragma unroll
+        for (int32_t pass = 0; pass < kPasses; ++pass) {
+          const int32_t of_row = pass * kRowsAtOnce + lane_ / kRowLanes;
+          const int32_t index = ptx::shuffle(partial.index, of_row * kMergeLanes + first + k);
+          if (index >= 0) {
+            ptx::load_shared_result(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
+          } else {
+            ptx::load_shared(sum_at(own_sums, first_row + of_row, column), quads[k][pass]);
+          }
+        }
+      }
+    };
+    // All that most rows need, asked for at once.
+    Partial partial = partial_of(lane_ % kMergeLanes);
+    ask_for_quads(partial, 0);
     SoftmaxState state = softmax_start();
+    if (lane_ % kMergeLanes < count) state = with_partial(state, partial.lse);
 #pragma unroll 1
-    for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
+    for (int32_t begin = kMergeLanes; ptx::uniform(begin < longest); begin += kMergeLanes) {
       const int32_t i = begin + lane_ % kMergeLanes;
-      const Partial partial = partial_of(i);
-      if (i < count) state = with_partial(state, partial.lse);
+      const float further = partial_of(i).lse;
+      if (i < count) state = with_partial(state, further);
     }
     ptx::warp_sync();
     const MergeWeights weights = merge_weights(attention_, writes ? head : 0, state,
                                                [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
     float sums[kPasses][4] = {};
-    const int32_t column = lane_ % kRowLanes * 4;
 #pragma unroll 1
     for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
       const int32_t i = begin + lane_ % kMergeLanes;
-      const Partial partial = partial_of(i);
+      if (ptx::uniform(begin > 0)) partial = partial_of(i);
       const float weight = i < count ? weights.of(partial.lse) : 0.0f;
       ptx::warp_sync();
       const int32_t here = longest - begin < kMergeLanes ? longest - begin : kMergeLanes;
 #pragma unroll 1
       for (int32_t first = 0; ptx::uniform(first < here); first += kMergeAtOnceByWarp) {
-        float quads[kMergeAtOnceByWarp][kPasses][4], quad_weight[kMergeAtOnceByWarp][kPasses];
+        if (ptx::uniform(begin + first > 0)) ask_for_quads(partial, first);
 #pragma unroll
         for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
 #pragma unroll
           for (int32_t pass = 0; pass < kPasses; ++pass) {
             const int32_t of_row = pass * kRowsAtOnce + lane_ / kRowLanes;
-            const int32_t index = ptx::shuffle(partial.index, of_row * kMergeLanes + first + k);
-            quad_weight[k][pass] = ptx::shuffle(weight, of_row * kMergeLanes + first + k);
-            if (index >= 0) {
-              ptx::load_shared_result(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
-            } else {
-              ptx::load_shared(sum_at(own_sums, first_row + of_row, column), quads[k][pass]);
-            }
-          }
-        }
-#pragma unroll
-        for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
-#pragma unroll
-          for (int32_t pass = 0; pass < kPasses; ++pass) {
+            const float quad_weight = ptx::shuffle(weight, of_row * kMergeLanes + first + k);
 #pragma unroll
             for (int32_t j = 0; j < 4; ++j) {
-              sums[pass][j] = ptx::fma(quad_weight[k][pass], quads[k][pass][j], sums[pass][j]);
+              sums[pass][j] = ptx::fma(quad_weight, quads[k][pass][j], sums[pass][j]);
             }
           }
         }
@@ -264,7 +285,8 @@ class WarpRows {
       const int64_t offset = ptx::shuffle(mine, (pass * kRowsAtOnce + lane_ / kRowLanes) * kMergeLanes);
       if (offset >= 0) {
         auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
-        ptx::store_words(to, Element::pack(sums[pass][0], sums[pass][1]), Element::pack(sums[pass][2], sums[pass][3]));
+        using Output = typename Format::Output;
+        ptx::store_words(to, Output::pack(sums[pass][0], sums[pass][1]), Output::pack(sums[pass][2], sums[pass][3]));
       }
     }
   }
@@ -279,7 +301,8 @@ class WarpRows {
   // Unit that is being computed: a word of its record per lane.
   int32_t record_ = 0;
   SoftmaxState state_[2];
-  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2.
+  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; numbered as
+  // formats.h says.
   float output_[kSteps][4];
 
  private:

@@ -20,9 +20,9 @@
 
 namespace prefixpack {
 
-template <class TileT, class Element>
-class WarpUnits : WarpRows<TileT, Element> {
-  using Rows = WarpRows<TileT, Element>;
+template <class TileT, class Format>
+class WarpUnits : WarpRows<TileT, Format> {
+  using Rows = WarpRows<TileT, Format>;
 
  public:
   // shared: kWarpBytes of this warp's own.
@@ -40,6 +40,7 @@ class WarpUnits : WarpRows<TileT, Element> {
 
   // Takes units until none is left.
   PREFIXPACK_DEVICE void run() {
+    forget_products();
     for (;;) {
       refill();
       if (piece_ == num_pieces_ && !begin_unit()) {
@@ -54,7 +55,10 @@ class WarpUnits : WarpRows<TileT, Element> {
       } else {
         add_values();
         ptx::warp_sync();
-        if (piece_ + 1 == num_pieces_) finish(ring() + use_place_);
+        if (piece_ + 1 == num_pieces_) {
+          finish(TileT::kSumsInPiece ? ring() + use_place_ : ring() + kRingBytes);
+          forget_products();
+        }
       }
       release_piece();
     }
@@ -85,11 +89,15 @@ class WarpUnits : WarpRows<TileT, Element> {
   using Rows::token_of_row;
   using Rows::word;
 
+  using Product = typename Format::Product;
   static constexpr int kPieces = TileT::kPieces;
   static constexpr int kRingBytes = kPieces * TileT::kPieceBytes;
   static constexpr int kChunks = TileT::kRowBytes / 16;  // lanes that copy a row
   static constexpr int kRowsPerPass = 32 / kChunks;
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
+  static constexpr int kQueryChunks = TileT::kQueryRowBytes / 16;
+  static constexpr int kStepsAtOnce = Format::kStepsAtOnce;
+  static constexpr int kLoads = kSteps / kStepsAtOnce;  // of matrices, for all dimensions
   // Pieces before the end of a unit at which the next one is asked for: no earlier than needed, since a unit that is
   // taken early is one that no idle warp can take.
   static constexpr int kLookAhead = 4;
@@ -161,14 +169,13 @@ class WarpUnits : WarpRows<TileT, Element> {
     const int32_t head = word(next_record_, kKvHead) * group_ + lane_ - query_ * group_;
     const int64_t mine = next_token_ * attention_.q_token_stride + head * attention_.q_head_stride;
     const int32_t rows = word(next_record_, kQueryCount) * group_;
-    const auto* q = static_cast<const uint16_t*>(attention_.q) + lane_ % kChunks * 8;
+    const int32_t chunk = lane_ % kQueryChunks;
+    const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
 #pragma unroll 1
-    for (int32_t first = 0; first < rows; first += kRowsPerPass) {
-      const int32_t row = first + lane_ / kChunks;
+    for (int32_t first = 0; first < rows; first += 32 / kQueryChunks) {
+      const int32_t row = first + lane_ / kQueryChunks;
       const int64_t offset = ptx::shuffle(mine, row);
-      if (row < rows) {
-        ptx::copy_async(queries_ + swizzled(row, lane_ % kChunks, TileT::kRowBytes), q + offset);
-      }
+      if (row < rows) ptx::copy_async(queries_ + swizzled(row, chunk, TileT::kQueryRowBytes), q + offset);
     }
   }
 
@@ -176,9 +183,10 @@ class WarpUnits : WarpRows<TileT, Element> {
     const bool is_value = load_piece_ % 2 == 1;
     const int64_t head = word(load_record_, kKvHead);
     const char* from = static_cast<const char*>(is_value ? attention_.v : attention_.k) +
-                       head * (is_value ? attention_.v_head_stride : attention_.k_head_stride) * 2 +
+                       head * (is_value ? attention_.v_head_stride : attention_.k_head_stride) * Format::kKvBytes +
                        lane_ % kChunks * 16;
-    const auto stride = static_cast<int32_t>(is_value ? attention_.v_slot_stride : attention_.k_slot_stride) * 2;
+    const auto stride =
+        static_cast<int32_t>(is_value ? attention_.v_slot_stride : attention_.k_slot_stride) * Format::kKvBytes;
     const int32_t load_place = use_place_ + in_flight_ * TileT::kPieceBytes;
     const ptx::SharedAddress to = ring() + (load_place < kRingBytes ? load_place : load_place - kRingBytes) +
                                   swizzled(lane_ / kChunks, lane_ % kChunks, TileT::kRowBytes);
@@ -203,9 +211,9 @@ class WarpUnits : WarpRows<TileT, Element> {
     const int32_t first_lane = load_piece_ / 2 % 2 * TileT::kKeys + lane_ / kChunks;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      constexpr int32_t kMixed = 8 / kRowsPerPass;  // passes after which the swizzle repeats
-      const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>(pass % kMixed * kRowsPerPass << 4)) +
-                                       pass * kRowsPerPass * TileT::kRowBytes;
+      const int32_t mix = chunk_mix(pass * kRowsPerPass, TileT::kRowBytes);
+      const ptx::SharedAddress place =
+          (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
       const int32_t slot = ptx::shuffle(pair_, first_lane + pass * kRowsPerPass);
       if constexpr (kWhole) {
         ptx::copy_async(place, ptx::at(from, slot, stride));
@@ -256,10 +264,28 @@ class WarpUnits : WarpRows<TileT, Element> {
   }
 
   PREFIXPACK_DEVICE void begin_products() {
-    const ptx::SharedAddress queries = queries_ + swizzled(lane_ % 8, lane_ / 8, TileT::kRowBytes);
+    if constexpr (kDimensionsMoved<Format>) {
 #pragma unroll
-    for (int32_t pair = 0; pair < kSteps / 2; ++pair) ptx::load_matrix(queries_of_[pair], chunk_at(queries, 4 * pair));
+      for (int32_t step = 0; step < kSteps; ++step) {
+        uint32_t words[2];
+        ptx::load_shared(
+            queries_ + swizzled(lane_ / 4, step * 2 + lane_ % 4 / 2, TileT::kQueryRowBytes) + lane_ % 2 * 8, words);
+#pragma unroll
+        for (int32_t i = 0; i < 2; ++i) queries_of_[step / 2][step % 2 * 2 + i] = Format::Output::to_float16(words[i]);
+      }
+    } else {
+      const ptx::SharedAddress queries = queries_ + swizzled(lane_ % 8, lane_ / 8, TileT::kQueryRowBytes);
+#pragma unroll
+      for (int32_t pair = 0; pair < kSteps / 2; ++pair)
+        ptx::load_matrix(queries_of_[pair], chunk_at(queries, 4 * pair));
+    }
+  }
+
+  // At the end of a unit, so that finishing it has the registers.
+  PREFIXPACK_DEVICE void forget_products() {
     start_sums();
+#pragma unroll
+    for (int32_t i = 0; i < kSteps * 2; ++i) queries_of_[i / 4][i % 4] = 0;
   }
 
   // scores_[i]: key lane / 4 + i / 2 * 8, query row lane % 4 * 2 + i % 2. Several chains of products, since each
@@ -269,11 +295,17 @@ class WarpUnits : WarpRows<TileT, Element> {
     float sums[kChains][4] = {};
     const ptx::SharedAddress keys = ring() + use_place_ + swizzled(lane_ % 16, lane_ / 16, TileT::kRowBytes);
 #pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      uint32_t key[4];
-      ptx::load_matrix(key, chunk_at(keys, 2 * step));
-      const uint32_t (&query)[4] = queries_of_[step / 2];
-      ptx::multiply<Element>(sums[step % kChains], key, query[step % 2 * 2], query[step % 2 * 2 + 1]);
+    for (int32_t load = 0; load < kLoads; ++load) {
+      uint32_t loaded[4];
+      ptx::load_matrix(loaded, chunk_at(keys, 2 * load));
+#pragma unroll
+      for (int32_t i = 0; i < kStepsAtOnce; ++i) {
+        uint32_t key[4];
+        Format::keys_as_rows(loaded, i, key);
+        const int32_t step = load * kStepsAtOnce + i;
+        const uint32_t (&query)[4] = queries_of_[step / 2];
+        ptx::multiply<Product>(sums[step % kChains], key, query[step % 2 * 2], query[step % 2 * 2 + 1]);
+      }
     }
 #pragma unroll
     for (int32_t i = 0; i < 4; ++i) scores_[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
@@ -304,15 +336,20 @@ class WarpUnits : WarpRows<TileT, Element> {
   }
 
   PREFIXPACK_DEVICE void add_values() {
-    const uint32_t low = ptx::transpose(Element::pack(scores_[0], scores_[1]));
-    const uint32_t high = ptx::transpose(Element::pack(scores_[2], scores_[3]));
+    const uint32_t low = ptx::transpose(Product::pack(scores_[0], scores_[1]));
+    const uint32_t high = ptx::transpose(Product::pack(scores_[2], scores_[3]));
     const ptx::SharedAddress values =
         ring() + use_place_ + swizzled(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2, TileT::kRowBytes);
 #pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) {
-      uint32_t value[4];
-      ptx::load_matrix_transposed(value, chunk_at(values, 2 * step));
-      ptx::multiply<Element>(output_[step], value, low, high);
+    for (int32_t load = 0; load < kLoads; ++load) {
+      uint32_t loaded[4];
+      ptx::load_matrix_transposed(loaded, chunk_at(values, 2 * load));
+#pragma unroll
+      for (int32_t i = 0; i < kStepsAtOnce; ++i) {
+        uint32_t value[4];
+        Format::values_as_rows(loaded, i, value);
+        ptx::multiply<Product>(output_[load * kStepsAtOnce + i], value, low, high);
+      }
     }
   }
 

@@ -27,6 +27,7 @@ struct WideTile {
   static constexpr int kKeys = 64;
   static constexpr int kKeysPerWarp = kKeys;
   static constexpr int kRowBytes = HeadDim * 2;
+  static constexpr int kQueryRowBytes = kRowBytes;
   static constexpr int kSlabRowBytes = 128;
   static constexpr int kAtomBytes = 8 * kSlabRowBytes;
   static constexpr int kQueryBytes = kRows * kRowBytes;
@@ -46,9 +47,11 @@ struct WideTile {
   static_assert(kRows * kSumWidth * 4 <= kPieces * kPieceBytes, "the sums lie where the ring was");
 };
 
-template <class TileT, class Element>
-class WideUnit : BlockRows<TileT, Element> {
-  using Rows = BlockRows<TileT, Element>;
+// KV of the format of products.
+template <class TileT, class Format>
+class WideUnit : BlockRows<TileT, Format> {
+  using Rows = BlockRows<TileT, Format>;
+  using Element = typename Format::Product;
 
  public:
   // item: of the unit, near.

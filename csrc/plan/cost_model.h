@@ -18,19 +18,24 @@ struct DeviceModel {
   int32_t workers = 1;             // work items in flight: CTAs on a GPU, threads on a CPU
   double bandwidth = 1;            // bytes per second that all workers read together
   double flops = 1;                // multiply-adds count two; all workers together, full tiles
+  int32_t wide_rows = 0;           // tiles of so many rows or more, if not 0, do
+  double wide_flops = 1;           // so many
   double item_overhead = 0;        // seconds of a worker to take up an item
   double reread = 1;               // price of reading KV again right after a sibling tile did, 0 .. 1
   std::vector<int32_t> tile_rows;  // tile table, ascending
   int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
-  int32_t narrow_per_worker = 1;   // which does so many of them at a time
+  int32_t narrow_per_worker = 1;   // which does so many of them at a time,
+  int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
+  double narrow_overhead = 0;      // and is taken up in so many seconds of a worker
   double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
 // What a tile costs and takes, by its number of queries.
 struct TileClass {
+  double overhead;                 // seconds to take up an item
   double first_read, second_read;  // seconds per KV position; the second where a sibling tile has just read it
   int32_t rows;                    // of the smallest tile that holds them
-  int32_t at_a_time, share;        // see CostModel
+  int32_t stretch, share;          // see CostModel
 };
 
 // Seconds of the whole device unless said otherwise; all KV heads of an item together. The partial price follows
@@ -44,14 +49,16 @@ class CostModel {
         max_rows_(device.tile_rows.back()),
         queries_per_tile_(std::max(1, max_rows_ / group_)),
         token_seconds_(2.0 * shape.kv_heads * shape.head_dim * shape.kv_bytes / device.bandwidth),
-        row_token_seconds_(4.0 * shape.kv_heads * shape.head_dim / device.flops),
+        row_token_flops_(4.0 * shape.kv_heads * shape.head_dim),
         partial_seconds_(2.0 * shape.q_heads * (shape.head_dim * double(shape.partial_bytes) + 4) / device.bandwidth),
-        overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers) {
+        overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers),
+        narrow_overhead_seconds_(device.narrow_overhead * shape.kv_heads / device.workers) {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
       const int32_t rows = smallest_tile(queries * group_);
-      const double multiply = row_token_seconds_ * rows;
-      tiles_.push_back({both(token_seconds_, multiply), both(token_seconds_ * device.reread, multiply), rows,
-                        at_a_time(rows), share(rows)});
+      const bool wide = device.wide_rows > 0 && rows >= device.wide_rows;
+      const double multiply = row_token_flops_ / (wide ? device.wide_flops : device.flops) * rows;
+      tiles_.push_back({overhead(rows), both(token_seconds_, multiply), both(token_seconds_ * device.reread, multiply),
+                        rows, stretch(rows), share(rows)});
     }
   }
 
@@ -63,14 +70,17 @@ class CostModel {
   }
   int32_t workers() const { return device_.workers; }
   int32_t kv_heads() const { return kv_heads_; }
-  double overhead() const { return overhead_seconds_; }
-
-  // How many items like this one a worker does at a time; each takes that much longer than by itself.
-  int32_t at_a_time(int32_t tile_rows) const {
-    return tile_rows <= device_.narrow_rows ? device_.narrow_per_worker : 1;
+  // To take up an item of whose tile so many rows are.
+  double overhead(int32_t tile_rows) const {
+    return tile_rows <= device_.narrow_rows ? narrow_overhead_seconds_ : overhead_seconds_;
   }
+  double longest_overhead() const { return overhead_seconds_; }
+
+  // By how much an item takes longer than a worker's time for it, which does several of them at a time. Where a worker
+  // has more of them than take all of its bandwidth, the sum of their times says how long they take.
+  int32_t stretch(int32_t tile_rows) const { return tile_rows <= device_.narrow_rows ? device_.narrow_to_fill : 1; }
   // Share of a worker that an item takes, in the smallest shares that there are.
-  int32_t share(int32_t tile_rows) const { return most_at_a_time() / at_a_time(tile_rows); }
+  int32_t share(int32_t tile_rows) const { return tile_rows <= device_.narrow_rows ? 1 : most_at_a_time(); }
   // Rows of the smallest tile that takes a whole worker; the widest tile if none does.
   int32_t narrowest_whole_tile() const {
     for (int32_t rows : device_.tile_rows) {
@@ -85,7 +95,7 @@ class CostModel {
 
   // One tile against `tokens` KV positions, without partials.
   double item(const TileClass& tile, double tokens, bool sibling_read_before = false) const {
-    return overhead_seconds_ + tokens * (sibling_read_before ? tile.second_read : tile.first_read);
+    return tile.overhead + tokens * (sibling_read_before ? tile.second_read : tile.first_read);
   }
   double item(int32_t queries, double tokens, bool sibling_read_before = false) const {
     return item(tile(queries), tokens, sibling_read_before);
@@ -123,7 +133,7 @@ class CostModel {
 
   DeviceModel device_;
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
-  double token_seconds_, row_token_seconds_, partial_seconds_, overhead_seconds_;
+  double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   std::vector<TileClass> tiles_;
 };
 

@@ -197,7 +197,7 @@ class Packer {
     }
     if (num_single > 0) {
       // The price of a one-token tail is linear in its length, so all gain the same.
-      const double longer = cost_.item(1, end - begin) - cost_.overhead() + apart_above;
+      const double longer = cost_.tile(1).first_read * (end - begin) + apart_above;
       apart += nodes_[node].single_tail_cost + longer * num_single;
       *next++ = {(longer - 2 * partial) * num_single, num_single, -1};
     }
@@ -263,7 +263,7 @@ class Packer {
   // What choose() does for a node that has nothing but one-token tails below: most nodes, most of the time.
   Decision choose_in_leaf(const Node& leaf, int32_t begin, int32_t end, bool partial_above) const {
     const double tokens = end - begin, partial = cost_.partial();
-    const double longer = cost_.item(1, tokens) - cost_.overhead() + (partial_above ? partial : 0.0);
+    const double longer = cost_.tile(1).first_read * tokens + (partial_above ? partial : 0.0);
     const double gain = longer - 2 * partial;
     const int32_t tails = leaf.single_tails;
     Decision decision{0};

@@ -5,7 +5,7 @@
 
 namespace prefixpack {
 
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8E4M3 = 3 };  // the last: KV only
 
 struct AttentionParams {
   const void* q;                          // [num_tokens, q_heads, head_dim], dtype `dtype`
@@ -29,7 +29,8 @@ struct AttentionParams {
   DType kv_dtype;
   int32_t q_heads, kv_heads, head_dim;
   int32_t window_left;  // visible positions are >= position - window_left; negative: no window
-  float scale;          // softmax scale
+  float scale;          // softmax scale, times what stored keys are multiplied by
+  float v_scale;        // what stored values are multiplied by
   float logit_cap;      // logits become cap * tanh(logit / cap); 0: off
 };
 

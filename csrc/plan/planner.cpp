@@ -26,9 +26,11 @@ const ModelShape& checked(const ModelShape& shape) {
 const DeviceModel& checked(const DeviceModel& device) {
   require(device.workers >= 1, "workers " + std::to_string(device.workers) + " is not positive");
   require(device.bandwidth > 0 && device.flops > 0, "bandwidth and flops must be positive");
-  require(device.item_overhead >= 0, "item_overhead is negative");
+  require(device.wide_rows == 0 || device.wide_flops > 0, "wide_flops must be positive");
+  require(device.item_overhead >= 0 && device.narrow_overhead >= 0, "item_overhead or narrow_overhead is negative");
   require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
-  require(device.narrow_per_worker >= 1, "narrow_per_worker must be positive");
+  require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
+          "narrow_to_fill must be positive, and narrow_per_worker at least as large");
   require(device.overlap >= 0 && device.overlap <= 1, "overlap must lie in 0 .. 1");
   require(!device.tile_rows.empty() && device.tile_rows.front() >= 1, "tile_rows needs at least one positive entry");
   for (size_t i = 1; i < device.tile_rows.size(); ++i) {

@@ -15,6 +15,7 @@ constexpr int32_t kMinGrowth = 16;
 // A worker may be this much later than the others before a new plan is worth its time (PackInfer re-packs on drift).
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
+constexpr double kNarrowPrevails = 3;     // times the work of the other items
 constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
 
 // Tiles that are split alike, on their way into the queue: those of a pack, or one of a request's own tail.
@@ -40,6 +41,7 @@ class Scheduler {
     take_slots();
     order_queue();
     list_items();
+    schedule_.plan.narrow_prevails = tiling_.narrow_to_whole() > kNarrowPrevails;
     schedule_.growth_limit = growth_limit();
     return std::move(schedule_);
   }
@@ -175,7 +177,7 @@ class Scheduler {
       }
       ++queued;
       dearest = std::max(dearest, key);
-      if (lead->item.kv_end == kOpenEnd) dearest_open = std::max(dearest_open, key * lead->at_a_time);
+      if (lead->item.kv_end == kOpenEnd) dearest_open = std::max(dearest_open, key * lead->stretch);
       lead = after;
     }
     num_queued_ = queued - queue_.data();
@@ -263,8 +265,8 @@ class Scheduler {
   }
 
   int32_t growth_limit() const {
-    const double token = cost_.item(1, 1) - cost_.overhead();
-    const double unit_growth = token * tiling_.per_worker() * cost_.tile(1).at_a_time;
+    const double token = cost_.tile(1).first_read;
+    const double unit_growth = token * tiling_.per_worker() * cost_.tile(1).stretch;
     const double even_growth = token * forest_.num_requests;
     const double slack = kDriftTolerance * tiling_.finish() - dearest_open_;
     const double closing = unit_growth - kDriftTolerance * even_growth;

@@ -9,14 +9,14 @@ namespace {
 
 constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
 constexpr int32_t kPieceAlignment = 16;
-constexpr double kFullShare = 0.75;  // of the narrow items that all workers do at once
+constexpr double kFullShare = 0.2;  // of the narrow items that all workers do at once
 
 }  // namespace
 
 Tiling::Tiling(const CostModel& cost)
     : cost_(&cost),
       per_worker_(static_cast<double>(cost.workers()) / cost.kv_heads()),
-      overhead_(cost.overhead() * per_worker_),
+      longest_overhead_(cost.longest_overhead() * per_worker_),
       partial_(cost.partial() * per_worker_) {}
 
 void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
@@ -28,23 +28,27 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
 
 void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step) {
   int64_t tokens_read = 0, narrow = 0;
-  double total = 0, longest = 0;
+  double total = 0, longest = 0, narrow_seconds = 0;
   Tile* tile = tiles_.data();
   const auto add = [&](const Pack& pack, int32_t first, int32_t count, int32_t tokens, const TileClass& kind) {
     const int32_t query_begin = pack.query_begin + first;
     const bool partial = partials[query_begin] > 1;
     tile->item = {query_begin, count, pack.request, pack.kv_begin, pack.kv_end, kWriteThrough, kind.rows};
     tile->tokens = tokens;
-    tile->at_a_time = kind.at_a_time;
+    tile->stretch = kind.stretch;
     tile->share = kind.share;
     tile->partial = partial;
+    tile->overhead = kind.overhead * per_worker_;
     tile->first_of_pack = first == 0 || pack.kv_end == kOpenEnd;
     tile->seconds = cost_->item(kind, tokens, first > 0) * per_worker_ + (partial ? count * partial_ : 0.0);
-    tile->duration = tile->seconds * kind.at_a_time;
+    tile->duration = tile->seconds * kind.stretch;
     tokens_read += tokens;
     total += tile->seconds;
     longest = std::max(longest, tile->duration);
-    narrow += kind.at_a_time > 1;
+    if (kind.share < cost_->most_at_a_time()) {
+      ++narrow;
+      narrow_seconds += tile->seconds;
+    }
     ++tile;
   };
   const TileClass single = cost_->tile(1);
@@ -64,6 +68,7 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   num_tiles_ = tile - tiles_.data();
   tokens_ = tokens_read;
   total_ = total;
+  narrow_ = narrow_seconds;
   longest_ = longest;
   whole_units_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
   widen_few_narrow_tiles(narrow * cost_->kv_heads());
@@ -71,20 +76,25 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
 
 // Too few narrow items to keep every worker busy: whole workers read them faster, and cut into fewer pieces.
 void Tiling::widen_few_narrow_tiles(int64_t units) {
-  if (units == 0 || units >= kFullShare * cost_->workers() * cost_->most_at_a_time()) return;
+  if (units == 0 || whole_units_ > 0 || units >= kFullShare * cost_->workers() * cost_->most_at_a_time()) return;
   const int32_t rows = cost_->narrowest_whole_tile();
   double longest = 0;
   for (size_t i = 0; i < num_tiles_; ++i) {
     Tile& tile = tiles_[i];
-    if (tile.at_a_time > 1) {
+    if (tile.share < cost_->most_at_a_time()) {
       tile.item.tile_rows = rows;
-      tile.at_a_time = cost_->at_a_time(rows);
+      tile.stretch = cost_->stretch(rows);
       tile.share = cost_->share(rows);
+      const double overhead = cost_->overhead(rows) * per_worker_;
+      total_ += overhead - tile.overhead;
+      tile.seconds += overhead - tile.overhead;
+      tile.overhead = overhead;
       tile.duration = tile.seconds;
     }
     longest = std::max(longest, tile.duration);
   }
   longest_ = longest;
+  narrow_ = 0;
 }
 
 int32_t Tiling::split_pieces(const Tile& tile, double longest) {
@@ -100,7 +110,7 @@ int32_t Tiling::piece_length(const Tile& tile, int32_t pieces) {
 
 double Tiling::split_seconds(const Tile& tile, int32_t pieces) const {
   const double partial = tile.item.query_count * partial_;
-  return (tile.seconds - overhead_ - (tile.partial ? partial : 0.0)) / pieces + overhead_ + partial;
+  return (tile.seconds - tile.overhead - (tile.partial ? partial : 0.0)) / pieces + tile.overhead + partial;
 }
 
 // When the last worker is done if no unit is longer than `longest`: the work divided evenly, or the k-th unit of
@@ -155,7 +165,7 @@ void Tiling::choose_longest_unit() {
   for (double part : kShares) {
     if (finish_ <= 1.02 * even) break;
     // A unit does not get shorter than what it costs to take it up, however little there is to do.
-    const double candidate = std::max(even * part, 2 * overhead_);
+    const double candidate = std::max(even * part, 2 * longest_overhead_);
     if (candidate >= longest_) continue;
     const double finish = finish_time(candidate);
     if (finish < 0.99 * finish_) {

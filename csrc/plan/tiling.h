@@ -1,6 +1,7 @@
 // Row tiles of the packs of a batch, and how long a unit of work may be before its KV range is split.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -16,10 +17,11 @@ namespace prefixpack {
 struct Tile {
   WorkItem item;  // what it becomes if it is not split, but for its slots
   int32_t tokens;
-  int32_t at_a_time;   // how many such tiles a worker does at a time
+  int32_t stretch;     // of its duration, see CostModel
   int32_t share;       // of a worker, in the smallest shares that there are
   bool partial;        // the queries have other partials
   bool first_of_pack;  // the tiles behind it read the same range and are split as it is
+  double overhead;     // of taking it up
   double seconds;      // of work
   double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 };
@@ -58,8 +60,10 @@ class Tiling {
   double piece_seconds(const Tile& tile, int32_t pieces) const {
     return pieces == 1 ? tile.seconds : split_seconds(tile, pieces);
   }
-  double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.at_a_time; }
+  double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.stretch; }
   double per_worker() const { return per_worker_; }
+  // Work in items that take only a part of a worker, for each second of the others.
+  double narrow_to_whole() const { return narrow_ / std::max(total_ - narrow_, 1e-12); }
 
  private:
   static constexpr int32_t kBins = 512;
@@ -77,12 +81,12 @@ class Tiling {
   void choose_longest_unit();
 
   const CostModel* cost_;
-  double per_worker_, overhead_, partial_;
+  double per_worker_, longest_overhead_, partial_;
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
   std::vector<int32_t> splittable_;
   std::array<int32_t, kBins> count_;  // shares of workers by unsplit duration
-  double total_ = 0, longest_ = 0, to_bin_ = 0;
+  double narrow_ = 0, total_ = 0, longest_ = 0, to_bin_ = 0;
   double longest_unit_ = 1, finish_ = 0;
   int64_t whole_units_ = 0, tokens_ = 0;
 };

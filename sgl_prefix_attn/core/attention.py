@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sgl_prefix_attn import _native
@@ -11,6 +13,7 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 _DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KV_DTYPES = {**_DTYPES, torch.float8_e4m3fn: 3}
 
 
 class PartialWorkspace:
@@ -51,6 +54,8 @@ def packed_attention(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     logit_cap: float = 0.0,
@@ -72,15 +77,18 @@ def packed_attention(
 
     Args:
         q: [tokens, q_heads, head_dim], float32, bfloat16 or float16; on the CPU or a GPU, as all other tensors.
-        k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16 or float16 (need not be q's). q_heads is a
-            multiple of kv_heads; head_dim a multiple of 16 up to 256. Any strides, if the innermost is 1; so also
-            for q, out and sinks.
+        k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn,
+            the last as it is: queries, weights and sums are not rounded to eight bits. q_heads is a multiple of
+            kv_heads; head_dim a multiple of 16 up to 256. Any strides, if the innermost is 1; so also for q, out
+            and sinks.
         plan: of the batch, made by `Planner`. Any plan gives the same result anywhere; one made for another device
             costs time, and on a GPU one whose tiles are not those of `DeviceModel.gpu` takes Triton's kernels.
         req_to_token: int32 [rows, context], KV slot of a request's position.
         req_pool_indices: int64 [requests], row of req_to_token by batch index.
         seq_lens: int64 [requests], KV length with this step's own tokens.
         scale: factor of q.k before the softmax.
+        k_scale, v_scale: what stored keys and values are multiplied by, as those of an 8-bit cache were divided when
+            they were stored. One number each, positive; allowed with every type.
         out: written and returned; default a new tensor. Rows that no query of the plan names are left alone.
         lse: float32 [tokens, q_heads] to be filled, or None: natural logarithm of the softmax denominator, the sink
             included (as FlashInfer and FlashAttention 3 count it).
@@ -110,7 +118,7 @@ def packed_attention(
     q_shape, k_shape = q.shape, k_cache.shape
     q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
     dtype, kv_dtype = q.dtype, k_cache.dtype
-    if dtype not in _DTYPES or kv_dtype not in _DTYPES or v_cache.dtype is not kv_dtype or out.dtype is not dtype:
+    if dtype not in _DTYPES or kv_dtype not in _KV_DTYPES or v_cache.dtype is not kv_dtype or out.dtype is not dtype:
         _refuse_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
         _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
@@ -142,6 +150,9 @@ def packed_attention(
         sinks_address = sinks.data_ptr()
     if not logit_cap >= 0.0:
         raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
+    if not (0.0 < k_scale < math.inf and 0.0 < v_scale < math.inf):
+        name, value = ("v_scale", v_scale) if 0.0 < k_scale < math.inf else ("k_scale", k_scale)
+        raise ValueError(f"{name} is {value}; expected a positive, finite number")
 
     if workspace is None:
         workspace = PartialWorkspace()
@@ -149,7 +160,8 @@ def packed_attention(
         workspace.steps.run(
             q, k_cache, v_cache, out, plan,
             req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
-            scale=scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1), sinks=sinks,
+            scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1),
+            sinks=sinks,
         )  # fmt: skip
         return out
     if threads is None:
@@ -182,12 +194,13 @@ def packed_attention(
         partial_o,
         partial_lse,
         _DTYPES[dtype],
-        _DTYPES[kv_dtype],
+        _KV_DTYPES[kv_dtype],
         q_heads,
         kv_heads,
         head_dim,
         max(window_left, -1),
-        scale,
+        scale * k_scale,
+        v_scale,
         logit_cap,
         num_tokens,
         num_requests,
@@ -229,10 +242,11 @@ def _refuse_devices(device: torch.device, **tensors: torch.Tensor) -> None:
 
 
 def _refuse_dtypes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
-    known = ", ".join(str(dtype) for dtype in _DTYPES)
-    for name, tensor in (("q", q), ("k_cache", k_cache)):
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {known}")
+    for name, tensor, known in (("q", q, _DTYPES), ("k_cache", k_cache, _KV_DTYPES)):
+        if tensor.dtype not in known:
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}; expected one of {', '.join(str(dtype) for dtype in known)}"
+            )
     for name, tensor, other_name, other in (("v_cache", v_cache, "k_cache", k_cache), ("out", out, "q", q)):
         if tensor.dtype is not other.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} but {other_name} has {other.dtype}")

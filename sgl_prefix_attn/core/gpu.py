@@ -12,6 +12,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepBuffers, StepLim
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 
 class GpuStep(StepBuffers):
@@ -22,26 +23,41 @@ class GpuStep(StepBuffers):
 
     Args:
         shape: attention shape; head_dim 64, 128 or 256.
-        dtype: of queries, output and KV: bfloat16 or float16.
+        dtype: of queries and output: bfloat16 or float16.
         device: the CUDA device.
         limits: sizes of the buffers.
+        kv_dtype: of KV: dtype (None, the default) or float8_e4m3fn. Products with the latter are of float16, and
+            queries beyond its range count as its largest number.
 
     Raises:
         ValueError: an unsupported head size or type.
         RuntimeError: the native module was built without CUDA, or CUDA fails.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: StepLimits,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         if not _native.built_with_cuda:
             raise RuntimeError("sgl_prefix_attn was built without CUDA: install it where nvcc is found")
         if shape.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim is {shape.head_dim}; the GPU kernels support {HEAD_DIMS}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the GPU kernels support bfloat16 and float16")
+        kv_dtype = kv_dtype or dtype
+        if kv_dtype not in (dtype, torch.float8_e4m3fn):
+            raise ValueError(f"kv_dtype is {kv_dtype}; the GPU kernels support {dtype}, as queries, and float8_e4m3fn")
         with torch.cuda.device(device):
-            self.launch_size: tuple[int, int, bool] = _native.cuda_launch_size(shape.head_dim, DTYPES[dtype])
+            self.launch_size: tuple[int, int, int, bool] = _native.cuda_launch_size(
+                shape.head_dim, DTYPES[dtype], KV_DTYPES[kv_dtype]
+            )
         super().__init__(shape, device, limits)
         self.dtype = dtype
+        self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim).tile_rows[-1]
         self._items = self._ints(_native.item_record_words * limits.items)
         self._tickets = self._ints(3)
@@ -90,12 +106,14 @@ class GpuStep(StepBuffers):
         out: torch.Tensor,
         *,
         scale: float,
+        v_scale: float = 1.0,
         lse: torch.Tensor | None = None,
         logit_cap: float = 0.0,
         window_left: int = -1,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention of one layer; arguments as in `core.attention.packed_attention`.
+        """Attention of one layer; arguments as in `core.attention.packed_attention`, but for the scale of stored keys,
+        which is part of `scale`.
 
         Raises:
             ValueError: a tensor of the wrong shape, type or layout, or a scale that is not positive.
@@ -103,15 +121,17 @@ class GpuStep(StepBuffers):
         if not scale > 0:  # maxima are taken before it is applied
             raise ValueError(f"scale is {scale}; the GPU kernels need a positive one")
         q_heads, kv_heads, head_dim = self.shape.q_heads, self.shape.kv_heads, self.shape.head_dim
-        for name, tensor, heads in (
-            ("q", q, q_heads), ("k_cache", k_cache, kv_heads), ("v_cache", v_cache, kv_heads), ("out", out, q_heads),
+        for name, tensor, heads, dtype in (
+            ("q", q, q_heads, self.dtype), ("k_cache", k_cache, kv_heads, self.kv_dtype),
+            ("v_cache", v_cache, kv_heads, self.kv_dtype), ("out", out, q_heads, self.dtype),
         ):
-            if tuple(tensor.shape[1:]) != (heads, head_dim) or tensor.dtype is not self.dtype:
+            if tuple(tensor.shape[1:]) != (heads, head_dim) or tensor.dtype is not dtype:
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {self.dtype} [*, {heads}, {head_dim}]"
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} [*, {heads}, {head_dim}]"
                 )
             # Copies move 16 bytes at a time.
-            if tensor.stride(2) != 1 or tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
+            word = 16 // dtype.itemsize
+            if tensor.stride(2) != 1 or tensor.stride(0) % word or tensor.stride(1) % word or tensor.data_ptr() % 16:
                 raise ValueError(f"{name} has strides {tensor.stride()}; expected rows of whole, aligned 16-byte words")
         _native.cuda_attend(
             self._addresses,
@@ -122,6 +142,7 @@ class GpuStep(StepBuffers):
             0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0),
             0 if sinks is None else sinks.data_ptr(),
             self._partial_o.data_ptr(), self._partial_lse.data_ptr(),
-            DTYPES[self.dtype], q_heads, kv_heads, head_dim, window_left, scale, logit_cap,
+            DTYPES[self.dtype], KV_DTYPES[self.kv_dtype], q_heads, kv_heads, head_dim, window_left, scale, v_scale,
+            logit_cap,
             self.launch_size, torch.cuda.current_stream(self.device).cuda_stream,
         )  # fmt: skip

@@ -35,6 +35,7 @@ class Step(Protocol):
         out: torch.Tensor,
         *,
         scale: float,
+        v_scale: float = 1.0,
         lse: torch.Tensor | None = None,
         logit_cap: float = 0.0,
         window_left: int = -1,
@@ -42,11 +43,11 @@ class Step(Protocol):
     ) -> None: ...
 
 
-MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits], Step]
+MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Step]
 
 
 class StepPool:
-    """Steps by kernels, attention shape, type and device; replaced by larger ones as plans need it."""
+    """Steps by kernels, attention shape, types and device; replaced by larger ones as plans need it."""
 
     def __init__(self) -> None:
         self._steps: dict[Any, tuple[StepLimits, Step]] = {}
@@ -77,13 +78,14 @@ class StepPool:
         )  # fmt: skip
         obstacle = native_obstacle(plan, q, k_cache, v_cache, out)
         make_step: MakeStep = GpuStep if obstacle is None else _triton_step(obstacle)
-        shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2])
-        key = (make_step, shape, q.dtype, q.device)
+        kv_dtype = k_cache.dtype
+        shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2], kv_bytes=kv_dtype.itemsize)
+        key = (make_step, shape, q.dtype, kv_dtype, q.device)
         needed = limits_of(plan, host_lens)
         limits, step = self._steps.get(key, (StepLimits(0, 0, 0, 0), None))
         if step is None or not _fits(needed, limits):
             limits = _with_room(needed, limits)
-            step = make_step(shape, q.dtype, q.device, limits)
+            step = make_step(shape, q.dtype, q.device, limits, kv_dtype)
             self._steps[key] = limits, step
         step.load(plan, host_lens, 0)
         step.prepare(req_to_token, req_pool_indices, seq_lens)
@@ -104,10 +106,14 @@ def native_obstacle(
     head_dim = q.shape[2]
     if head_dim not in gpu.HEAD_DIMS:
         return f"the native kernels support head_dim {gpu.HEAD_DIMS}, not {head_dim}"
-    if q.dtype not in gpu.DTYPES or k_cache.dtype is not q.dtype:
-        return f"the native kernels take bfloat16 or float16 throughout, not {q.dtype} over {k_cache.dtype}"
+    if q.dtype not in gpu.DTYPES or k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return (
+            "the native kernels take bfloat16 or float16 throughout, or over float8_e4m3fn, "
+            f"not {q.dtype} over {k_cache.dtype}"
+        )
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
+        words = 16 // tensor.dtype.itemsize
+        if tensor.stride(0) % words or tensor.stride(1) % words or tensor.data_ptr() % 16:
             return f"the native kernels read whole, aligned 16-byte words; {name} has strides {tensor.stride()}"
     table = DeviceModel.gpu(1, head_dim=head_dim).tile_rows
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():

@@ -47,6 +47,10 @@ class DeviceModel:
         tile_rows: row counts of the kernel's tiles, ascending.
         narrow_rows: an item of so many rows or fewer takes only a part of a worker (on a GPU: one warp of a CTA).
         narrow_per_worker: such items that a worker does at a time.
+        narrow_to_fill: such items that take all of a worker's bandwidth.
+        narrow_overhead: seconds of a worker to take up such an item.
+        wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
+        wide_flops: as `flops`, of these.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
     """
 
@@ -58,7 +62,11 @@ class DeviceModel:
     tile_rows: tuple[int, ...]
     narrow_rows: int = 0
     narrow_per_worker: int = 1
+    narrow_to_fill: int = 1
+    narrow_overhead: float = 0.0
     overlap: float = 1.0
+    wide_rows: int = 0
+    wide_flops: float = 1.0
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -87,12 +95,15 @@ class DeviceModel:
         bandwidth: float = 4.3e12,
         flops: float = 250e12,
         max_tile_rows: int = 128,
+        warpgroup_products: bool = True,
     ) -> DeviceModel:
         """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best.
 
         Args:
             head_dim: heads wider than 128 leave the kernels no registers for tiles of 128 rows, nor a warp for items
                 of its own (csrc/cuda/tiles.h).
+            warpgroup_products: whether the kernels multiply their widest tile so where they can, with head_dim 128:
+                compute capability 9.0, KV of 16 bits.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
@@ -100,11 +111,15 @@ class DeviceModel:
             workers=2 * sm_count,
             bandwidth=bandwidth,
             flops=flops,
-            item_overhead=4e-6,
+            item_overhead=6e-6,
             reread=0.25,
             tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
             narrow_rows=8,
-            narrow_per_worker=1 if wide else 4,
+            narrow_per_worker=1 if wide else 8,
+            narrow_to_fill=1 if wide else 3,
+            narrow_overhead=6e-6 if wide else 0.5e-6,
+            wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
+            wide_flops=450e12,
         )
 
 

@@ -17,6 +17,8 @@ def reference_attention(
     seq_lens: torch.Tensor,
     query_lens: torch.Tensor | Sequence[int],
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     logit_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
@@ -49,8 +51,8 @@ def reference_attention(
             raise ValueError(f"request {request} has {new} new tokens but a length of {length}")
         end = begin + new
         slots = req_to_token[int(req_pool_indices[request]), :length].long()
-        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
-        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1) * k_scale
+        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1) * v_scale
         scores = torch.einsum("thd,khd->htk", q[begin:end].to(dtype), keys) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)

@@ -49,6 +49,7 @@ class StepBuffers:
         # Three words a query, as many for its merge and its end, and the slots that are merged.
         num_words = (
             _native.plan_header_words
+            + _native.plan_padding_words
             + _native.plan_item_words * limits.items
             + 5 * limits.queries
             + limits.partial_slots

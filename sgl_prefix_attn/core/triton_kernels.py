@@ -108,6 +108,18 @@ def _reciprocal(total):
 
 
 @triton.jit
+def _as_product(stored, PRODUCT: tl.constexpr):  # noqa: N803
+    # Bytes are e4m3. Moved to their places in fp16 they are 2^8 times too small, subnormals as well; NaN is no NaN.
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.uint16)
+        magnitude = bits & 0x7F
+        magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7)
+        return (magnitude | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(PRODUCT)
+    else:
+        return stored.to(PRODUCT)
+
+
+@triton.jit
 def _attend_rows(
     record,
     kv_slots,
@@ -136,6 +148,7 @@ def _attend_rows(
     kv_heads,
     group,
     scale,
+    v_scale,
     logit_cap,
     window_left,
     HEAD_DIM: tl.constexpr,  # noqa: N803
@@ -186,8 +199,8 @@ def _attend_rows(
         loaded = present[:, None]
         if HEAD_DIM < PADDED_DIM:
             loaded = loaded & in_head[None, :]
-        keys = tl.load(key_head + slot[:, None] * k_slot_stride, mask=loaded, other=0.0).to(PRODUCT)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        keys = tl.load(key_head + slot[:, None] * k_slot_stride, mask=loaded, other=0)
+        scores = tl.dot(queries, tl.trans(_as_product(keys, PRODUCT)), input_precision=PRECISION)
         if HAS_CAP:
             # tanh(x) = 1 - 2 / (e^2x + 1)
             twice = tl.exp2(scores * (2.0 * to_base_2 / logit_cap))
@@ -203,8 +216,9 @@ def _attend_rows(
         rescale = tl.exp2(maximum - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * rescale + tl.sum(weights, axis=1)
-        values = tl.load(value_head + slot[:, None] * v_slot_stride, mask=loaded, other=0.0)
-        output = tl.dot(weights.to(PRODUCT), values.to(PRODUCT), output * rescale[:, None], input_precision=PRECISION)
+        values = tl.load(value_head + slot[:, None] * v_slot_stride, mask=loaded, other=0)
+        values = _as_product(values, PRODUCT)
+        output = tl.dot(weights.to(PRODUCT), values, output * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
 
     if slot_begin == _WRITE_THROUGH:
@@ -216,14 +230,14 @@ def _attend_rows(
             total = total * rescale + tl.exp2(sink - base)
             output = output * rescale[:, None]
             maximum = with_sink
-        result = output * _reciprocal(total)[:, None]
+        result = output * (_reciprocal(total) * v_scale)[:, None]
         target = o + token[:, None] * o_token_stride + head[:, None] * o_head_stride + dim[None, :]
         tl.store(target, result.to(o.dtype.element_ty), mask=valid[:, None] & in_head[None, :])
         if lse is not None:
             # log2(0) is -inf.
             tl.store(lse + token * lse_token_stride + head, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
     else:
-        result = output * _reciprocal(total)[:, None]
+        result = output * (_reciprocal(total) * v_scale)[:, None]
         partial = (slot_begin + row // group).to(tl.int64) * (kv_heads * group) + head
         tl.store(
             partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :]
@@ -232,7 +246,7 @@ def _attend_rows(
 
 
 # What differs between models and layers, and makes no faster kernel, is not to make another kernel.
-@triton.jit(do_not_specialize=["lse_token_stride", "kv_heads", "group", "scale", "logit_cap", "window_left"])
+@triton.jit(do_not_specialize=["lse_token_stride", "kv_heads", "group", "scale", "v_scale", "logit_cap", "window_left"])
 def attend_packed(
     words,
     records,
@@ -259,6 +273,7 @@ def attend_packed(
     kv_heads,
     group,
     scale,
+    v_scale,
     logit_cap,
     window_left,
     HEAD_DIM: tl.constexpr,  # noqa: N803
@@ -284,7 +299,7 @@ def attend_packed(
                 record, kv_slots, query_token, query_position, 0, num_rows, kv_head,
                 q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                 o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
-                kv_heads, group, scale, logit_cap, window_left,
+                kv_heads, group, scale, v_scale, logit_cap, window_left,
                 HEAD_DIM, PADDED_DIM, _SMALL_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
             )  # fmt: skip
         else:
@@ -294,7 +309,7 @@ def attend_packed(
                     record, kv_slots, query_token, query_position, first_row, num_rows, kv_head,
                     q, q_token_stride, q_head_stride, k, k_slot_stride, k_head_stride, v, v_slot_stride, v_head_stride,
                     o, o_token_stride, o_head_stride, lse, lse_token_stride, sinks, partial_o, partial_lse,
-                    kv_heads, group, scale, logit_cap, window_left,
+                    kv_heads, group, scale, v_scale, logit_cap, window_left,
                     HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
                 )  # fmt: skip
         # A ticket is taken after every unit; whoever takes the last one makes the counter ready for the next launch,

@@ -20,6 +20,8 @@ MAX_HEAD_DIM = 256
 MAX_TILE_ROWS = 64
 _TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 DTYPES = tuple(_TRITON_TYPE)
+E4M3_UNIT = 256.0  # what 1.0 of e4m3 is for the kernels
+KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 # The interpreter multiplies no bf16: it takes all products in fp32.
 INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that they share the queue
@@ -30,22 +32,30 @@ _KEY_TILE_BYTES = 16 << 10
 _THREE_STAGES_FROM_BYTES = 160 << 10
 
 
+def product_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """The narrowest type of products that has every number of both types."""
+    return dtype if kv_dtype in (dtype, torch.float8_e4m3fn) else torch.float32
+
+
 def attend_constants(
     shape: ModelShape,
     product: torch.dtype,
     has_cap: bool,
     has_window: bool,
     *,
+    fp8: bool = False,
     amd: bool = torch.version.hip is not None,
 ) -> dict[str, Any]:
-    """What `attend_packed` is compiled for; `product` is the type in which products are taken."""
+    """What `attend_packed` is compiled for; `product` is the type in which products are taken, `fp8` that of KV."""
     padded_dim = _padded(shape.head_dim)
+    # Taking bytes apart needs registers, which wide heads leave for fewer keys at a time.
+    most_keys = 32 if fp8 and padded_dim > 64 else 64
     return {
         "HEAD_DIM": shape.head_dim,
         "PADDED_DIM": padded_dim,
         # The widest queries in fp32 leave small GPUs no shared memory for keys.
         "WIDE_ROWS": MAX_TILE_ROWS if padded_dim * product.itemsize <= 512 else MAX_TILE_ROWS // 2,
-        "KEYS": min(64, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
+        "KEYS": min(most_keys, max(16, _KEY_TILE_BYTES // (padded_dim * product.itemsize))),
         "HAS_CAP": has_cap,
         "HAS_WINDOW": has_window,
         "PRODUCT": _TRITON_TYPE[product],
@@ -77,29 +87,40 @@ class TritonStep(StepBuffers):
 
     Args:
         shape: attention shape; head_dim up to 256, best a power of two.
-        dtype: of queries and output: bfloat16, float16 or float32. KV of another of these types is taken as well;
-            then, and in float32, products cost several times as much.
+        dtype: of queries and output: bfloat16, float16 or float32. In float32 products cost several times as much.
         device: a GPU; or the CPU, if TRITON_INTERPRET=1 was set when this module was imported.
         limits: sizes of the buffers.
+        kv_dtype: of KV: one of these, too, or float8_e4m3fn; None: `dtype`. Another 16-bit type than that of the
+            queries costs as much as float32; of float8_e4m3fn every number is one of the queries' type as well.
 
     Raises:
         ValueError: an unsupported shape, type or device.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: StepLimits,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         if not 0 < shape.head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {shape.head_dim}; the Triton kernels support 1 to {MAX_HEAD_DIM}")
         if shape.q_heads % shape.kv_heads:
             raise ValueError(f"{shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the Triton kernels support bfloat16, float16 and float32")
+        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+            known = ", ".join(str(known) for known in KV_DTYPES)
+            raise ValueError(f"kv_dtype is {kv_dtype}; the Triton kernels support {known}")
         if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
             raise ValueError(
                 f"device is {device}; the Triton kernels run on a GPU, or on the CPU in Triton's interpreter if "
                 "TRITON_INTERPRET=1 is set before Python starts"
             )
         super().__init__(shape, device, limits)
-        self.dtype = dtype
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self._records = self._ints(triton_kernels.RECORD_WORDS * limits.items)
         self._tickets = self._ints(1)
         self._num_stages = 2
@@ -144,18 +165,19 @@ class TritonStep(StepBuffers):
         out: torch.Tensor,
         *,
         scale: float,
+        v_scale: float = 1.0,
         lse: torch.Tensor | None = None,
         logit_cap: float = 0.0,
         window_left: int = -1,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention of one layer; arguments as in `core.attention.packed_attention`.
+        """Attention of one layer; arguments as in `core.attention.packed_attention`, the keys' scale within `scale`.
 
         Raises:
             ValueError: a tensor of the wrong shape, type or layout.
         """
         q_heads, kv_heads, head_dim = self.shape.q_heads, self.shape.kv_heads, self.shape.head_dim
-        kv_dtype = k_cache.dtype if k_cache.dtype in DTYPES else self.dtype
+        kv_dtype = self.kv_dtype
         for name, tensor, heads, dtype in (
             ("q", q, q_heads, self.dtype), ("k_cache", k_cache, kv_heads, kv_dtype),
             ("v_cache", v_cache, kv_heads, kv_dtype), ("out", out, q_heads, self.dtype),
@@ -166,7 +188,12 @@ class TritonStep(StepBuffers):
                 )
             if tensor.stride(2) != 1:
                 raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
-        product = self.dtype if kv_dtype is self.dtype and not INTERPRETED else torch.float32
+        product = torch.float32 if INTERPRETED else product_dtype(self.dtype, kv_dtype)
+        fp8 = kv_dtype is torch.float8_e4m3fn
+        if fp8:
+            # Triton knows the type from compute capability 8.9 on only; the kernel takes bytes apart by itself.
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+            scale, v_scale = scale * E4M3_UNIT, v_scale * E4M3_UNIT
         lse_stride = 0 if lse is None else lse.stride(0)
         with self._on_device():
             triton_kernels.attend_packed[(self.blocks,)](
@@ -176,8 +203,8 @@ class TritonStep(StepBuffers):
                 v_cache, v_cache.stride(0), v_cache.stride(1),
                 out, out.stride(0), out.stride(1),
                 lse, lse_stride, sinks, self._partial_o, self._partial_lse,
-                kv_heads, q_heads // kv_heads, scale, logit_cap, window_left,
-                **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0),
+                kv_heads, q_heads // kv_heads, scale, v_scale, logit_cap, window_left,
+                **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0, fp8=fp8),
                 num_stages=self._num_stages,
             )  # fmt: skip
             triton_kernels.merge_partials[(self.blocks,)](

@@ -67,17 +67,20 @@ def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: De
     """
     items = plan.items
     tokens = item_ends(plan, seq_lens) - items[:, KV_BEGIN]
-    bandwidth, flops = device.bandwidth / device.workers, device.flops / device.workers
+    bandwidth, rows = device.bandwidth / device.workers, items[:, TILE_ROWS]
+    wide = (rows >= device.wide_rows) & (device.wide_rows > 0)
+    flops = np.where(wide, device.wide_flops, device.flops) / device.workers
     read = tokens * (2 * shape.head_dim * shape.kv_bytes / bandwidth)
     follows_sibling = np.zeros(len(items), bool)
     kv_range = items[:, [REQUEST, KV_BEGIN, KV_END]]
     follows_sibling[1:] = (kv_range[1:] == kv_range[:-1]).all(axis=1)
     read = np.where(follows_sibling, read * device.reread, read)
-    compute = tokens * items[:, TILE_ROWS] * (4 * shape.head_dim / flops)
+    compute = tokens * rows * (4 * shape.head_dim / flops)
     partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])
     write = partials * (partial_bytes(1, shape) / 2 / shape.kv_heads / bandwidth)
     both = np.maximum(read, compute) + (1 - device.overlap) * np.minimum(read, compute)
-    return device.item_overhead + both + write
+    overhead = np.where(rows <= device.narrow_rows, device.narrow_overhead, device.item_overhead)
+    return overhead + both + write
 
 
 def partial_bytes(slots: int, shape: ModelShape) -> int:

@@ -14,11 +14,11 @@ from sgl_prefix_attn.explain.batch import InputError, first_problem
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-# A100 (80 GB, SXM) and H100 (SXM): data-sheet figures.
+# A100 (80 GB, SXM) and H100 (SXM): bandwidth, and arithmetic of the A100, by the data sheet; the rest as on an H200.
 _DEVICES: dict[str, Callable[[], DeviceModel]] = {
     "cpu": DeviceModel.cpu,
-    "a100": lambda: DeviceModel.gpu(108, bandwidth=2.04e12, flops=312e12),
-    "h100": lambda: DeviceModel.gpu(132, bandwidth=3.35e12, flops=989e12),
+    "a100": lambda: DeviceModel.gpu(108, bandwidth=2.04e12, flops=312e12, warpgroup_products=False),
+    "h100": lambda: DeviceModel.gpu(132, bandwidth=3.35e12),
     "h200": lambda: DeviceModel.gpu(132),
 }
 DEVICE_NAMES = tuple(_DEVICES)

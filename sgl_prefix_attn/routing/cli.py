@@ -61,12 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--tree", required=True, metavar="NODES/TOKENS", help="as in `explain --tree`")
     explain.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
     explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
+    explain.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
     explain.add_argument("--profile", metavar="FILE", help="default: the shipped one")
     explain.add_argument(
         "--margin", type=int, default=DEFAULT_MARGIN, metavar="PERCENT", help=f"default {DEFAULT_MARGIN}"
     )
     _add_kernels(explain)
-    explain.set_defaults(act=_explain, kv_dtype=None, partial_dtype=None)
+    explain.set_defaults(act=_explain, partial_dtype=None)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:

@@ -63,12 +63,12 @@ def inner_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = No
     """The name in profiles of what an SGLang backend runs decode steps with.
 
     Args:
-        tensor_cores: whether flashinfer uses them; None: as SGLang chooses for 16-bit KV.
+        tensor_cores: whether flashinfer uses them; None: as SGLang chooses.
     """
     if backend != "flashinfer":
         return backend
     if tensor_cores is None:
-        tensor_cores = shape.q_heads // shape.kv_heads >= 4
+        tensor_cores = shape.q_heads // shape.kv_heads >= 4 or shape.kv_bytes == 1
     return "flashinfer_tc" if tensor_cores else "flashinfer_cc"
 
 

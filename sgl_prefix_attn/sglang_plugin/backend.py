@@ -23,7 +23,16 @@ from sgl_prefix_attn.sglang_plugin.delegation import delegate
 from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor, PackedStep
 from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes
 from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.layers import attention_layers, unsupported_buffers, unsupported_layer
+from sgl_prefix_attn.sglang_plugin.inner import knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.layers import (
+    FP8,
+    UNSCALED,
+    attention_layers,
+    kv_scales,
+    unsupported_buffers,
+    unsupported_layer,
+    unsupported_pool,
+)
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
 from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
@@ -36,11 +45,13 @@ class _LayerFacts:
     Attributes:
         obstacle: why the layer never runs packed, None if it does.
         slot: index of its shape's planner and plan; -1 with an obstacle.
+        has_scales: whether its KV is stored divided by the layer's scales.
     """
 
     layer: Any
     obstacle: str | None
     slot: int
+    has_scales: bool
 
 
 @delegate(AttentionBackend, "inner")
@@ -71,6 +82,7 @@ class PrefixPackBackend(AttentionBackend):
         self.graph_routes = GraphRoutes(self._graph_has_choice)
         if self._never is None:
             runtime.routes, runtime.graph_routes = self.routes, self.graph_routes
+        self._knows_kv_scales = knows_kv_scales(runtime.inner_backend)
         self._layers: dict[int, _LayerFacts] = {}
         self._layers_seen = False
         self._any_layer_falls_back = False
@@ -322,10 +334,17 @@ class PrefixPackBackend(AttentionBackend):
             reason = (
                 facts.obstacle or _call_obstacle(step, q, layer, kwargs) or self._executor.call_obstacle(facts.slot, q)
             )
-            if reason is None:
+            # Asked for each time: weights, and scales with them, may be updated while the server runs.
+            scales = kv_scales(layer) if facts.has_scales else UNSCALED
+            if scales is None:
+                reason = reason or reasons.KV_SCALES
+            elif reason is None:
                 if save_kv_cache and k is not None and v is not None:
-                    self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-                return self._executor.attend(step, facts.slot, q, layer, self.token_to_kv_pool, kwargs.get("sinks"))
+                    divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
+                    self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
+                return self._executor.attend(
+                    step, facts.slot, q, layer, self.token_to_kv_pool, kwargs.get("sinks"), scales
+                )
             self._counters.fallback(reason)
             # What a captured graph has of the inner backend needs its metadata at every replay.
             self._any_layer_falls_back |= step.in_graph
@@ -338,19 +357,28 @@ class PrefixPackBackend(AttentionBackend):
     def _facts(self, layer: Any) -> _LayerFacts:
         facts = self._layers.get(id(layer))
         if facts is None:
-            k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-            obstacle = (
-                unsupported_layer(layer)
-                or unsupported_buffers(layer, k_cache, v_cache)
-                or self._executor.obstacle(layer, k_cache)
-                or self._executor.obstacle(layer, v_cache)
-            )
-            facts = _LayerFacts(layer, obstacle, -1 if obstacle else self._executor.slot(layer, k_cache))
+            facts = self._look_at(layer)
             self._counters.count_planners(self._executor.planners)
             self._layers[id(layer)] = facts
-            self._any_layer_falls_back |= obstacle is not None
+            self._any_layer_falls_back |= facts.obstacle is not None
         return facts
+
+
+    def _look_at(self, layer: Any) -> _LayerFacts:
+        obstacle = unsupported_layer(layer) or unsupported_pool(self.token_to_kv_pool)
+        if obstacle is not None:
+            return _LayerFacts(layer, obstacle, -1, False)
+        k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        obstacle = (
+            unsupported_buffers(layer, k_cache, v_cache)
+            or self._executor.obstacle(layer, k_cache)
+            or self._executor.obstacle(layer, v_cache)
+        )
+        has_scales = self._knows_kv_scales and obstacle is None and k_cache.dtype is FP8
+        if has_scales and kv_scales(layer) is None:
+            obstacle = reasons.KV_SCALES
+        return _LayerFacts(layer, obstacle, -1 if obstacle else self._executor.slot(layer, k_cache), has_scales)
 
 
 def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, PackedStep, gpu_device, lens_of_batch
 from sgl_prefix_attn.sglang_plugin.gpu_kernels import Kernels
 from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.layers import layer_shape, window_left
+from sgl_prefix_attn.sglang_plugin.layers import FP8, UNSCALED, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.tracker import Mode
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class _Slot:
     """An attention shape: its planners and its device memory.
 
     Attributes:
+        dtype, kv_dtype: of queries and output, and of KV.
         step: the device buffers, a `GpuStep` or what stands in for it.
         planner: of batches with known sharing.
         alone: of batches whose requests are read one by one.
@@ -51,6 +52,7 @@ class _Slot:
 
     shape: ModelShape
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     step: Any
     planner: Planner
     alone: Planner
@@ -75,6 +77,7 @@ class CudaExecutor:
         self.kernels = kernels.name
         self._settings = settings
         self._kernels = kernels
+        self._model_dtype = runner.dtype
         self._req_to_token_pool = runner.req_to_token_pool
         self._prefill_tokens = _prefill_tokens(runner, settings)
         # Between two looks of the planner, which replans at `replan_growth`, tails grow on.
@@ -104,9 +107,15 @@ class CudaExecutor:
         problem = self._kernels.obstacle(layer.qk_head_dim, k_cache)
         if problem is not None:
             return problem
+        if self._query_dtype(k_cache.dtype) not in self._kernels.dtypes:
+            return reasons.QUERY_DTYPE
         if self._sealed and self._find(layer_shape(layer, k_cache.dtype), k_cache.dtype) is None:
             return reasons.LATE_LAYER
         return None
+
+    def _query_dtype(self, kv_dtype: torch.dtype) -> torch.dtype:
+        """Of the layers that read such KV: queries stay in the model's type where KV is stored in eight bits."""
+        return self._model_dtype if kv_dtype is FP8 else kv_dtype
 
     def seal(self) -> None:
         self._sealed = True
@@ -115,12 +124,13 @@ class CudaExecutor:
         return None if q.dtype is self._slots[slot].dtype else reasons.QUERY_DTYPE
 
     def slot(self, layer: Any, k_cache: torch.Tensor) -> int:
-        shape, dtype = layer_shape(layer, k_cache.dtype), k_cache.dtype
-        found = self._find(shape, dtype)
+        kv_dtype = k_cache.dtype
+        shape, dtype = layer_shape(layer, kv_dtype), self._query_dtype(kv_dtype)
+        found = self._find(shape, kv_dtype)
         if found is not None:
             return found
         device = k_cache.device
-        step, graph_out = self._buffers(shape, dtype, device)
+        step, graph_out = self._buffers(shape, dtype, kv_dtype, device)
         model, growth = (
             gpu_device(self._settings, _sm_count(device), shape.head_dim, self._kernels.max_tile_rows),
             self._settings.replan_growth,
@@ -128,24 +138,26 @@ class CudaExecutor:
         uncut_model = dataclasses.replace(model, workers=1)
         planner = Planner(shape, model, max_growth=growth)
         alone, uncut = Planner(shape, model, max_growth=growth), Planner(shape, uncut_model, max_growth=growth)
-        self._slots.append(_Slot(shape, dtype, step, planner, alone, uncut, graph_out))
+        self._slots.append(_Slot(shape, dtype, kv_dtype, step, planner, alone, uncut, graph_out))
         self.planners.append(planner)
         return len(self._slots) - 1
 
-    def _find(self, shape: ModelShape, dtype: torch.dtype) -> int | None:
+    def _find(self, shape: ModelShape, kv_dtype: torch.dtype) -> int | None:
         return next(
-            (i for i, slot in enumerate(self._slots) if slot.shape == shape and slot.dtype is dtype),
+            (i for i, slot in enumerate(self._slots) if slot.shape == shape and slot.kv_dtype is kv_dtype),
             None,
         )
 
     def _fill(self, slot: _Slot) -> None:
         device = slot.graph_out.device
-        slot.step, slot.graph_out = self._buffers(slot.shape, slot.dtype, device)
+        slot.step, slot.graph_out = self._buffers(slot.shape, slot.dtype, slot.kv_dtype, device)
         slot.loaded = None
 
-    def _buffers(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, torch.Tensor]:
+    def _buffers(
+        self, shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+    ) -> tuple[Any, torch.Tensor]:
         limits = self._limits()
-        step = self._kernels.make_step(shape, dtype, device, limits)
+        step = self._kernels.make_step(shape, dtype, device, limits, kv_dtype)
         # Padded rows of a graph's batch are in no plan, so nothing writes them and nothing reads KV for them; what
         # the model's other layers make of them is thrown away. But they must be finite numbers, or a per-tensor
         # quantization would spread their NaN. Hence one output for all layers and graphs that starts with zeros and
@@ -214,7 +226,14 @@ class CudaExecutor:
             slot.step.prepare(table, rows, seq_lens)
 
     def attend(
-        self, step: PackedStep, slot: int, q: torch.Tensor, layer: Any, pool: Any, sinks: torch.Tensor | None
+        self,
+        step: PackedStep,
+        slot: int,
+        q: torch.Tensor,
+        layer: Any,
+        pool: Any,
+        sinks: torch.Tensor | None,
+        scales: KvScales = UNSCALED,
     ) -> torch.Tensor:
         state, heads, head_dim = self._slots[slot], layer.tp_q_head_num, layer.qk_head_dim
         q = q.reshape(-1, heads, head_dim)
@@ -232,7 +251,8 @@ class CudaExecutor:
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             out.view(tokens, heads, head_dim),
-            scale=layer.scaling,
+            scale=layer.scaling * scales.k,
+            v_scale=scales.v,
             logit_cap=layer.logit_cap,
             window_left=window_left(layer),
             # No copy is kept of what is not float32: weights may be updated while the server runs.

@@ -19,7 +19,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.layers import DTYPES, layer_shape, window_left
+from sgl_prefix_attn.sglang_plugin.layers import DTYPES, UNSCALED, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.tracker import Mode, StepPaths
 
 # A plan stays right at any lengths: its tails are open-ended. Only its balance drifts as they grow, slowly, so in a
@@ -135,7 +135,14 @@ class Executor(Protocol):
         """Makes a step ready for its layers; PlanTooLarge if its plans do not fit the device's buffers."""
 
     def attend(
-        self, step: PackedStep, slot: int, q: torch.Tensor, layer: Any, pool: Any, sinks: torch.Tensor | None
+        self,
+        step: PackedStep,
+        slot: int,
+        q: torch.Tensor,
+        layer: Any,
+        pool: Any,
+        sinks: torch.Tensor | None,
+        scales: KvScales = UNSCALED,
     ) -> torch.Tensor:
         """One layer's output, [num_tokens, q heads * head dim]."""
 
@@ -190,7 +197,14 @@ class CpuExecutor:
         step.rows, step.seq_lens = _as_int64(step.rows), _as_int64(step.seq_lens)
 
     def attend(
-        self, step: PackedStep, slot: int, q: torch.Tensor, layer: Any, pool: Any, sinks: torch.Tensor | None
+        self,
+        step: PackedStep,
+        slot: int,
+        q: torch.Tensor,
+        layer: Any,
+        pool: Any,
+        sinks: torch.Tensor | None,
+        scales: KvScales = UNSCALED,
     ) -> torch.Tensor:
         while slot >= len(step.plans):  # the layer was not among those that the model showed beforehand
             paths = step.paths
@@ -205,6 +219,8 @@ class CpuExecutor:
             req_pool_indices=step.rows,
             seq_lens=step.seq_lens,
             scale=layer.scaling,
+            k_scale=scales.k,
+            v_scale=scales.v,
             logit_cap=layer.logit_cap,
             window_left=window_left(layer),
             sinks=None if sinks is None else sinks.float(),

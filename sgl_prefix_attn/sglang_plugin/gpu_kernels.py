@@ -14,9 +14,10 @@ from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin import reasons
+from sgl_prefix_attn.sglang_plugin.layers import FP8
 
 OLDEST_CAPABILITY = (8, 0)
-MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits], Any]
+MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Any]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Kernels:
 
     Attributes:
         make_step: makes the device buffers of an attention shape: a `GpuStep` or what can stand in for it.
-        dtypes: of queries and KV.
+        dtypes: of queries, and of KV if that is not fp8 e4m3.
         head_dims: None for every one that the packed path knows.
         max_tile_rows: largest row tile that plans should have.
         whole_words: whether rows have to be whole, aligned 16-byte words.
@@ -42,7 +43,7 @@ class Kernels:
         """Why layers with this head size and K or V buffer do not run on these kernels, None if they do."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return reasons.HEAD_DIM
-        if cache.dtype not in self.dtypes:
+        if cache.dtype not in (*self.dtypes, FP8):
             return reasons.KV_DTYPE
         return None if self.takes(cache) else reasons.KV_LAYOUT
 

@@ -14,6 +14,8 @@ CPU_DEFAULT = "torch_native"
 # Backends of CUDA builds that can be wrapped, and the one to take when SGLang would choose another.
 CUDA_CHOICES = ("flashinfer", "fa3", "triton")
 CUDA_DEFAULT = "triton"
+# Those that neither divide by a layer's KV scales when they store nor multiply by them when they read.
+_WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
 
 
 def inner_name(runner: Any, setting: str) -> str:
@@ -51,6 +53,11 @@ def build_inner(runner: Any, name: str) -> Any:
             f"{', '.join(sorted(ATTENTION_BACKENDS))}"
         ) from None
     return factory(runner)
+
+
+def knows_kv_scales(name: str) -> bool:
+    """Whether an inner backend stores fp8 KV divided by the layers' scales, as it will find and leave it."""
+    return name not in _WITHOUT_KV_SCALES
 
 
 def is_cpu(runner: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Which attention layers and KV buffers the packed path can serve."""
+"""Which attention layers and KV buffers the packed path can serve, and with which numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +12,20 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.sglang_plugin import reasons
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+KV_DTYPES = (*DTYPES, FP8)
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
+
+
+class KvScales(NamedTuple):
+    """What a layer's stored keys and values are to be multiplied by."""
+
+    k: float
+    v: float
+
+
+UNSCALED = KvScales(1.0, 1.0)
 
 
 def attention_layers(model: Any) -> Iterator[Any]:
@@ -44,18 +57,47 @@ def unsupported_layer(layer: Any) -> str | None:
     return None
 
 
+def unsupported_pool(pool: Any) -> str | None:
+    """Why no layer of a KV pool suits the packed path, None if they may.
+
+    To be asked first: some of these pools make a copy of the whole buffer when they are asked for it.
+    """
+    pool = getattr(pool, "full_kv_pool", pool)
+    many_scales = getattr(pool, "k_scale_buffer", None) is not None or getattr(pool, "is_quantized_kv_cache", False)
+    return reasons.KV_DTYPE if many_scales else None
+
+
 def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> str | None:
     """Why what the KV pool returns for a layer does not suit the packed path, None if it does."""
     for cache in (k_cache, v_cache):
         if not isinstance(cache, torch.Tensor) or cache.dim() != 3:
             return reasons.KV_LAYOUT
-        if cache.dtype not in DTYPES:
+        if cache.dtype not in KV_DTYPES:
             return reasons.KV_DTYPE
         if tuple(cache.shape[1:]) != (layer.tp_k_head_num, layer.qk_head_dim) or cache.stride(2) != 1:
             return reasons.KV_LAYOUT
     if k_cache.dtype != v_cache.dtype:
         return reasons.KV_DTYPE
     return None
+
+
+def kv_scales(layer: Any) -> KvScales | None:
+    """The scales of a layer over an fp8 cache, None if the host does not know them.
+
+    As in the stock backends: the KV pool divides by `k_scale` and `v_scale`, which are tensors on the device, numbers
+    or None, and `k_scale_float` and `v_scale_float` are the same on the host, where a checkpoint's scales were loaded.
+    """
+    k = _on_host(layer.k_scale, layer.k_scale_float)
+    v = _on_host(layer.v_scale, layer.v_scale_float)
+    return None if k is None or v is None else KvScales(k, v)
+
+
+def _on_host(scale: Any, on_host: Any) -> float | None:
+    if scale is None:
+        return 1.0
+    if on_host is None:
+        on_host = scale  # a number, if the model was given a file of scales
+    return float(on_host) if isinstance(on_host, (int, float)) and 0.0 < on_host < math.inf else None
 
 
 def layer_shape(layer: Any, kv_dtype: torch.dtype) -> ModelShape:

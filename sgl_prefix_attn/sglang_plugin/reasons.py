@@ -28,6 +28,7 @@ ENCODER_DECODER: Final = "encoder_decoder"
 HYBRID_SWA: Final = "hybrid_swa"
 KV_LAYOUT: Final = "kv_layout"
 KV_DTYPE: Final = "kv_dtype"
+KV_SCALES: Final = "kv_scales"
 QUERY_DTYPE: Final = "query_dtype"
 HEAD_DIM: Final = "head_dim"
 HEAD_GROUPS: Final = "head_groups"
@@ -61,7 +62,9 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ENCODER_DECODER: "an encoder-decoder model: its rows start with encoder tokens",
     HYBRID_SWA: "the KV pool keeps sliding-window layers in slots of their own",
     KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension",
-    KV_DTYPE: "a KV cache dtype other than float32, bfloat16 and float16",
+    KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
+    "scales for each token or block (fp4, mxfp8)",
+    KV_SCALES: "the layer's scales of an 8-bit KV cache are not one positive number each that the host knows",
     QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
     HEAD_DIM: "head_dim is not a multiple of 16 up to 256, or differs between K and V",
     HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",

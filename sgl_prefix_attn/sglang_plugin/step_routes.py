@@ -129,6 +129,8 @@ class StepRoutes:
             profile.commit,
             self._margin_percent,
         )
+        if shape.kv_bytes == 1:
+            logger.info("prefixpack: the profile was measured with 16-bit KV; with 8 bits, bytes of KV count half")
         return Router(CostPolicy(packed, inner, shape, self._margin_percent / 100))
 
     def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:

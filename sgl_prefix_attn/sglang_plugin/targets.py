@@ -182,8 +182,9 @@ _BACKENDS = (
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(
         "layers.radix_attention.RadixAttention",
-        "attn_type is_cross_attention layer_id logit_cap logit_capping_method pos_encoding_mode qk_head_dim scaling "
-        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim xai_temperature_len",
+        "attn_type is_cross_attention k_scale k_scale_float layer_id logit_cap logit_capping_method pos_encoding_mode "
+        "qk_head_dim scaling sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim "
+        "v_scale v_scale_float xai_temperature_len",
     ),
 )
 
@@ -200,7 +201,11 @@ _MHA_POOL = "mem_cache.memory_pool.MHATokenToKVPool"
 _POOLS = (
     Target(f"{_MHA_POOL}.get_key_buffer", Use.CALL, ("layer_id",)),
     Target(f"{_MHA_POOL}.get_value_buffer", Use.CALL, ("layer_id",)),
-    Target(f"{_MHA_POOL}.set_kv_buffer", Use.CALL, ("layer", "loc_info", "cache_k", "cache_v")),
+    Target(f"{_MHA_POOL}.set_kv_buffer", Use.CALL, ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
+    *_attributes(_MHA_POOL, "is_quantized_kv_cache", since="0.5.16"),
+    *_attributes("mem_cache.memory_pool.MHATokenToKVPoolFP4", "k_scale_buffer"),
+    *_attributes("mem_cache.memory_pool.MHATokenToKVPoolMXFP8", "k_scale_buffer", since="0.5.16"),
+    *_attributes("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
 )

@@ -67,8 +67,11 @@ class KvPool:
     def poison_all_but(self, slots: torch.Tensor) -> None:
         keep = torch.zeros(len(self.k_cache), dtype=torch.bool)
         keep[slots] = True
-        self.k_cache[~keep] = torch.nan
-        self.v_cache[~keep] = torch.nan
+        for cache in (self.k_cache, self.v_cache):
+            if cache.dtype == torch.float8_e4m3fn:  # masks are not implemented for it
+                cache.view(torch.uint8)[~keep] = 0x7F
+            else:
+                cache[~keep] = torch.nan
 
 
 def materialise(

@@ -39,6 +39,8 @@ def make_case(
     heads: tuple[int, int] = (8, 2),
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    v_scale: float = 1.0,
     requests: int = 6,
     levels: int = 3,
     tokens: int = 90,
@@ -52,14 +54,18 @@ def make_case(
     eager: bool = True,
     batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
 ) -> Case:
-    """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer."""
+    """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer.
+
+    kv_dtype: None for dtype.
+    """
     rng = np.random.default_rng(seed)
     paths, planned_lens, query_lens = batch or random_paths(
         rng, requests, levels, max_node_tokens=tokens, max_tail_tokens=tokens, max_new_tokens=max_new_tokens
     )
     q_heads, kv_heads = heads
-    shape = ModelShape(q_heads, kv_heads, head_dim)
-    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    stored = kv_dtype or dtype
+    shape = ModelShape(q_heads, kv_heads, head_dim, kv_bytes=stored.itemsize)
+    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
     device = DeviceModel.gpu(multiprocessors, head_dim=head_dim)
@@ -69,6 +75,7 @@ def make_case(
     plan = Planner(shape, device).plan(forest, planned_lens, None if decode else query_lens)
     variant = {
         "scale": head_dim**-0.5,
+        "v_scale": v_scale,
         "logit_cap": logit_cap,
         "window_left": window_left,
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,

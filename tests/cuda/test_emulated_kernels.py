@@ -20,6 +20,8 @@ GROWTH = 5
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).numpy()
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -50,6 +52,51 @@ def test_head_sizes_and_types(emulation: ModuleType, head_dim: int, dtype: torch
     check(case, emulate(emulation, case))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> None:
+    """Rows of units for warps and for blocks, with a scale of the values."""
+    case = make_case(
+        64, heads=(8, 1), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37, requests=6
+    )
+    assert set(case.plan.items[:, 6]) > {8}
+    check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])
+def test_every_tile_of_the_table_with_fp8_kv(emulation: ModuleType, queries: int, head_dim: int) -> None:
+    ones = np.ones(queries, dtype=np.int64)
+    lens = 200 + np.arange(1, queries + 1, dtype=np.int64)
+    case = make_case(
+        queries, heads=(8, 1), head_dim=head_dim, kv_dtype=torch.float8_e4m3fn,
+        batch=([[(0, 0, 200)]] * queries, lens, ones),
+    )  # fmt: skip
+    check(case, emulate(emulation, case))
+
+
+def test_every_fp8_number_is_read_as_it_is(emulation: ModuleType) -> None:
+    """Values of one visible position are the output: all but NaN, which here is no number either."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    case = make_case(
+        5, heads=(2, 1), head_dim=256, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn,
+        batch=([[]], np.array([1], dtype=np.int64), np.ones(1, dtype=np.int64)),
+    )  # fmt: skip
+    slot = int(case.pool.req_to_token[int(case.pool.req_pool_indices[0]), 0])
+    case.pool.v_cache.view(torch.uint8)[slot, 0] = torch.arange(256, dtype=torch.uint8)
+    out, _ = emulate(emulation, case)
+    torch.testing.assert_close(out[0, 0].float(), numbers.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("seed", range(3))
+def test_extend_and_window_with_fp8_kv(emulation: ModuleType, seed: int, late_copies: bool) -> None:
+    case = make_case(
+        seed, heads=(4, 2), head_dim=128, kv_dtype=torch.float8_e4m3fn, max_new_tokens=70, window_left=(-1, 7, 64)[seed]
+    )
+    check(case, emulate(emulation, case, late_copies=late_copies))
+
+
 @pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])
 def test_every_tile_of_the_table(emulation: ModuleType, queries: int) -> None:
     """`queries` requests of group 8 share one node: 8 .. 160 rows, so tiles of 16, 32, 64, 128 and 128 + 32."""
@@ -65,7 +112,7 @@ def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
-    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items"))]
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
     plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
     plan.items = plan.items.copy()
     tile_rows = plan.items[:, 6]
@@ -126,6 +173,16 @@ def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
     check(case, emulate(emulation, case))
 
 
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(emulation: ModuleType, late_copies: bool) -> None:
+    """One prefix of 64 tokens for blocks, 24 tails of 300 for warps: the units are dealt to half of the blocks."""
+    paths = [[(0, 0, 64)]] * 24
+    case = make_case(2, heads=(8, 2), batch=(paths, np.full(24, 364), np.ones(24, dtype=np.int64)))
+    assert case.plan.narrow_prevails
+    assert (case.plan.items[:, 6] > 8).any()
+    check(case, emulate(emulation, case, blocks=2, late_copies=late_copies))
+
+
 @pytest.mark.parametrize("window", [0, 7, 64, 100])
 def test_sliding_window(emulation: ModuleType, window: int) -> None:
     case = make_case(window, window_left=window, max_new_tokens=20)
@@ -162,14 +219,14 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
 @pytest.mark.parametrize(
     ("units", "tokens", "warps"),
     [
-        (2048, 1024, 4),  # two rounds of 1,056 warps instead of 1,584 and then 464
+        (2400, 1024, 5),  # two rounds of 1,320 warps instead of 2,112 and then 288
         (1584, 1024, 6),  # one full round
         (1200, 1024, 5),  # one round of 1,320
-        (2048, 32, 6),    # short units are bound by latency: the more at once the better
-        (2048, 0, 6),     # of various lengths: the short ones come last and even it out
-        (0, 0, 6),
+        (2400, 32, 8),    # short units are bound by latency: the more at once the better
+        (2400, 0, 8),     # of various lengths: the short ones come last and even it out
+        (0, 0, 8),
     ],
 )  # fmt: skip
 def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
-    """On an H200, with 264 blocks of six warps."""
+    """On an H200, with 264 blocks of eight warps."""
     assert emulation.active_warps(units, tokens, 264) == warps

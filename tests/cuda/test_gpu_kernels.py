@@ -29,8 +29,8 @@ class OnGpu:
     def __init__(self, case: Case, limits: StepLimits = LIMITS) -> None:
         self.case = case
         self.device = torch.device("cuda", 0)
-        self.step = GpuStep(case.shape, case.q.dtype, self.device, limits)
         pool = case.pool
+        self.step = GpuStep(case.shape, case.q.dtype, self.device, limits, pool.k_cache.dtype)
         self.q = case.q.to(self.device)
         # Clones keep the gaps between heads and slots that the pool was made with.
         self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
@@ -46,7 +46,7 @@ class OnGpu:
 
     def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
         slots, heads, head_dim = cache.shape
-        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype, device=self.device)
+        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype).to(self.device)
         storage[:, :heads, :head_dim] = cache.to(self.device)
         return storage[:, :heads, :head_dim]
 
@@ -75,6 +75,30 @@ def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: i
     case = make_case(group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300,
                      multiprocessors=132)
     check(case, OnGpu(case).run())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_fp8_kv(group: int, dtype: torch.dtype, head_dim: int) -> None:
+    case = make_case(
+        group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37,
+        requests=40, levels=5, tokens=300, max_new_tokens=1 if group < 16 else 40,
+    )  # fmt: skip
+    check(case, OnGpu(case).run())
+
+
+def test_every_fp8_number() -> None:
+    case = make_case(
+        5, heads=(2, 1), head_dim=256, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn,
+        batch=([[]], np.array([1], dtype=np.int64), np.ones(1, dtype=np.int64)),
+    )  # fmt: skip
+    slot = int(case.pool.req_to_token[int(case.pool.req_pool_indices[0]), 0])
+    numbers = torch.arange(256, dtype=torch.uint8)
+    case.pool.v_cache.view(torch.uint8)[slot, 0] = numbers
+    out, _ = OnGpu(case).run()
+    expected = numbers.view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(out[0, 0].float().cpu(), expected, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("seed", range(24))

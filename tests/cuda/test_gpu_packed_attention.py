@@ -87,9 +87,20 @@ def test_triton_runs_what_native_kernels_do_not(head_dim: int) -> None:
 def test_float32_and_a_cache_of_another_type() -> None:
     pytest.importorskip("triton")
     check_same(make_case(3, dtype=torch.float32, requests=20))
-    case = make_case(4, dtype=torch.float16, requests=20)
-    case.pool.k_cache, case.pool.v_cache = case.pool.k_cache.float(), case.pool.v_cache.float()
-    check_same(case)
+    check_same(make_case(4, dtype=torch.float16, kv_dtype=torch.float32, requests=20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
+    workspace = PartialWorkspace()
+    for seed in range(2):
+        case = make_case(
+            seed, heads=(16, 2), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, requests=30, levels=4,
+            tokens=300, max_new_tokens=[1, 40][seed % 2], multiprocessors=132,
+        )
+        case.variant.update(k_scale=0.4, v_scale=1.5)
+        check_same(case, workspace=workspace)
 
 
 def test_a_plan_made_for_the_cpu() -> None:

@@ -28,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     native: dict[str, Any] = {name: getattr(_native, name) for name in ("plan_words", "item_record_words")}
     monkeypatch.setattr(gpu, "_native", SimpleNamespace(
-        built_with_cuda=True, cuda_launch_size=lambda *_: (4, 8, True), StepAddresses=dict,
+        built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
         cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
     ))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

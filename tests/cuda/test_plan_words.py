@@ -18,6 +18,7 @@ def test_words_hold_the_plan_and_room_for_growing_tails() -> None:
     words, kv_slots = _native.plan_words(plan, case.planned_lens, growth)
     num_items, num_queries, num_merges, *at, header_block_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_merges) == (len(plan.items), plan.num_queries, len(plan.merge_query))
+    assert words[HEADER + 1] == plan.narrow_prevails
     # What takes a block comes before what takes a warp.
     items = plan.items[np.argsort(plan.items[:, 6] <= WARP_ROWS, kind="stable")]
     assert header_block_items == (items[:, 6] > WARP_ROWS).sum()

@@ -26,6 +26,7 @@ IN_INTERPRETER = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 pytestmark = IN_INTERPRETER if INTERPRETED else ON_GPU
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 
+E4M3 = torch.float8_e4m3fn
 GROWTH = 8
 LIMITS = (
     StepLimits(queries=512, items=512, kv_slots=1 << 14, partial_slots=512)
@@ -39,8 +40,8 @@ class Runner:
 
     def __init__(self, case: Case, limits: StepLimits = LIMITS, growth: int = GROWTH) -> None:
         self.case, self.growth = case, growth
-        self.step = triton_step.TritonStep(case.shape, case.q.dtype, DEVICE, limits)
         pool = case.pool
+        self.step = triton_step.TritonStep(case.shape, case.q.dtype, DEVICE, limits, pool.k_cache.dtype)
         self.q = case.q.to(DEVICE)
         self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
         self.req_to_token = pool.req_to_token.to(DEVICE)
@@ -54,7 +55,7 @@ class Runner:
 
     def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
         slots, heads, head_dim = cache.shape
-        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype, device=DEVICE)
+        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype).to(DEVICE)
         storage[:, :heads, :head_dim] = cache.to(DEVICE)
         return storage[:, :heads, :head_dim]
 
@@ -222,10 +223,40 @@ def test_output_without_lse() -> None:
 
 
 def test_cache_of_another_type() -> None:
-    case = make_case(7, dtype=torch.float16)
-    runner = Runner(case)
-    runner.k_cache, runner.v_cache = runner.k_cache.float(), runner.v_cache.float()
-    check(case, runner.run())
+    case = make_case(7, dtype=torch.float16, kv_dtype=torch.float32)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_cache_with_scales(dtype: torch.dtype, head_dim: int) -> None:
+    case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, v_scale=2.5, multiprocessors=8)
+    assert 0 < len(case.plan.merge_query) < case.plan.num_queries, "some results are merged, and scaled once"
+    check(case, run(case))
+
+
+def test_all_256_numbers_of_fp8_are_read_exactly() -> None:
+    """One KV position: its value is the output, and a query that is zero but for one dimension has the key as score."""
+    one = np.ones(1, dtype=np.int64)
+    case = make_case(0, heads=(256, 1), head_dim=256, dtype=torch.float32, kv_dtype=E4M3, batch=([[]], one, one))
+    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    finite = numbers.nan_to_num(0.0)
+    slot = int(case.pool.slots_of(0))
+    case.q, case.variant["scale"] = torch.eye(256)[None], 1.0
+    case.pool.k_cache[slot], case.pool.v_cache[slot] = finite.to(E4M3), numbers.to(E4M3)
+    assert torch.equal(case.pool.v_cache[slot].view(torch.uint8)[0], torch.arange(256, dtype=torch.uint8))
+    out, lse = run(case)
+    torch.testing.assert_close(out.cpu(), numbers.expand(1, 256, 256), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(lse.cpu(), finite[None], rtol=1e-6, atol=1e-6)
+
+
+def test_the_scale_of_values_is_not_part_of_the_weights() -> None:
+    runner = Runner(make_case(9, kv_dtype=E4M3, multiprocessors=8, with_sinks=True))
+    out, lse = runner.run()
+    runner.variant["v_scale"] = 0.25
+    scaled, lse_scaled = runner.run()
+    assert torch.equal(scaled, out * 0.25)
+    assert torch.equal(lse_scaled, lse)
 
 
 def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
@@ -336,6 +367,10 @@ def test_unsupported_shapes_and_types_are_named() -> None:
         step(ModelShape(5, 2, 64), torch.float16, DEVICE, LIMITS)
     with pytest.raises(ValueError, match=r"dtype is torch\.float64"):
         step(ModelShape(4, 1, 64), torch.float64, DEVICE, LIMITS)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float8_e4m3fn; the Triton kernels support bfloat16"):
+        step(ModelShape(4, 1, 64), E4M3, DEVICE, LIMITS)
+    with pytest.raises(ValueError, match=r"kv_dtype is torch\.float8_e5m2; .* torch\.float8_e4m3fn"):
+        step(ModelShape(4, 1, 64), torch.float16, DEVICE, LIMITS, torch.float8_e5m2)
     with pytest.raises(ValueError, match="device is meta; the Triton kernels run on a GPU"):
         step(ModelShape(4, 1, 64), torch.float16, torch.device("meta"), LIMITS)
 

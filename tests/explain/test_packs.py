@@ -91,7 +91,7 @@ def test_one_prompt_many_requests() -> None:
 
 
 def test_a_pack_wider_than_the_largest_tile_has_several_row_tiles() -> None:
-    batch = parse_tree("1,96/512,64")
+    batch = parse_tree("1,96/2048,64")
     forest, plan = planned(batch)
     shared = packs_of(plan, forest, batch.seq_lens)[0]
     assert (shared.queries, shared.row_tiles) == (96, 3), "96 queries x 4 heads a group = 3 tiles of 128 rows"
@@ -111,6 +111,6 @@ def test_item_classes_add_up() -> None:
     shared, private = item_classes(plan, forest, batch.seq_lens, group=4)
     assert (shared.kind, shared.tile_rows, shared.kv_tokens) == ("shared", 64, 4096)
     assert shared.rows_filled == 40 / 64
-    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 32, 4160)
-    assert private.rows_filled == 4 / 32
+    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 8, 4160)
+    assert private.rows_filled == 4 / 8
     assert shared.items + private.items == len(plan.items)

@@ -72,7 +72,7 @@ class World:
             total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
         )
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+            buffer.view(kv_dtype).copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
         slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
         of_node: dict[int, list[int]] = {}
@@ -88,6 +88,7 @@ class World:
         self.runner = SimpleNamespace(
             **{
                 "device": "cpu",
+                "dtype": torch.float32,
                 "token_to_kv_pool": self.pool,
                 "req_to_token_pool": self.rows,
                 "model": self.model,

@@ -35,8 +35,16 @@ DTYPE = torch.bfloat16
 class HostStep:
     """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: StepLimits,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
+        self.kv_dtype = kv_dtype or dtype
         self.loads: list[Plan] = []
         self.prepared = 0
         self.attended = 0
@@ -68,6 +76,8 @@ class HostStep:
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, **options: Any
     ) -> None:
+        assert (q.dtype, k_cache.dtype, out.dtype) == (self.dtype, self.kv_dtype, self.dtype)
+
         def launch() -> None:
             self.attended += 1
             packed_attention(
@@ -143,7 +153,7 @@ class GpuWorld(World):
         **options: Any,
     ) -> None:
         settings = settings or Settings(metrics=False)
-        options = {"kv_dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, **options}
+        options = {"kv_dtype": DTYPE, "dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, **options}
         options["tensors"] = "cpu" if kernels is None else "cuda"
         super().__init__(*args, settings=settings, **options)
         self.runner.server_args = SimpleNamespace(

@@ -292,8 +292,8 @@ class TestLayerFallbacks:
         assert world.backend._facts(world.layers[1]).obstacle == reason
         assert reason in reasons.EXPLANATIONS
 
-    def test_fp8_kv_cache(self) -> None:
-        world = decode(kv_dtype=torch.float8_e4m3fn)
+    def test_a_kv_cache_in_a_type_the_packed_path_does_not_know(self) -> None:
+        world = decode(kv_dtype=torch.float8_e5m2)
         world.backend._look_at_layers()
         assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.KV_DTYPE}
 

@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin import gpu_kernels, reasons, runtime
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from tests.plugin import test_fp8_kv as fp8
 from tests.plugin.gpu_world import GpuWorld
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,6 +94,16 @@ def test_a_smaller_batch_in_a_larger_graph(kernels: gpu_kernels.Kernels) -> None
     for size in (2, 8):
         out = world.graphs.replay(Handed(step, two.req_pool_indices, two.seq_lens_cpu), two, size)
         assert_same(out, [rows[:2] for rows in world.run_stock()])
+
+
+def test_fp8_kv_with_scales(kernels: gpu_kernels.Kernels) -> None:
+    world = fp8.give_scales(GpuWorld(SHARED, LENGTHS, graphs=5, kernels=kernels, kv_dtype=fp8.E4M3))
+    fp8.assert_same(world.run(), fp8.expected(world, fp8.SCALES))
+    world.graphs.capture(5)
+    for _ in range(3):
+        fp8.assert_same(world.graphs.replay(), fp8.expected(world, fp8.SCALES))
+        world.grow(1)
+    assert world.fallbacks == {}
 
 
 def test_the_same_replay_gives_the_same_bits(kernels: gpu_kernels.Kernels) -> None:

@@ -127,6 +127,7 @@ class TestMeasuredSteps:
 def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
     assert inner_kernel("flashinfer", SHAPE) == "flashinfer_tc"
     assert inner_kernel("flashinfer", ModelShape(16, 8, 128)) == "flashinfer_cc"
+    assert inner_kernel("flashinfer", ModelShape(16, 8, 128, kv_bytes=1)) == "flashinfer_tc", "fp8 KV needs them"
     assert inner_kernel("flashinfer", SHAPE, tensor_cores=False) == "flashinfer_cc"
     assert inner_kernel("fa3", SHAPE) == "fa3"
 

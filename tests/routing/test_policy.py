@@ -53,12 +53,18 @@ class TestMargin:
 class TestShippedProfile:
     """On an H200 with Llama-3-8B's heads."""
 
-    def route(self, paths: list[list[tuple[int, int, int]]], seq_lens: list[int], backend: str = "fa3") -> Route:
+    def route(
+        self,
+        paths: list[list[tuple[int, int, int]]],
+        seq_lens: list[int],
+        backend: str = "fa3",
+        shape: ModelShape = LLAMA_8B,
+    ) -> Route:
         shipped = shipped_profile()
         packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", backend)
         assert packed is not None
         assert inner is not None
-        return Router(CostPolicy(packed, inner, LLAMA_8B, 0.2)).decide(
+        return Router(CostPolicy(packed, inner, shape, 0.2)).decide(
             PrefixForest.from_paths(paths), np.array(seq_lens, dtype=np.int64)
         )
 
@@ -71,6 +77,23 @@ class TestShippedProfile:
     def test_groups_of_samples_run_packed(self, backend: str) -> None:
         paths = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
         assert self.route(paths, [4096 + 160] * 1024, backend) is Route.PACKED
+
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton"])
+    def test_with_fp8_kv_what_is_clear_stays_clear(self, backend: str) -> None:
+        """The profile was measured with 16-bit KV; half the bytes make both sides cheaper and no step absurd."""
+        fp8 = dataclasses.replace(LLAMA_8B, kv_bytes=1)
+        samples = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
+        assert self.route(samples, [4096 + 160] * 1024, backend, fp8) is Route.PACKED
+        if backend != "triton":
+            assert self.route([[]] * 8, [512] * 8, backend, fp8) is Route.INNER
+        shipped = shipped_profile()
+        step = StepFeatures(64, 64 * 4096, 40 * 4096, 32 * 4096, 8, 32, 4096, 4096)
+        for cost in (shipped.cost("packed", "native"), shipped.cost("inner", backend)):
+            assert cost is not None
+            wide, narrow = cost.parts(step, LLAMA_8B), cost.parts(step, fp8)
+            assert {name: narrow[name] / wide[name] for name in wide if narrow[name] != wide[name]} == {
+                name: pytest.approx(0.5) for name in wide if name.endswith("_mb") and name != "row_mb" and wide[name]
+            }
 
     def test_it_knows_every_kernel_that_a_gpu_server_may_use(self) -> None:
         shipped = shipped_profile()

@@ -29,6 +29,7 @@ Plan copy_plan(const py::object& source) {
   plan.num_requests = source.attr("num_requests").cast<int32_t>();
   plan.num_queries = source.attr("num_queries").cast<int32_t>();
   plan.num_slots = source.attr("num_slots").cast<int32_t>();
+  plan.narrow_prevails = source.attr("narrow_prevails").cast<bool>();
   plan.query_token = column<int32_t>(source, "query_token");
   plan.query_request = column<int32_t>(source, "query_request");
   plan.query_back = column<int32_t>(source, "query_back");
@@ -41,39 +42,40 @@ Plan copy_plan(const py::object& source) {
   return plan;
 }
 
-template <int HeadDim, class Element>
+template <int HeadDim, class Format>
 void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
   emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
     const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
     emulation::run(blocks, kThreads, kLaunchSharedBytes, copies,
-                   [&](char* shared) { run_blocks<HeadDim, Element>(params, shared, blocks + warp_blocks); });
+                   [&](char* shared) { run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2); });
     if constexpr (kWarpsWorkAlone<HeadDim>) {
       emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, copies,
-                     [&](char* shared) { run_warps<HeadDim, Element>(params, shared, blocks + warp_blocks); });
+                     [&](char* shared) { run_warps<HeadDim, Format>(params, shared, blocks + warp_blocks); });
     }
   }
 }
 
-template <class Element>
+template <class Format>
 void run_head_dim(const KernelParams& params, int blocks, emulation::Copies copies) {
   switch (params.attention.head_dim) {
     case 64:
-      return run_kernels<64, Element>(params, blocks, copies);
+      return run_kernels<64, Format>(params, blocks, copies);
     case 128:
-      return run_kernels<128, Element>(params, blocks, copies);
+      return run_kernels<128, Format>(params, blocks, copies);
     case 256:
-      return run_kernels<256, Element>(params, blocks, copies);
+      return run_kernels<256, Format>(params, blocks, copies);
   }
   throw std::invalid_argument("head_dim must be 64, 128 or 256");
 }
 
-// q, k, v, out: 16-bit patterns. planned_lens: what the plan was made for; seq_lens: what the step has.
-void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array_t<uint16_t>& k,
-               const py::array_t<uint16_t>& v, Array<uint16_t>& out, Array<float>& lse,
-               const Array<int32_t>& req_to_token, const Array<int64_t>& req_pool_indices,
-               const Array<int64_t>& planned_lens, const Array<int64_t>& seq_lens, int growth, float scale,
-               float logit_cap, int window_left, const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
+// q, out: 16-bit patterns; k, v: also, or bytes of fp8. planned_lens: what the plan was made for; seq_lens: what the
+// step has.
+void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
+               Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
+               const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
+               const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
+               const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
   const Plan plan = copy_plan(plan_object);
   PlanWords words = plan_words(plan, planned_lens.data(), growth);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
@@ -95,10 +97,10 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.lse = lse.mutable_data();
   attention.q_token_stride = attention.o_token_stride = int64_t{q_heads} * head_dim;
   attention.q_head_stride = attention.o_head_stride = head_dim;
-  attention.k_slot_stride = k.strides(0) / 2;
-  attention.k_head_stride = k.strides(1) / 2;
-  attention.v_slot_stride = v.strides(0) / 2;
-  attention.v_head_stride = v.strides(1) / 2;
+  attention.k_slot_stride = k.strides(0) / k.itemsize();
+  attention.k_head_stride = k.strides(1) / k.itemsize();
+  attention.v_slot_stride = v.strides(0) / v.itemsize();
+  attention.v_head_stride = v.strides(1) / v.itemsize();
   attention.lse_token_stride = q_heads;
   attention.req_to_token = req_to_token.data();
   attention.req_to_token_stride = req_to_token.shape(1);
@@ -112,14 +114,18 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.head_dim = head_dim;
   attention.window_left = window_left;
   attention.scale = scale;
+  attention.v_scale = v_scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
   params.step = {items.data(), positions.data(), slots.data(), tickets.data(), arrivals.data()};
   const auto copies = late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly;
+  const bool float8 = k.itemsize() == 1;
   if (bfloat16) {
-    run_head_dim<ptx::BFloat16>(params, blocks, copies);
+    float8 ? run_head_dim<Float8Format<ptx::BFloat16>>(params, blocks, copies)
+           : run_head_dim<SameFormat<ptx::BFloat16>>(params, blocks, copies);
   } else {
-    run_head_dim<ptx::Float16>(params, blocks, copies);
+    float8 ? run_head_dim<Float8Format<ptx::Float16>>(params, blocks, copies)
+           : run_head_dim<SameFormat<ptx::Float16>>(params, blocks, copies);
   }
   for (const auto& counters : {tickets, arrivals}) {
     for (int32_t counter : counters) {
@@ -134,6 +140,6 @@ PYBIND11_MODULE(cuda_emulation, m) {
   m.def("active_warps", &active_warps, py::arg("units"), py::arg("tokens"), py::arg("blocks"));
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
-        py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("logit_cap"), py::arg("window_left"),
-        py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"));
+        py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
+        py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"));
 }

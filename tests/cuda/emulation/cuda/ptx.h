@@ -116,10 +116,22 @@ inline void store_shared(SharedAddress address, float value) {
   emulation::check_shared(to, 4);
   std::memcpy(to, &value, 4);
 }
-inline void load_shared(SharedAddress address, float (&out)[4]) {
+inline void store_shared_pair(SharedAddress address, float low, float high) {
+  char* to = emulation::self().block->shared_begin() + address;
+  emulation::check_shared(to, 8);
+  std::memcpy(to, &low, 4);
+  std::memcpy(to + 4, &high, 4);
+}
+inline void store_shared(SharedAddress address, const uint32_t (&words)[4]) {
+  char* to = emulation::self().block->shared_begin() + address;
+  emulation::check_shared(to, 16);
+  std::memcpy(to, words, 16);
+}
+template <class Word, int Count>
+inline void load_shared(SharedAddress address, Word (&out)[Count]) {
   const char* from = emulation::self().block->shared_begin() + address;
-  emulation::check_shared(from, 16);
-  std::memcpy(out, from, 16);
+  emulation::check_shared(from, sizeof out);
+  std::memcpy(out, from, sizeof out);
 }
 
 inline void copy_async(SharedAddress address, const void* global, bool valid) {
@@ -199,8 +211,10 @@ struct BFloat16 {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
   static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
+  static uint32_t to_float16(uint32_t pair);
 };
 struct Float16 {
+  static uint32_t to_float16(uint32_t pair) { return pair; }
   static float widen(uint16_t bits) {
     _Float16 value;
     std::memcpy(&value, &bits, 2);
@@ -214,6 +228,27 @@ struct Float16 {
   }
   static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
 };
+
+inline uint32_t BFloat16::to_float16(uint32_t pair) {
+  const auto within = [](float x) { return std::fabs(x) > 65504.0f ? std::copysign(65504.0f, x) : x; };
+  return Float16::pack(within(widen(static_cast<uint16_t>(pair))), within(widen(static_cast<uint16_t>(pair >> 16))));
+}
+
+inline uint32_t even_bytes_first(uint32_t word) {
+  return (word & 0xff0000ff) | (word & 0xff00) << 8 | (word & 0xff0000) >> 8;
+}
+inline float float8_value(uint32_t byte) {
+  const int exponent = static_cast<int>(byte >> 3 & 15), mantissa = static_cast<int>(byte & 7);
+  const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                    : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  const float magnitude = (byte & 0x7f) == 0x7f ? __builtin_nanf("") : value;
+  return byte & 0x80 ? -magnitude : magnitude;
+}
+inline void from_float8(uint32_t word, uint32_t& low, uint32_t& high) {
+  const auto value = [&](int byte) { return float8_value(word >> 8 * byte & 0xff); };
+  low = Float16::pack(value(0), value(1));
+  high = Float16::pack(value(2), value(3));
+}
 
 // Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
 // row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
