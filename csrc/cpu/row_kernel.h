@@ -3,8 +3,8 @@
 
 constexpr int kRowKeys = 64;  // KV positions per block
 constexpr int kRowScoreStride = kRowKeys + 16;
-// KV is asked for a block ahead, and by single rows, which wait for little else, again so many positions ahead:
-// processors drop what is asked for while too much is on its way already.
+// KV is asked for a block ahead, and again so many positions ahead: processors drop what is asked for while too much is
+// on its way already.
 constexpr int kAskAgain = 16;
 
 struct RowState {
@@ -53,11 +53,11 @@ PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t 
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
 template <DType kType, int R>
-inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
+inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, bool asks_again, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = bytes_of(kType);
-  const int32_t again = R == 1 ? keys.count - kAskAgain : 0;
+  const int32_t again = asks_again ? keys.count - kAskAgain : 0;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
@@ -94,8 +94,8 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next,
 
 // acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
 template <DType kType, int R, int C>
-inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
-                           int32_t head_dim, float* acc) {
+inline void add_dimensions(const float* weights, KvRows values, KvRows next, bool asks_again, const float* decay,
+                           int32_t d, int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = bytes_of(kType);
@@ -105,7 +105,7 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
     PREFIXPACK_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
   }
-  const int32_t again = R == 1 && d == 0 ? values.count - kAskAgain : 0;
+  const int32_t again = asks_again && d == 0 ? values.count - kAskAgain : 0;
   for (int32_t i = 0; i < values.count; ++i) {
     if (i < again) prefetch_row(values[i + kAskAgain], head_dim * kBytes);
     if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
@@ -128,13 +128,13 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
 }
 
 template <DType kType, int R, int C>
-PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
-                                  int32_t head_dim, float* acc) {
+PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, bool asks_again, const float* decay,
+                                  int32_t d, int32_t head_dim, float* acc) {
   for (; head_dim - d >= C * kLanes; d += C * kLanes) {
-    add_dimensions<kType, R, C>(weights, values, next, decay, d, head_dim, acc);
+    add_dimensions<kType, R, C>(weights, values, next, asks_again, decay, d, head_dim, acc);
     next.count = 0;  // once is enough
   }
-  if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, decay, d, head_dim, acc);
+  if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, asks_again, decay, d, head_dim, acc);
 }
 
 // Turns scores[0 .. count) into softmax weights against the largest score so far; gives the decay of what was summed
@@ -173,7 +173,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;
-  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? next_keys : KvRows{}, scores);
+  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? next_keys : KvRows{}, row == 0, scores);
   float decay[R];
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
@@ -183,7 +183,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   }
   // As many sums as the registers hold beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
-  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, decay, 0, p.head_dim,
+  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, row == 0, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);
 }
 
