@@ -67,8 +67,8 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
   step.lay_out(plan, params, threads);
   if (step.multiply_adds < kInlineWork) threads = 1;
   ThreadPool& pool = ThreadPool::instance();
-  pool.run(static_cast<int64_t>(step.tickets.size()), threads, [&](int64_t index) {
-    const Ticket& ticket = step.tickets[index];
+  const auto count = static_cast<int64_t>(step.tickets.size());
+  const auto task_of = [&](const Ticket& ticket, int32_t head) {
     const WorkItem& item = plan.items[ticket.item];
     ItemTask task;
     task.plan = &plan;
@@ -76,15 +76,35 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
     task.item = &item;
     task.positions = step.positions.data();
     task.slots = params.req_to_token + params.req_pool_indices[item.request] * params.req_to_token_stride;
+    task.kv_head = ticket.first_head + head;
     task.kv_begin = step.ranges[ticket.item].begin;
     task.kv_end = step.ranges[ticket.item].end;
-    for (int32_t i = 0; i < ticket.head_count; ++i) {
-      task.kv_head = ticket.first_head + i;
-      task.next_head_follows = i + 1 < ticket.head_count;
+    task.next = nullptr;
+    return task;
+  };
+  const bool two_kinds = step.computing_tickets > 0 && step.computing_tickets < count;
+  const int drawing_together = two_kinds ? (threads + 1) / 2 : threads;
+  pool.run(count, step.computing_tickets, threads, [&](int64_t index) {
+    const Ticket& ticket = step.tickets[index];
+    ItemTask task = task_of(ticket, 0);
+    for (int32_t head = 1; head < ticket.head_count; ++head) {
+      const ItemTask next = task_of(ticket, head);
+      task.next = &next;
       kernels.run_item(task, scratch_of_thread);
+      task = next;
     }
+    // The threads that draw from the same tickets draw one each before this one draws again, if tickets are alike; if
+    // not, asking was for nothing.
+    const int64_t next_index = index + drawing_together;
+    if (next_index < count) {
+      const ItemTask next = task_of(step.tickets[next_index], 0);
+      task.next = &next;
+      return kernels.run_item(task, scratch_of_thread);
+    }
+    kernels.run_item(task, scratch_of_thread);
   });
-  pool.run(static_cast<int64_t>(plan.merge_query.size()), threads,
+  const auto merges = static_cast<int64_t>(plan.merge_query.size());
+  pool.run(merges, merges, threads,
            [&](int64_t index) { kernels.merge_query(plan, params, static_cast<int32_t>(index)); });
 }
 

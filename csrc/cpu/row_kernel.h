@@ -3,6 +3,9 @@
 
 constexpr int kRowKeys = 64;  // KV positions per block
 constexpr int kRowScoreStride = kRowKeys + 16;
+// KV is asked for a block ahead, and again so many positions ahead: processors drop what is asked for while too much is
+// on its way already.
+constexpr int kAskAgain = 16;
 
 struct RowState {
   float* q;        // [rows][head_dim]
@@ -20,10 +23,6 @@ struct RowState {
   }
 };
 
-PREFIXPACK_INLINE void prefetch_row(const char* row, int32_t bytes) {
-  for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-}
-
 // KV rows of some positions: count of them, from `slots` on.
 struct KvRows {
   const char* base;
@@ -34,30 +33,38 @@ struct KvRows {
   PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
 };
 
-// What is read after the keys and values up to `begin`: the item's next keys, or the first of the next head.
-PREFIXPACK_INLINE KvRows keys_after(const ItemTask& task, int32_t block, int32_t begin, const char* k, int bytes) {
+// Up to `most` keys or values of a task, from position `begin` on.
+template <DType kType>
+PREFIXPACK_INLINE KvRows keys_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  if (begin == task.kv_end) {
-    if (!task.next_head_follows) return {};
-    begin = task.kv_begin;
-    k += p.k_head_stride * bytes;
-  }
+  constexpr int kBytes = bytes_of(kType);
   const int32_t left = task.kv_end - begin;
-  return {k, p.k_slot_stride * bytes, task.slots + begin, left < block ? left : block};
+  return {static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes, p.k_slot_stride * kBytes,
+          task.slots + begin, left < most ? left : most};
+}
+template <DType kType>
+PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t most) {
+  const AttentionParams& p = *task.params;
+  constexpr int kBytes = bytes_of(kType);
+  const int32_t left = task.kv_end - begin;
+  return {static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes, p.v_slot_stride * kBytes,
+          task.slots + begin, left < most ? left : most};
 }
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
 template <DType kType, int R>
-inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, float* scores) {
+inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, bool asks_again, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = bytes_of(kType);
+  const int32_t again = asks_again ? keys.count - kAskAgain : 0;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
     for (int j = 0; j < 4; ++j) {
       const int32_t index = i + j < keys.count ? i + j : keys.count - 1;  // what is beyond is computed, not used
       k[j] = keys[index];
+      if (index < again) prefetch_row(keys[index + kAskAgain], head_dim * kBytes);
       if (index < next.count) prefetch_row(next[index], head_dim * kBytes);
     }
     F sums[R][4];
@@ -87,8 +94,8 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next,
 
 // acc[r][d] = acc[r][d] * decay[r] + sum of weights[r][i] * values[i][d], for C vectors of dimensions from d on.
 template <DType kType, int R, int C>
-inline void add_dimensions(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
-                           int32_t head_dim, float* acc) {
+inline void add_dimensions(const float* weights, KvRows values, KvRows next, bool asks_again, const float* decay,
+                           int32_t d, int32_t head_dim, float* acc) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = bytes_of(kType);
@@ -98,7 +105,9 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
     PREFIXPACK_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
   }
+  const int32_t again = asks_again && d == 0 ? values.count - kAskAgain : 0;
   for (int32_t i = 0; i < values.count; ++i) {
+    if (i < again) prefetch_row(values[i + kAskAgain], head_dim * kBytes);
     if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
     const char* row = values[i];
     F value[C];
@@ -119,13 +128,13 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, con
 }
 
 template <DType kType, int R, int C>
-PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, const float* decay, int32_t d,
-                                  int32_t head_dim, float* acc) {
+PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows next, bool asks_again, const float* decay,
+                                  int32_t d, int32_t head_dim, float* acc) {
   for (; head_dim - d >= C * kLanes; d += C * kLanes) {
-    add_dimensions<kType, R, C>(weights, values, next, decay, d, head_dim, acc);
+    add_dimensions<kType, R, C>(weights, values, next, asks_again, decay, d, head_dim, acc);
     next.count = 0;  // once is enough
   }
-  if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, decay, d, head_dim, acc);
+  if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, asks_again, decay, d, head_dim, acc);
 }
 
 // Turns scores[0 .. count) into softmax weights against the largest score so far; gives the decay of what was summed
@@ -160,11 +169,11 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
 // R rows of the item, from `row` on, against one block of positions.
 template <DType kType, int R>
 inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t row, int32_t begin, KvRows keys,
-                             KvRows values, KvRows next_keys) {
+                             KvRows values, KvRows next_keys, KvRows next_values) {
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   float* scores = state.scores + row * kRowScoreStride;
-  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? values : KvRows{}, scores);
+  dot_rows<kType, R>(state.q + row * p.head_dim, p.head_dim, keys, row == 0 ? next_keys : KvRows{}, row == 0, scores);
   float decay[R];
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
@@ -174,38 +183,40 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   }
   // As many sums as the registers hold beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
-  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_keys : KvRows{}, decay, 0, p.head_dim,
+  add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, row == 0, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);
 }
 
 template <DType kType>
 inline void run_rows(const ItemTask& task, Scratch& scratch) {
-  constexpr int kBytes = bytes_of(kType);
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
   const int32_t head_dim = p.head_dim;
   const RowState state(scratch, rows, head_dim);
   for (int32_t row = 0; row < rows; ++row) {
+    prefetch_target(target_of(task, row_of(task, group, row)), head_dim);
     load_query_row<kLanes>(task, row_of(task, group, row), query_factor(p), state.q + row * head_dim);
     for (int32_t d = 0; d < head_dim; ++d) state.acc[row * head_dim + d] = 0;
     state.largest[row] = -kInfinity;
     state.sum[row] = 0;
   }
-  const char* k = static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes;
-  const char* v = static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes;
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kRowKeys) {
-    const int32_t left = task.kv_end - begin;
-    const int32_t count = left < kRowKeys ? left : kRowKeys;
-    const int32_t* slots = task.slots + begin;
-    const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
-    const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
-    const KvRows next_keys = keys_after(task, kRowKeys, begin + count, k, kBytes);
+    const KvRows keys = keys_of<kType>(task, begin, kRowKeys);
+    const KvRows values = values_of<kType>(task, begin, kRowKeys);
+    KvRows next_keys = keys_of<kType>(task, begin + keys.count, kRowKeys);
+    KvRows next_values = values_of<kType>(task, begin + keys.count, kRowKeys);
+    if (next_keys.count == 0 && task.next != nullptr) {
+      next_keys = keys_of<kType>(*task.next, task.next->kv_begin, kRowKeys);
+      next_values = values_of<kType>(*task.next, task.next->kv_begin, kRowKeys);
+      prefetch_query_row(*task.next, row_of(*task.next, group, 0));
+    }
     int32_t row = 0;
-    for (; rows - row >= 4; row += 4) add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, row, begin, keys, values, next_keys);
-    if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, row, begin, keys, values, next_keys);
+    for (; rows - row >= 4; row += 4)
+      add_keys_to_rows<kType, 4>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 3) add_keys_to_rows<kType, 3>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 2) add_keys_to_rows<kType, 2>(task, state, row, begin, keys, values, next_keys, next_values);
+    if (rows - row == 1) add_keys_to_rows<kType, 1>(task, state, row, begin, keys, values, next_keys, next_values);
   }
   for (int32_t row = 0; row < rows; ++row) {
     const Row source = row_of(task, group, row);

@@ -16,6 +16,18 @@ PREFIXPACK_INLINE typename Simd<W>::F cap_scores(typename Simd<W>::F s, float lo
   return Simd<W>::tanh_of_log2(s) * (logit_cap * kLog2E);
 }
 
+// Four lines at a time, because keeping count takes as long as asking.
+PREFIXPACK_INLINE void prefetch_row(const char* row, int32_t bytes) {
+  int32_t i = 0;
+  for (; bytes - i >= 256; i += 256) {
+    __builtin_prefetch(row + i, 0, 2);
+    __builtin_prefetch(row + i + 64, 0, 2);
+    __builtin_prefetch(row + i + 128, 0, 2);
+    __builtin_prefetch(row + i + 192, 0, 2);
+  }
+  for (; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
 struct Row {
   int32_t query;  // entry of Plan::query_token
   int32_t q_head;
@@ -42,10 +54,21 @@ PREFIXPACK_INLINE void load_query(const AttentionParams& p, int64_t element, flo
   }
 }
 
+PREFIXPACK_INLINE int64_t query_element(const ItemTask& task, Row row) {
+  const AttentionParams& p = *task.params;
+  return task.plan->query_token[row.query] * p.q_token_stride + row.q_head * p.q_head_stride;
+}
+
+PREFIXPACK_INLINE void prefetch_query_row(const ItemTask& task, Row row) {
+  const AttentionParams& p = *task.params;
+  const int bytes = bytes_of(p.dtype);
+  prefetch_row(static_cast<const char*>(p.q) + query_element(task, row) * bytes, p.head_dim * bytes);
+}
+
 template <int W>
 inline void load_query_row(const ItemTask& task, Row row, float factor, float* dst) {
   const AttentionParams& p = *task.params;
-  const int64_t element = task.plan->query_token[row.query] * p.q_token_stride + row.q_head * p.q_head_stride;
+  const int64_t element = query_element(task, row);
   switch (p.dtype) {
     case DType::kFloat32:
       return load_query<DType::kFloat32, W>(p, element, factor, dst);
@@ -78,6 +101,13 @@ inline RowTarget target_of(const ItemTask& task, Row row) {
   const int64_t slot = item.slot_begin + (row.query - item.query_begin);
   const int64_t partial = slot * p.q_heads + row.q_head;
   return {p.partial_o, partial * p.head_dim, DType::kFloat32, p.partial_lse + partial, false};
+}
+
+// Writing takes as long as reading would, unless the lines are here by then.
+PREFIXPACK_INLINE void prefetch_target(const RowTarget& target, int32_t head_dim) {
+  const int bytes = bytes_of(target.dtype);
+  char* const row = static_cast<char*>(target.base) + target.element * bytes;
+  for (int32_t i = 0; i < head_dim * bytes; i += 64) __builtin_prefetch(row + i, 1, 3);
 }
 
 // From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with,

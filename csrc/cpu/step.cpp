@@ -53,13 +53,19 @@ void Step::lay_out(const Plan& plan, const AttentionParams& params, int threads)
   multiply_adds = 2 * row_tokens * params.kv_heads * params.head_dim;
   const int64_t ticket_work = std::min(kTicketWork, work * params.kv_heads / (threads * kTicketsPerThread));
   tickets.clear();
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    const int64_t fitting = ticket_work / std::max<int64_t>(1, work_of_head(i));
-    const auto heads = static_cast<int32_t>(std::clamp<int64_t>(fitting, 1, params.kv_heads));
-    for (int32_t head = 0; head < params.kv_heads; head += heads) {
-      tickets.push_back({static_cast<int32_t>(i), head, std::min(heads, params.kv_heads - head)});
+  const auto hand_out = [&](bool computing) {
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      if ((plan.items[i].query_count * group > kFetchRows) != computing) continue;
+      const int64_t fitting = ticket_work / std::max<int64_t>(1, work_of_head(i));
+      const auto heads = static_cast<int32_t>(std::clamp<int64_t>(fitting, 1, params.kv_heads));
+      for (int32_t head = 0; head < params.kv_heads; head += heads) {
+        tickets.push_back({static_cast<int32_t>(i), head, std::min(heads, params.kv_heads - head)});
+      }
     }
-  }
+  };
+  hand_out(true);
+  computing_tickets = static_cast<int64_t>(tickets.size());
+  hand_out(false);
 }
 
 }  // namespace prefixpack

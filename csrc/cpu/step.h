@@ -25,7 +25,10 @@ struct Ticket {
 struct Step {
   std::vector<int32_t> positions;  // by query
   std::vector<KvRange> ranges;     // by item: the KV positions that any of its queries sees
-  std::vector<Ticket> tickets;     // in the order of the plan's items
+  // Those that keep a thread computing, then those that keep it waiting for memory; both in the order of the plan's
+  // items.
+  std::vector<Ticket> tickets;
+  int64_t computing_tickets = 0;
   int64_t multiply_adds = 0;
 
   void lay_out(const Plan& plan, const AttentionParams& params, int threads);

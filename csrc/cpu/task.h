@@ -47,9 +47,9 @@ struct ItemTask {
   const int32_t* positions;  // [plan->num_queries] of every query
   const int32_t* slots;      // req_to_token row: KV slot by position
   int32_t kv_head;
-  bool next_head_follows;  // this thread runs the same item for kv_head + 1 next: worth asking for its keys
-  int32_t kv_begin;        // the part of the item's range that a query sees; empty if none does
+  int32_t kv_begin;  // the part of the item's range that a query sees; empty if none does
   int32_t kv_end;
+  const ItemTask* next;  // what this thread will likely run next, worth asking memory for; or nullptr
 };
 
 struct Kernels {

@@ -40,15 +40,17 @@ ThreadPool& ThreadPool::instance() {
   return current_pool.compare_exchange_strong(pool, fresh, std::memory_order_acq_rel) ? *fresh : *pool;
 }
 
-void ThreadPool::run_on_workers(int64_t count, int threads, Call call, const void* context) {
+void ThreadPool::run_on_workers(int64_t count, int64_t split, int threads, Call call, const void* context) {
   std::lock_guard<std::mutex> turn(callers_);
   const int workers = static_cast<int>(std::min<int64_t>({threads - 1, count - 1, kMaxWorkers}));
   grow(workers);
   call_ = call;
   context_ = context;
-  count_ = count;
   error_ = nullptr;
-  next_.store(0, std::memory_order_relaxed);
+  parts_[0].next.store(0, std::memory_order_relaxed);
+  parts_[0].end = split;
+  parts_[1].next.store(split, std::memory_order_relaxed);
+  parts_[1].end = count;
   busy_workers_.store(workers, std::memory_order_relaxed);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -56,7 +58,7 @@ void ThreadPool::run_on_workers(int64_t count, int threads, Call call, const voi
     job_.store(number << kWorkerBits | static_cast<uint64_t>(workers), std::memory_order_release);
   }
   job_posted_.notify_all();
-  draw();
+  draw(0);
   for (int i = 0; i < kSpins && busy_workers_.load(std::memory_order_acquire) > 0; ++i) pause();
   if (busy_workers_.load(std::memory_order_acquire) > 0) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -85,7 +87,7 @@ void ThreadPool::worker(int index, uint64_t seen) {
   for (;;) {
     seen = wait_for_job(seen);
     if (index >= workers_of(seen)) continue;
-    draw();
+    draw((index + 1) % 2);
     if (busy_workers_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       std::lock_guard<std::mutex> lock(mutex_);  // the caller is either waiting or has not looked yet
       job_done_.notify_one();
@@ -105,15 +107,18 @@ uint64_t ThreadPool::wait_for_job(uint64_t seen) {
   return job;
 }
 
-void ThreadPool::draw() {
+void ThreadPool::draw(int first_part) {
   try {
-    for (;;) {
-      const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-      if (index >= count_) return;
-      call_(context_, index);
+    for (int turn = 0; turn < 2; ++turn) {
+      Part& part = parts_[(first_part + turn) % 2];
+      for (;;) {
+        const int64_t index = part.next.fetch_add(1, std::memory_order_relaxed);
+        if (index >= part.end) break;
+        call_(context_, index);
+      }
     }
   } catch (...) {
-    next_.store(count_, std::memory_order_relaxed);
+    for (Part& part : parts_) part.next.store(part.end, std::memory_order_relaxed);
     std::lock_guard<std::mutex> lock(mutex_);
     if (error_ == nullptr) error_ = std::current_exception();
   }

@@ -17,15 +17,17 @@ class ThreadPool {
   static ThreadPool& instance();
 
   // Calls body(index) for every index in [0, count), indices being drawn by `threads` threads, the caller among them.
-  // Runs inline with threads <= 1. The first exception ends the drawing and is thrown to the caller. Callers queue up.
+  // Every other thread begins with the indices from `split` on, and turns to those before it when there are no more:
+  // for work of two kinds that is better done at the same time than one after the other. Runs inline with threads <= 1.
+  // The first exception ends the drawing and is thrown to the caller. Callers queue up.
   template <typename Body>
-  void run(int64_t count, int threads, const Body& body) {
+  void run(int64_t count, int64_t split, int threads, const Body& body) {
     if (threads <= 1 || count <= 1) {
       for (int64_t i = 0; i < count; ++i) body(i);
       return;
     }
     run_on_workers(
-        count, threads, [](const void* context, int64_t i) { (*static_cast<const Body*>(context))(i); }, &body);
+        count, split, threads, [](const void* context, int64_t i) { (*static_cast<const Body*>(context))(i); }, &body);
   }
 
   ThreadPool(const ThreadPool&) = delete;
@@ -37,20 +39,25 @@ class ThreadPool {
   ThreadPool() = default;
   ~ThreadPool() = delete;  // lives as long as the process
 
-  void run_on_workers(int64_t count, int threads, Call call, const void* context);
+  void run_on_workers(int64_t count, int64_t split, int threads, Call call, const void* context);
   void grow(int workers);
   void worker(int index, uint64_t seen);
   uint64_t wait_for_job(uint64_t seen);
-  void draw();
+  void draw(int first_part);
 
   std::mutex callers_;
   std::vector<std::thread> workers_;
 
-  // The running job; constant while any of its workers is at it.
+  // Indices of the running job on either side of `split`.
+  struct alignas(64) Part {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  // The running job; constant, but for what is drawn, while any of its workers is at it.
   Call call_ = nullptr;
   const void* context_ = nullptr;
-  int64_t count_ = 0;
-  std::atomic<int64_t> next_{0};
+  Part parts_[2];
   std::atomic<int> busy_workers_{0};
   std::exception_ptr error_;
 

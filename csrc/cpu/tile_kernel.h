@@ -3,11 +3,14 @@
 
 constexpr int kTileKeys = 64;        // KV positions per block
 constexpr int kKvStride = 256 + 16;  // floats between converted rows; no power of two, for the sake of L1's sets
+constexpr int kRowsAhead = 6;        // are on their way while one is converted
 constexpr int kRowAlign = 16;        // rows are padded to this
 
 struct TileState {
-  float* k;        // [kTileKeys][kKvStride]
-  float* v;        // [kTileKeys][kKvStride]
+  float* k;       // [kTileKeys][kKvStride] of the block of positions that is summed
+  float* v;       // as k
+  float* next_k;  // as k, of the block after it
+  float* next_v;
   float* q;        // by block of rows: [head_dim][rows of the block]
   float* acc;      // as q
   float* largest;  // [rows] largest score so far, in units of log2
@@ -17,14 +20,42 @@ struct TileState {
 
   TileState(Scratch& scratch, int32_t rows, int32_t head_dim) {
     const size_t padded = (rows + kRowAlign - 1) / kRowAlign * kRowAlign;
-    k = scratch.floats(2 * kTileKeys * kKvStride + padded * (2 * head_dim + 4));
+    k = scratch.floats(4 * kTileKeys * kKvStride + padded * (2 * head_dim + 4));
     v = k + kTileKeys * kKvStride;
-    q = v + kTileKeys * kKvStride;
+    next_k = v + kTileKeys * kKvStride;
+    next_v = next_k + kTileKeys * kKvStride;
+    q = next_v + kTileKeys * kKvStride;
     acc = q + padded * head_dim;
     largest = acc + padded * head_dim;
     sum = largest + padded;
     first = reinterpret_cast<int32_t*>(sum + padded);
     last = first + padded;
+  }
+
+  void turn_to_next_block() {
+    float* const k_done = k;
+    float* const v_done = v;
+    k = next_k;
+    v = next_v;
+    next_k = k_done;
+    next_v = v_done;
+  }
+};
+
+// KV rows that will be read soon: asked for a few at a time in the course of other work, because what is asked for at
+// once waits in line, and everything behind it too.
+struct KvAhead {
+  KvRows keys;
+  KvRows values;
+  int32_t row_bytes;
+  int32_t asked;
+  int32_t end;
+
+  PREFIXPACK_INLINE void ask() {
+    if (asked >= end) return;
+    prefetch_row(keys[asked], row_bytes);
+    prefetch_row(values[asked], row_bytes);
+    ++asked;
   }
 };
 
@@ -45,6 +76,7 @@ struct TileBlock {
     const AttentionParams& p = *task.params;
     const float factor = query_factor(p);
     const int32_t head_dim = p.head_dim;
+    const int32_t all_rows = task.item->query_count * group;
     float* q = state.q + static_cast<int64_t>(row) * head_dim;
     alignas(64) float gathered[W * 256];
     for (int v = 0; v < V; ++v) {
@@ -52,6 +84,7 @@ struct TileBlock {
         const int32_t index = row + v * W + lane;
         // Lanes beyond the last row repeat it.
         const Row source = row_of(task, group, index < row + rows ? index : row + rows - 1);
+        if (index + kRowsAhead < all_rows) prefetch_query_row(task, row_of(task, group, index + kRowsAhead));
         state.first[index] = first_visible(task, source.query);
         state.last[index] = last_visible(task, source.query);
         load_query_row<W>(task, source, factor, gathered + lane * head_dim);
@@ -71,7 +104,8 @@ struct TileBlock {
     for (int32_t i = 0; i < head_dim * V; ++i) S::store(acc + i * W, F{});
   }
 
-  static inline void add_keys(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys) {
+  static inline void add_keys(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys,
+                              KvAhead& ahead) {
     int32_t first_of_any = state.first[row], first_of_all = first_of_any;
     int32_t last_of_any = state.last[row], last_of_all = last_of_any;
     for (int i = 1; i < kRows; ++i) {
@@ -91,12 +125,12 @@ struct TileBlock {
     constexpr int32_t kTail = kScoreKeys > 8 ? 8 : 4;
     int32_t key = 0;
     for (; count - key > kTail; key += kScoreKeys) {
-      add_scores<kScoreKeys>(task, state, row, keys, key, masked, scores, largest);
+      add_scores<kScoreKeys>(task, state, row, keys, key, masked, scores, largest, ahead);
     }
     if (count - key > 4) {
-      add_scores<kTail>(task, state, row, keys, key, masked, scores, largest);
+      add_scores<kTail>(task, state, row, keys, key, masked, scores, largest, ahead);
     } else if (count > key) {
-      add_scores<4>(task, state, row, keys, key, masked, scores, largest);
+      add_scores<4>(task, state, row, keys, key, masked, scores, largest, ahead);
     }
 
     F decay[V];
@@ -118,6 +152,7 @@ struct TileBlock {
     const int32_t head_dim = task.params->head_dim;
     float* acc = state.acc + static_cast<int64_t>(row) * head_dim;
     for (int32_t d = 0; d < head_dim; d += kValueDims) {
+      ahead.ask();
       add_values(scores, count, state.v + d, decay, acc + static_cast<int64_t>(d) * kRows);
     }
   }
@@ -135,6 +170,7 @@ struct TileBlock {
       for (int32_t i = 0; i < count; ++i) {
         const Row source = row_of(task, group, begin + i);
         targets[i] = target_of(task, source);
+        prefetch_target(targets[i], head_dim);
         factors[i] = finish_row(p, targets[i], source.q_head, state.largest[begin + i], state.sum[begin + i]);
       }
       const F factor = S::load(factors);
@@ -157,7 +193,7 @@ struct TileBlock {
   // Scores of K keys from `key` on; `largest` takes part in those that lie inside the block.
   template <int K>
   static PREFIXPACK_INLINE void add_scores(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys,
-                                           int32_t key, bool masked, float* scores, F* largest) {
+                                           int32_t key, bool masked, float* scores, F* largest, KvAhead& ahead) {
     const int32_t head_dim = task.params->head_dim;
     const float* q = state.q + static_cast<int64_t>(row) * head_dim;
     const float* const q_end = q + head_dim * kRows;
@@ -168,15 +204,20 @@ struct TileBlock {
       PREFIXPACK_UNROLL
       for (int v = 0; v < V; ++v) sums[i][v] = F{};
     }
-    for (; q != q_end; q += kRows, ++k) {
-      F rows[V];
-      PREFIXPACK_UNROLL
-      for (int v = 0; v < V; ++v) rows[v] = S::load(q + v * W);
-      PREFIXPACK_UNROLL
-      for (int i = 0; i < K; ++i) {
-        const float element = k[i * kKvStride];
+    while (q != q_end) {
+      ahead.ask();
+      // Narrow vectors have more calls to ask in, and loops so short would cost them more.
+      const float* const stop = W < 16 ? q_end : q + 16 * kRows;
+      for (; q != stop; q += kRows, ++k) {
+        F rows[V];
         PREFIXPACK_UNROLL
-        for (int v = 0; v < V; ++v) sums[i][v] += rows[v] * element;
+        for (int v = 0; v < V; ++v) rows[v] = S::load(q + v * W);
+        PREFIXPACK_UNROLL
+        for (int i = 0; i < K; ++i) {
+          const float element = k[i * kKvStride];
+          PREFIXPACK_UNROLL
+          for (int v = 0; v < V; ++v) sums[i][v] += rows[v] * element;
+        }
       }
     }
     if (task.params->logit_cap > 0) {
@@ -232,17 +273,13 @@ struct TileBlock {
   }
 };
 
-// dst[i] = rows[i] as fp32. Meanwhile asks for the rows of `next`, which are read next.
+// dst[i] = rows[i] as fp32.
 template <DType kType>
-inline void convert_rows(KvRows rows, KvRows next, int32_t head_dim, float* dst) {
-  constexpr int kBytes = bytes_of(kType);
-  for (int32_t i = 0; i < rows.count; ++i) {
-    if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
-    const char* row = rows[i];
-    for (int32_t d = 0; d < head_dim; d += kLanes) {
-      Simd<kLanes>::store(dst + d, load_as_float<kType, kLanes>(row, d));
-    }
-    dst += kKvStride;
+PREFIXPACK_INLINE void convert_row(const KvRows& rows, int32_t i, int32_t head_dim, float* dst) {
+  const char* row = rows[i];
+  dst += i * kKvStride;
+  for (int32_t d = 0; d < head_dim; d += kLanes) {
+    Simd<kLanes>::store(dst + d, load_as_float<kType, kLanes>(row, d));
   }
 }
 
@@ -265,24 +302,45 @@ PREFIXPACK_INLINE void for_each_block(int32_t rows, Visit visit) {
 
 template <DType kType>
 inline void run_tile(const ItemTask& task, Scratch& scratch) {
-  constexpr int kBytes = bytes_of(kType);
   const AttentionParams& p = *task.params;
   const int32_t group = p.q_heads / p.kv_heads;
   const int32_t rows = task.item->query_count * group;
-  const TileState state(scratch, rows, p.head_dim);
+  TileState state(scratch, rows, p.head_dim);
   for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.start(task, state, group, row, count); });
 
-  const char* k = static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes;
-  const char* v = static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes;
+  const auto rows_from = [&](const ItemTask& source, int32_t begin) {
+    const KvRows keys = keys_of<kType>(source, begin, kTileKeys);
+    constexpr int kBytes = bytes_of(kType);
+    return KvAhead{keys, values_of<kType>(source, begin, kTileKeys), p.head_dim * kBytes, 0, keys.count};
+  };
+  if (task.kv_begin < task.kv_end) {
+    KvAhead first = rows_from(task, task.kv_begin);
+    const int32_t count = first.end;
+    for (int32_t i = 0; i < kRowsAhead; ++i) first.ask();
+    for (int32_t i = 0; i < count; ++i) {
+      first.ask();
+      convert_row<kType>(first.keys, i, p.head_dim, state.next_k);
+      convert_row<kType>(first.values, i, p.head_dim, state.next_v);
+    }
+  }
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kTileKeys) {
-    const int32_t count = task.kv_end - begin < kTileKeys ? task.kv_end - begin : kTileKeys;
-    const int32_t* slots = task.slots + begin;
-    const KvRows keys{k, p.k_slot_stride * kBytes, slots, count};
-    const KvRows values{v, p.v_slot_stride * kBytes, slots, count};
-    convert_rows<kType>(keys, values, p.head_dim, state.k);
-    convert_rows<kType>(values, keys_after(task, kTileKeys, begin + count, k, kBytes), p.head_dim, state.v);
-    for_each_block(rows, [&](auto block, int32_t row, int32_t) {
-      block.add_keys(task, state, row, KeyBlock{begin, begin + count});
+    const int32_t end = task.kv_end - begin < kTileKeys ? task.kv_end : begin + kTileKeys;
+    state.turn_to_next_block();
+    // The next block of positions is converted piece by piece between the blocks of rows: its KV arrives while they are
+    // summed. After the last one that of the next task is asked for only.
+    const bool is_last = end == task.kv_end;
+    KvAhead next = is_last && task.next != nullptr ? rows_from(*task.next, task.next->kv_begin) : rows_from(task, end);
+    const int32_t count = next.end;
+    int32_t converted = 0;
+    for_each_block(rows, [&](auto block, int32_t row, int32_t row_count) {
+      const int32_t stop = static_cast<int64_t>(count) * (row + row_count) / rows;
+      next.end = stop;
+      block.add_keys(task, state, row, KeyBlock{begin, end}, next);
+      if (is_last) return;
+      for (; converted < stop; ++converted) {
+        convert_row<kType>(next.keys, converted, p.head_dim, state.next_k);
+        convert_row<kType>(next.values, converted, p.head_dim, state.next_v);
+      }
     });
   }
   for_each_block(rows, [&](auto block, int32_t row, int32_t count) { block.finish(task, state, group, row, count); });
