@@ -32,6 +32,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 def readable(symbol: str) -> str:
     """"packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
     element = "bf16" if "BFloat16" in symbol else "fp16"
+    if "Float8Format" in symbol:
+        element += " over fp8"
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
@@ -87,10 +89,10 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = pool.map(lambda task: compile_report(nvcc, *task), tasks)
         rows = [row for report in tqdm(reports, total=len(tasks), unit="source", file=sys.stderr) for row in report]
-    print(f"{'arch':>5}  {'function':<24} {'registers':>9} {'spilled bytes':>13}")
+    print(f"{'arch':>5}  {'function':<28} {'registers':>9} {'spilled bytes':>13}")
     for row in rows:
         spilled = f"{row['spill_store_bytes']}/{row['spill_load_bytes']}"
-        print(f"{row['arch']:>5}  {row['function']:<24} {row['registers'] or '':>9} {spilled:>13}")
+        print(f"{row['arch']:>5}  {row['function']:<28} {row['registers'] or '':>9} {spilled:>13}")
     spilling = [row for row in rows if row["spill_store_bytes"] or row["spill_load_bytes"]]
     waiting = sorted({f"{row['source']} for {row['arch']}" for row in rows if row["serialized_products"]})
     if waiting:

@@ -14,8 +14,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   run_blocks<HeadDim, Format>(params, shared, blocks, few_blocks);
 }
 
+// Before compute capability 9.0 shared memory has room for one block of warps, which then may have all registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResidentLoneBlocks = 1;
+#else
+constexpr int kResidentLoneBlocks = kLoneBlocksPerMultiprocessor;
+#endif
+
 template <int HeadDim, class Format>
-__global__ void __launch_bounds__(kLoneThreads, kLoneBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kLoneThreads, kResidentLoneBlocks)
     packed_warps(const __grid_constant__ KernelParams params, int32_t blocks) {
   extern __shared__ __align__(1024) char shared[];
   run_warps<HeadDim, Format>(params, shared, blocks);
