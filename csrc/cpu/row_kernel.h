@@ -33,22 +33,24 @@ struct KvRows {
   PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
 };
 
-// Up to `most` keys or values of a task, from position `begin` on.
+// Up to `most` rows of a task in one of its tensors, from position `begin` on. Strides in elements.
+template <DType kType>
+PREFIXPACK_INLINE KvRows rows_of(const ItemTask& task, const void* tensor, int64_t head_stride, int64_t slot_stride,
+                                 int32_t begin, int32_t most) {
+  constexpr int kBytes = bytes_of(kType);
+  const int32_t left = task.kv_end - begin;
+  return {static_cast<const char*>(tensor) + task.kv_head * head_stride * kBytes, slot_stride * kBytes,
+          task.slots + begin, left < most ? left : most};
+}
 template <DType kType>
 PREFIXPACK_INLINE KvRows keys_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  constexpr int kBytes = bytes_of(kType);
-  const int32_t left = task.kv_end - begin;
-  return {static_cast<const char*>(p.k) + task.kv_head * p.k_head_stride * kBytes, p.k_slot_stride * kBytes,
-          task.slots + begin, left < most ? left : most};
+  return rows_of<kType>(task, p.k, p.k_head_stride, p.k_slot_stride, begin, most);
 }
 template <DType kType>
 PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t most) {
   const AttentionParams& p = *task.params;
-  constexpr int kBytes = bytes_of(kType);
-  const int32_t left = task.kv_end - begin;
-  return {static_cast<const char*>(p.v) + task.kv_head * p.v_head_stride * kBytes, p.v_slot_stride * kBytes,
-          task.slots + begin, left < most ? left : most};
+  return rows_of<kType>(task, p.v, p.v_head_stride, p.v_slot_stride, begin, most);
 }
 
 // scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.

@@ -27,7 +27,7 @@ from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, PackedStep, gpu_device, lens_of_batch
 from sgl_prefix_attn.sglang_plugin.gpu_kernels import Kernels
 from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.layers import FP8, UNSCALED, KvScales, layer_shape, window_left
+from sgl_prefix_attn.sglang_plugin.layers import FP8, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.tracker import Mode
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class CudaExecutor:
         layer: Any,
         pool: Any,
         sinks: torch.Tensor | None,
-        scales: KvScales = UNSCALED,
+        scales: KvScales,
     ) -> torch.Tensor:
         state, heads, head_dim = self._slots[slot], layer.tp_q_head_num, layer.qk_head_dim
         q = q.reshape(-1, heads, head_dim)

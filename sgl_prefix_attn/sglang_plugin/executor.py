@@ -19,7 +19,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.layers import DTYPES, UNSCALED, KvScales, layer_shape, window_left
+from sgl_prefix_attn.sglang_plugin.layers import DTYPES, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.tracker import Mode, StepPaths
 
 # A plan stays right at any lengths: its tails are open-ended. Only its balance drifts as they grow, slowly, so in a
@@ -142,7 +142,7 @@ class Executor(Protocol):
         layer: Any,
         pool: Any,
         sinks: torch.Tensor | None,
-        scales: KvScales = UNSCALED,
+        scales: KvScales,
     ) -> torch.Tensor:
         """One layer's output, [num_tokens, q heads * head dim]."""
 
@@ -204,7 +204,7 @@ class CpuExecutor:
         layer: Any,
         pool: Any,
         sinks: torch.Tensor | None,
-        scales: KvScales = UNSCALED,
+        scales: KvScales,
     ) -> torch.Tensor:
         while slot >= len(step.plans):  # the layer was not among those that the model showed beforehand
             paths = step.paths

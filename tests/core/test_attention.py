@@ -116,10 +116,8 @@ def check(batch: Batch, **options: Any) -> None:
 # --- any forest, any shape
 
 
-@pytest.mark.parametrize("isa", _native.cpu_isas())
-@pytest.mark.parametrize("seed", range(40))
-def test_random_ragged_forests(seed: int, isa: str) -> None:
-    rng = np.random.default_rng(seed)
+def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
+    """A random forest, shape and variant; `options` as for random_batch."""
     batch = random_batch(
         rng,
         max_requests=int(rng.choice([1, 6, 24])),
@@ -127,9 +125,8 @@ def test_random_ragged_forests(seed: int, isa: str) -> None:
         kv_heads=int(rng.integers(1, 4)),
         group=int(rng.choice(GROUPS)),
         head_dim=int(rng.choice(HEAD_DIMS)),
-        dtype=DTYPES[seed % 3],
-        kv_dtype=DTYPES[seed // 3 % 3],
         workers=int(rng.integers(1, 5)),
+        **options,
     )
     if rng.random() < 0.4:
         batch.options["window_left"] = int(rng.choice([0, 1, 7, 30, 200]))
@@ -138,6 +135,12 @@ def test_random_ragged_forests(seed: int, isa: str) -> None:
     if rng.random() < 0.4:
         batch.options["sinks"] = torch.from_numpy(rng.normal(0, 4, batch.q.shape[1]).astype(np.float32))
     check(batch, isa=isa, threads=int(rng.integers(1, 4)))
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+@pytest.mark.parametrize("seed", range(40))
+def test_random_ragged_forests(seed: int, isa: str) -> None:
+    check_random(np.random.default_rng(seed), isa, dtype=DTYPES[seed % 3], kv_dtype=DTYPES[seed // 3 % 3])
 
 
 @pytest.mark.parametrize("levels", range(1, 9))

@@ -13,7 +13,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from tests.core.test_attention import DTYPES, GROUPS, HEAD_DIMS, Batch, call, check, make_batch, random_batch
+from tests.core.test_attention import DTYPES, Batch, call, check, check_random, make_batch, random_batch
 
 E4M3 = torch.float8_e4m3fn
 ALL_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3)
@@ -27,26 +27,8 @@ def fp8_batch(seed: int, *args: Any, **options: Any) -> Batch:
 @pytest.mark.parametrize("seed", range(24))
 def test_random_ragged_forests(seed: int, isa: str) -> None:
     rng = np.random.default_rng(seed)
-    batch = random_batch(
-        rng,
-        max_requests=int(rng.choice([1, 6, 24])),
-        max_new_tokens=int(rng.choice([1, 1, 5, 70])),
-        kv_heads=int(rng.integers(1, 4)),
-        group=int(rng.choice(GROUPS)),
-        head_dim=int(rng.choice(HEAD_DIMS)),
-        dtype=DTYPES[seed % 3],
-        kv_dtype=E4M3,
-        workers=int(rng.integers(1, 5)),
-        k_scale=float(rng.uniform(0.05, 3)),
-        v_scale=float(rng.uniform(0.05, 3)),
-    )
-    if rng.random() < 0.4:
-        batch.options["window_left"] = int(rng.choice([0, 1, 7, 30, 200]))
-    if rng.random() < 0.4:
-        batch.options["logit_cap"] = float(rng.choice([0.5, 5.0, 50.0]))
-    if rng.random() < 0.4:
-        batch.options["sinks"] = torch.from_numpy(rng.normal(0, 4, batch.q.shape[1]).astype(np.float32))
-    check(batch, isa=isa, threads=int(rng.integers(1, 4)))
+    k_scale, v_scale = rng.uniform(0.05, 3, 2).tolist()
+    check_random(rng, isa, dtype=DTYPES[seed % 3], kv_dtype=E4M3, k_scale=k_scale, v_scale=v_scale)
 
 
 @pytest.mark.parametrize("isa", _native.cpu_isas())
