@@ -171,6 +171,9 @@ def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
 
     state = ours.info()["internal_states"][0]
     ours.flush_cache()
+    # With places free and nothing cached, a pass meets several requests of a group whose prefix is still to come.
+    assert answers(ours, requests.job) == expected[: len(requests.job)]
+
     assert state["prefixpack_pinning"]["failures"] == 0
     assert state["prefixpack_pinning"]["evictions_avoided"] > 0
     assert state["prefixpack"]["counters"]["steps_packed"]["decode"] > 20
