@@ -3,12 +3,13 @@
     python -m benchmarks.kernel.gpu_attention --out build/gpu_attention.json
     python -m benchmarks.kernel.gpu_attention --quick
     python -m benchmarks.kernel.gpu_attention --cases 'pat/0*' 'none/*' --heads 32/8 64/8
+    python -m benchmarks.kernel.gpu_attention --kv-dtype fp8_e4m3 --out build/gpu_attention_fp8.json
 
-bf16, head size 128, KV pool of page size 1, slots of a batch in random order. Every result is compared with ours and,
-for some requests, with dense float32 attention; a wrong or failing way is recorded and not timed. Three times each:
-CUDA graph with a cold L2, CUDA graph with a warm L2, and planning plus launch on the host's clock. Copy bandwidth is
-measured first; limits (see gpu_limits.py) rest on it. The file is rewritten after every case: a killed run keeps what
-it has, and --resume goes on from there.
+bf16, KV also in fp8, head size 128, KV pool of page size 1, slots of a batch in random order. Every result is compared
+with ours and, for some requests, with dense float32 attention; a wrong or failing way is recorded and not timed. Three
+times each: CUDA graph with a cold L2, CUDA graph with a warm L2, and planning plus launch on the host's clock. Copy
+bandwidth is measured first; limits (see gpu_limits.py) rest on it. The file is rewritten after every case: a killed run
+keeps what it has, and --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
 from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
 from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import KvPool
+from benchmarks.kernel.gpu_world import KV_DTYPES, KvPool
 from benchmarks.provenance import git_commit
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
@@ -57,14 +58,19 @@ def makers(overrides: dict[str, Any]) -> Makers:
     }
 
 
-def make_ways(names: list[str], overrides: dict[str, Any], device: torch.device) -> tuple[list[Way], dict[str, str]]:
-    """The ways that are installed, and why the others are not."""
+def make_ways(
+    names: list[str], overrides: dict[str, Any], device: torch.device, kv_dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Way], dict[str, str]]:
+    """The ways that are installed and take such KV, and why the others are left out."""
     ways, absent = [], {}
     for name, make in makers(overrides).items():
         if name not in names:
             continue
         try:
-            ways.append(make(device))
+            way = make(device)
+            if kv_dtype not in way.kv_dtypes:
+                raise ValueError(f"takes no KV in {kv_dtype} with queries in bf16")
+            ways.append(way)
         except Exception as error:  # an import of another project's package may raise anything
             absent[name] = described(error)
             print(f"{name}: not available: {absent[name]}", file=sys.stderr)
@@ -105,7 +111,8 @@ def run_cases(cases: list[Case], ways: list[Way], results: Results, timer: Timer
             gc.collect()
             torch.cuda.empty_cache()
             pool_heads = case.heads[1]
-            pool = KvPool(pool_heads, max(c.unique_tokens for c in cases if c.heads[1] == pool_heads), timer.device)
+            slots = max(c.unique_tokens for c in cases if c.heads[1] == pool_heads)
+            pool = KvPool(pool_heads, slots, timer.device, KV_DTYPES[args.kv_dtype])
         print(f"[{done + 1}/{len(cases)} {time.monotonic() - begin:.0f}s] {case.key}", file=sys.stderr, flush=True)
         run = CaseRun(case, ways, pool, timer, bandwidth)
         results.add(run.row())
@@ -151,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"default: all of {', '.join(makers({}))}",
     )
     result.add_argument("--quick", action="store_true", help="a dozen cases of every kind at 32/8")
+    result.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="type of the KV pool (default bf16)")
     result.add_argument("--max-kv-gib", type=float, default=40.0, help="leave out cases with more KV (default 40)")
     result.add_argument(
         "--device-model",
@@ -173,15 +181,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume and args.out is None:
         parser().error("--resume needs --out")
     cases = select(args.cases, args.heads, args.quick)
-    too_large = [case for case in cases if case.kv_bytes() > args.max_kv_gib * 2**30]
+    kv_dtype = KV_DTYPES[args.kv_dtype]
+    too_large = [case for case in cases if case.kv_bytes(kv_dtype.itemsize) > args.max_kv_gib * 2**30]
     cases = [case for case in cases if case not in too_large]
     if not cases:
         parser().error(f"no case matches {args.cases} within {args.max_kv_gib} GiB of KV; see --list")
     if args.list:
         for case in cases:
             print(
-                f"{case.key:<36} {len(case.seq_lens):>5} requests {case.kv_bytes() / 2**30:>7.2f} GiB "
-                f"{limits(case, 4.3e12).limit_us:>8.1f} us"
+                f"{case.key:<36} {len(case.seq_lens):>5} requests {case.kv_bytes(kv_dtype.itemsize) / 2**30:>7.2f} GiB "
+                f"{limits(case, 4.3e12, kv_bytes=kv_dtype.itemsize).limit_us:>8.1f} us"
             )
         return 0
     if not torch.cuda.is_available():
@@ -190,9 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     timer = Timer(device)
-    ways, absent = make_ways(args.ways, dict(args.device_model), device)
+    ways, absent = make_ways(args.ways, dict(args.device_model), device, kv_dtype)
     header = {
-        "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM, "absent": absent,
+        "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
+        "kv_dtype": args.kv_dtype, "absent": absent,
         "left_out": [case.key for case in too_large], "device_model": dict(args.device_model),
     }  # fmt: skip
     machine = header["machine"]
@@ -201,7 +211,10 @@ def main(argv: list[str] | None = None) -> int:
         f"a graph of one empty kernel takes {machine['graph_floor_us']} us in these cold times",
         flush=True,
     )
-    results = Results(args.out, header, resume=args.resume)
+    try:
+        results = Results(args.out, header, resume=args.resume)
+    except ValueError as error:
+        parser().error(str(error))
     with torch.inference_mode():
         status = run_cases([case for case in cases if not results.done(case.key)], ways, results, timer, args)
     print(table(results.rows))

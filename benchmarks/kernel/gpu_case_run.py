@@ -24,7 +24,7 @@ class CaseRun:
     def __init__(self, case: Case, ways: list[Way], pool: KvPool, timer: Timer, bandwidth: float) -> None:
         self.case, self.ways, self.timer = case, ways, timer
         self.world = World(case, pool, timer.device)
-        self.limits = limits(case, bandwidth)
+        self.limits = limits(case, bandwidth, kv_bytes=pool.k.dtype.itemsize)
         last = len(case.seq_lens) - 1
         self.sample = sorted({0, last, max(range(last + 1), key=lambda request: case.seq_lens[request])})
         self.dense = torch.stack([self.world.dense(request) for request in self.sample[:SAMPLED_REQUESTS]])
@@ -42,7 +42,7 @@ class CaseRun:
             "key": case.key, "case": case.name, "heads": f"{case.heads[0]}/{case.heads[1]}",
             "q_heads": case.heads[0], "kv_heads": case.heads[1], "requests": len(case.seq_lens),
             "tokens": case.tokens, "unique_tokens": case.unique_tokens, "reuse": case.tokens / case.unique_tokens,
-            "kv_bytes": case.kv_bytes(),
+            "kv_bytes": case.kv_bytes(self.world.kv_dtype.itemsize),
             "limits": {
                 name: round(getattr(self.limits, name), 3)
                 for name in ("unique_us", "leafmerge_us", "mma_us", "per_request_us", "limit_us")

@@ -59,7 +59,7 @@ class Decode(Way):
         q_heads, kv_heads = self.world.heads
         self.wrapper.plan(
             self.indptr, self.world.kv_indices, self.last, q_heads, kv_heads, HEAD_DIM, 1,
-            q_data_type=BF16, kv_data_type=BF16,
+            q_data_type=BF16, kv_data_type=self.world.kv_dtype,
         )  # fmt: skip
 
     def run(self) -> torch.Tensor:
@@ -88,7 +88,7 @@ class BatchAttention(Way):
         q_heads, kv_heads = self.world.heads
         self.wrapper.plan(
             self.qo_indptr, self.indptr, self.world.kv_indices, self.lens, q_heads, kv_heads, HEAD_DIM, HEAD_DIM, 1,
-            causal=False, q_data_type=BF16, kv_data_type=BF16,
+            causal=False, q_data_type=BF16, kv_data_type=self.world.kv_dtype,
         )  # fmt: skip
 
     def run(self) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Cascade(Way):
         lse_shape = (len(world.case.seq_lens), world.heads[0])
         self.lse, self.other_lse = (torch.empty(lse_shape, device=world.device) for _ in range(2))
         self.other_out = torch.empty_like(world.q)
-        return list(candidates(world.case, RANK_BANDWIDTH, MOST_CUTS))
+        return list(candidates(world.case, RANK_BANDWIDTH, MOST_CUTS, kv_bytes=world.kv_dtype.itemsize))
 
     def use(self, option: Cuts) -> None:
         self.cuts = option
@@ -145,10 +145,11 @@ class Cascade(Way):
 
     def plan(self) -> None:
         shape = (*self.world.heads, HEAD_DIM, 1)
+        types = {"q_data_type": BF16, "kv_data_type": self.world.kv_dtype}
         for wrapper, (qo_indptr, kv_indptr, last, indices) in zip(self.prefills, self.shared, strict=False):
-            wrapper.plan(qo_indptr, kv_indptr, indices, last, *shape, causal=False, q_data_type=BF16, kv_data_type=BF16)
+            wrapper.plan(qo_indptr, kv_indptr, indices, last, *shape, causal=False, **types)
         _, kv_indptr, last, indices = self.last
-        self.rest.plan(kv_indptr, indices, last, *shape, q_data_type=BF16, kv_data_type=BF16)
+        self.rest.plan(kv_indptr, indices, last, *shape, **types)
 
     def run(self) -> torch.Tensor:
         world, cache = self.world, paged(self.world)

@@ -58,22 +58,27 @@ def levels_of(case: Case, cuts: Cuts) -> list[Level]:
     return levels
 
 
-def modelled_seconds(case: Case, cuts: Cuts, bandwidth: float) -> float:
+def modelled_seconds(case: Case, cuts: Cuts, bandwidth: float, kv_bytes: int = 2) -> float:
     """Time by bytes: each group's KV once, a 16-bit partial per request and level, and the launches."""
     q_heads, kv_heads = case.heads
     levels = levels_of(case, cuts)
-    kv = sum(level.kv_tokens for level in levels) * 2 * kv_heads * HEAD_DIM * 2
+    kv = sum(level.kv_tokens for level in levels) * 2 * kv_heads * HEAD_DIM * kv_bytes
     partials = 2 * len(levels) * len(case.paths) * q_heads * (2 * HEAD_DIM + 4)
     return (kv + partials) / bandwidth + len(levels) * LAUNCH_SECONDS
 
 
-def candidates(case: Case, bandwidth: float, most_cuts: int = 4, keep: int = 1) -> list[Cuts]:
-    """The best flattenings by the model, `keep` of each number of cuts from 1 to `most_cuts`; none without sharing."""
+def candidates(case: Case, bandwidth: float, most_cuts: int = 4, keep: int = 1, kv_bytes: int = 2) -> list[Cuts]:
+    """The best flattenings by the model, `keep` of each number of cuts from 1 to `most_cuts`; none without sharing.
+
+    Args:
+        kv_bytes: of one element of K or V.
+    """
     depth = max((len(path) for path in case.paths), default=0)
     chosen: list[Cuts] = []
     for count in range(1, min(depth, most_cuts) + 1):
         ranked = sorted(
-            itertools.combinations(range(depth), count), key=lambda cuts: modelled_seconds(case, cuts, bandwidth)
+            itertools.combinations(range(depth), count),
+            key=lambda cuts: modelled_seconds(case, cuts, bandwidth, kv_bytes),
         )
         chosen.extend(ranked[:keep])
     return chosen

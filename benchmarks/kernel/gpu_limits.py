@@ -10,7 +10,7 @@ With the copy bandwidth `b` (bytes read plus bytes written per second) and the m
     t_mma       = 4 * head_dim operations for every (query head, position it sees) / f
     limit       = max(t_leafmerge, t_mma)
 
-Every pack reads its positions once however many requests it has. head_dim 128, 16-bit q, K, V and o.
+Every pack reads its positions once however many requests it has. head_dim 128, 16-bit q and o.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ class Limits:
         return max(self.leafmerge_us, self.mma_us)
 
 
-def limits(case: Case, bandwidth: float, matrix_rate: float = MATRIX_RATE) -> Limits:
-    """Limits of a case; `per_request_us` is the time to read every request's positions from memory, shared or not."""
+def limits(case: Case, bandwidth: float, matrix_rate: float = MATRIX_RATE, kv_bytes: int = ELEMENT) -> Limits:
+    """Limits of a case; `per_request_us` is the time to read every request's positions from memory, shared or not.
+
+    Args:
+        bandwidth: bytes per second.
+        matrix_rate: operations per second, of 16-bit products: KV of fewer bits is made 16 bits wide before.
+        kv_bytes: of one element of K or V.
+    """
     q_heads, kv_heads = case.heads
     requests = len(case.seq_lens)
-    position = 2 * kv_heads * HEAD_DIM * ELEMENT
+    position = 2 * kv_heads * HEAD_DIM * kv_bytes
     fixed = 2 * requests * q_heads * HEAD_DIM * ELEMENT
     round_trip = 2 * q_heads * (HEAD_DIM * ELEMENT + LSE)
 

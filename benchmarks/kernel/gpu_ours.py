@@ -42,7 +42,7 @@ class PrefixPack(Way):
     def bind(self, world: World) -> list[Any]:
         case = self.world = world
         q_heads, kv_heads = world.heads
-        self.shape = ModelShape(q_heads, kv_heads, HEAD_DIM)
+        self.shape = ModelShape(q_heads, kv_heads, HEAD_DIM, kv_bytes=world.kv_dtype.itemsize)
         self.lens = world.case.lengths
         self.mirror = RadixMirror()
         self.last_nodes = self.lens * 0 - 1
@@ -62,7 +62,7 @@ class PrefixPack(Way):
             kv_slots=self.plan_made.kv_tokens_packed + room,
             partial_slots=max(1, self.plan_made.num_slots),
         )
-        self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed)
+        self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed, kv_dtype=world.kv_dtype)
         return [None]
 
     def _make_plan(self) -> None:

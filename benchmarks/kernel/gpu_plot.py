@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.kernel.gpu_report import OURS, best_of, fraction_of_limit, pat_number, ratio
+from benchmarks.kernel.gpu_report import OURS, best_of, fraction_of_limit, kv_dtype, pat_number, ratio
 
 OURS_COLOUR, BASELINE, LIMIT = "#2b8cbe", "#bdbdbd", "#404040"
 
@@ -50,8 +50,9 @@ def draw_pat(result: dict[str, Any]) -> Figure | None:
         "tree of PAT's Figure 9 (above: gain over the best baseline, share of the limit)", fontsize=9
     )
     machine = result["machine"]
+    types = "bf16" if kv_dtype(result) == "bf16" else f"bf16 over KV in {kv_dtype(result)}"
     figure.suptitle(
-        f"{machine['gpu']}: one decode step of one layer, bf16, page size 1, CUDA graph, cold L2; "
+        f"{machine['gpu']}: one decode step of one layer, {types}, page size 1, CUDA graph, cold L2; "
         f"copies move {machine['copy_bandwidth'] / 1e12:.2f} TB/s",
         fontsize=9, x=0.01, ha="left",
     )  # fmt: skip

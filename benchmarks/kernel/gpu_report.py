@@ -24,7 +24,10 @@ class Results:
         self.path, self.header = path, header
         self.rows: list[Row] = []
         if resume and path is not None and path.exists():
-            self.rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if kv_dtype(before) != kv_dtype(header):
+                raise ValueError(f"{path} holds times over KV in {kv_dtype(before)}, not {kv_dtype(header)}")
+            self.rows = before["rows"]
 
     def done(self, key: str) -> bool:
         return any(row["key"] == key for row in self.rows)
@@ -41,6 +44,11 @@ class Results:
         unfinished = self.path.with_suffix(".part")
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path)
+
+
+def kv_dtype(header: dict[str, Any]) -> str:
+    """Type of KV, as `gpu_attention --kv-dtype` names it."""
+    return str(header.get("kv_dtype", "bf16"))  # the first files had no other
 
 
 def time_of(row: Row, way: str, timing: str = "cold_us") -> float | None:

@@ -12,6 +12,7 @@ from benchmarks.kernel.gpu_flatten import Cuts, candidates, levels_of
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import SCALE, World
 
+FA3_KV_DTYPES = (torch.bfloat16,)  # fp8 KV needs fp8 queries, which is another computation
 TRITON_MAX_SPLITS = 8  # --triton-attention-num-kv-splits
 
 
@@ -62,6 +63,7 @@ class Fa3(Way):
     """What SGLang decodes with on Hopper by default; scheduler metadata once per step, if that is the faster."""
 
     name = "fa3"
+    kv_dtypes = FA3_KV_DTYPES
 
     def __init__(self, device: torch.device) -> None:
         import sgl_kernel.flash_attn
@@ -93,6 +95,7 @@ class Fa3TwoPass(Way):
     """FA3 over the shared prefix, one sequence of queries per group, FA3 over the rest, and merge_state_v2."""
 
     name = "fa3_two_pass"
+    kv_dtypes = FA3_KV_DTYPES
     levels = "shared"
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_world import World
+from benchmarks.kernel.gpu_world import KV_DTYPES, World
 
 
 class Way(ABC):
@@ -15,11 +15,13 @@ class Way(ABC):
 
     Attributes:
         name: of the row in the results.
+        kv_dtypes: of KV, with queries in bf16.
         levels: "none" for request-wise attention, "shared" for what reads a shared prefix once.
         world: the case last bound.
     """
 
     name: str
+    kv_dtypes: tuple[torch.dtype, ...] = tuple(KV_DTYPES.values())
     levels: str = "none"
     world: World
 

@@ -10,16 +10,20 @@ from benchmarks.kernel.gpu_cases import HEAD_DIM, Case, Heads
 SCALE = HEAD_DIM**-0.5
 
 
-class KvPool:
-    """K and V noise in bf16, [slots, kv_heads, head_dim] each, allocated once."""
+# Types of the KV pool by name. Scales of fp8 are 1: noise needs no others.
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
-    def __init__(self, kv_heads: int, slots: int, device: torch.device) -> None:
+
+class KvPool:
+    """K and V noise, [slots, kv_heads, head_dim] each, allocated once."""
+
+    def __init__(self, kv_heads: int, slots: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         shape = (slots, kv_heads, HEAD_DIM)
-        self.k = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
         for cache in (self.k, self.v):
             for part in cache.split(1 << 17):
-                part.normal_()
+                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=device))
 
 
 class World:
@@ -39,6 +43,7 @@ class World:
         slots = torch.randperm(case.unique_tokens, generator=generator, device=device, dtype=torch.int32)
         logical = torch.from_numpy(case.table()).to(device)
         self.k, self.v = pool.k, pool.v
+        self.kv_dtype = pool.k.dtype
         self.lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
         self.lens64 = self.lens.long()
         inside = torch.arange(logical.shape[1], device=device)[None] < self.lens[:, None]
@@ -69,14 +74,21 @@ class World:
         top = torch.full(q.shape[:2], -torch.inf, device=self.device)
         total, acc = torch.zeros_like(top), torch.zeros_like(q)
         for part in self.table[request, : self.case.seq_lens[request]].long().split(block):
-            scores = torch.einsum("hgd,lhd->hgl", q, self.k[part].float())
+            scores = torch.einsum("hgd,lhd->hgl", q, rows(self.k, part))
             new_top = torch.maximum(top, scores.amax(-1))
             weights = torch.exp(scores - new_top[..., None])
             shrink = torch.exp(top - new_top)
             total = total * shrink + weights.sum(-1)
-            acc = acc * shrink[..., None] + torch.einsum("hgl,lhd->hgd", weights, self.v[part].float())
+            acc = acc * shrink[..., None] + torch.einsum("hgl,lhd->hgd", weights, rows(self.v, part))
             top = new_top
         return (acc / total[..., None]).view(q_heads, HEAD_DIM)
+
+
+def rows(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """float32 rows of a cache of any type; torch gathers no float8."""
+    if cache.dtype is torch.float8_e4m3fn:
+        return cache.view(torch.uint8)[slots].view(cache.dtype).float()
+    return cache[slots].float()
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,6 +20,8 @@ INNER_WAYS = {
     "flashinfer_decode_cc": "flashinfer_cc",
     "triton": "triton",
 }
+# Bytes of an element by the results' name for the type of KV.
+KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 # Layers are far apart in a model, so nothing of their KV is in the L2 cache when their turn comes.
 TIME = "cold_us"
 
@@ -84,7 +86,8 @@ def read_results(path: str | Path) -> Results:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         machine, rows = data["machine"], data["rows"]
         head_dim = int(data.get("head_dim", 128))
-        cases = [_case(row, head_dim) for row in rows]
+        kv_bytes = KV_BYTES[data.get("kv_dtype", "bf16")]
+        cases = [_case(row, head_dim, kv_bytes) for row in rows]
         return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), cases)
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
@@ -94,8 +97,8 @@ def read_results(path: str | Path) -> Results:
         raise ResultsError(f"{path}: not a results file of benchmarks.kernel.gpu_attention: {error!r}") from error
 
 
-def _case(row: dict[str, Any], head_dim: int) -> MeasuredCase:
-    shape = ModelShape(row["q_heads"], row["kv_heads"], head_dim)
+def _case(row: dict[str, Any], head_dim: int, kv_bytes: int) -> MeasuredCase:
+    shape = ModelShape(row["q_heads"], row["kv_heads"], head_dim, kv_bytes)
     step = StepFeatures(**row["step"]) if "step" in row else _step_of_catalogue(row["case"], shape)
     times = {way: result[TIME] for way, result in row["ways"].items() if TIME in result}
     return MeasuredCase(

@@ -16,7 +16,7 @@ from benchmarks.kernel.gpu_cases import Case, make_case, random_forest
 from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio, summary, table
 from benchmarks.kernel.gpu_timing import Times
 from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import SCALE, KvPool, World
+from benchmarks.kernel.gpu_world import KV_DTYPES, SCALE, KvPool, World
 from sgl_prefix_attn.core.reference import reference_attention
 
 CPU = torch.device("cpu")
@@ -74,15 +74,17 @@ def case() -> Case:
     return make_case("random/small", (8, 2), *random_forest(0, 12, 3, 20, 10))
 
 
-def run_case(case: Case, *ways: Way) -> dict[str, Any]:
+def run_case(case: Case, *ways: Way, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     torch.manual_seed(0)
-    pool = KvPool(case.heads[1], case.unique_tokens, CPU)
+    pool = KvPool(case.heads[1], case.unique_tokens, CPU, kv_dtype)
     return CaseRun(case, list(ways), pool, FakeTimer(), 4e12).row()  # type: ignore[arg-type]
 
 
-def test_dense_attention_of_the_world_is_the_reference(case: Case) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
+def test_dense_attention_of_the_world_is_the_reference(case: Case, kv_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    world = World(case, KvPool(case.heads[1], case.unique_tokens, CPU), CPU)
+    world = World(case, KvPool(case.heads[1], case.unique_tokens, CPU, kv_dtype), CPU)
+    assert world.kv_dtype is kv_dtype
     expected, _ = reference_attention(
         world.q, world.k, world.v, req_to_token=world.table, req_pool_indices=world.rows, seq_lens=world.lens64,
         query_lens=torch.ones_like(world.lens64), scale=SCALE,
@@ -112,6 +114,15 @@ def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case)
     assert best_of(row) == ("flashinfer_decode_cc", 8.0)
     assert ratio(row) == 8.0 / 5.0
     assert fraction_of_limit(row) == row["limits"]["limit_us"] / 5.0
+
+
+def test_bytes_and_limits_are_those_of_the_kv_type(case: Case) -> None:
+    wide, narrow = (run_case(case, DenseWay(OURS, [5.0]), kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES.values())
+    assert wide["kv_bytes"] == 2 * narrow["kv_bytes"] == case.unique_tokens * 2 * 2 * 128 * 2
+    assert narrow["limits"]["mma_us"] == wide["limits"]["mma_us"]
+    saved_us = narrow["kv_bytes"] / 4e12 * 1e6
+    assert wide["limits"]["unique_us"] - narrow["limits"]["unique_us"] == pytest.approx(saved_us, abs=2e-3)
+    assert narrow["ways"][OURS]["error"] < 1e-2
 
 
 def test_a_wrong_result_of_ours_is_no_measure_for_the_others(case: Case) -> None:
@@ -168,6 +179,8 @@ def test_results_survive_a_kill_and_are_resumed(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert [row["case"] for row in content["rows"]] == ["pat/01", "pat/02"]
     assert not Results(path, {}).rows
+    with pytest.raises(ValueError, match="holds times over KV in bf16, not fp8_e4m3"):
+        Results(path, {"kv_dtype": "fp8_e4m3"}, resume=True)
 
 
 def test_a_ways_missing_package_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +191,19 @@ def test_a_ways_missing_package_is_stated(monkeypatch: pytest.MonkeyPatch) -> No
     ways, absent = gpu_attention.make_ways(["fa3"], {}, CPU)
     assert ways == []
     assert absent == {"fa3": "ModuleNotFoundError: No module named 'flashinfer'"}
+
+
+def test_a_way_that_takes_no_such_kv_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_bf16(device: torch.device) -> Way:
+        way = DenseWay("fa3", [1.0])
+        way.kv_dtypes = (torch.bfloat16,)
+        return way
+
+    monkeypatch.setattr(gpu_attention, "makers", lambda overrides: {"fa3": only_bf16})
+    ways, absent = gpu_attention.make_ways(["fa3"], {}, CPU, torch.float8_e4m3fn)
+    assert ways == []
+    assert absent == {"fa3": "ValueError: takes no KV in torch.float8_e4m3fn with queries in bf16"}
+    assert len(gpu_attention.make_ways(["fa3"], {}, CPU)[0]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

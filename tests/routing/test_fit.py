@@ -158,6 +158,13 @@ class TestResultsFile:
         assert (dict(case.packed), dict(case.inner)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
 
+    @pytest.mark.parametrize(("kv_dtype", "kv_bytes"), [("bf16", 2), ("fp8_e4m3", 1)])
+    def test_kv_is_of_the_type_that_the_file_names(self, tmp_path: Path, kv_dtype: str, kv_bytes: int) -> None:
+        path = self.write(tmp_path, self.ROW | {"step": self.STEP})
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"kv_dtype": kv_dtype}), encoding="utf-8")
+        (case,) = read_results(path).cases
+        assert case.shape.kv_bytes == kv_bytes
+
     def test_a_case_that_nobody_knows(self, tmp_path: Path) -> None:
         with pytest.raises(ResultsError, match="has no case 'x/1'"):
             read_results(self.write(tmp_path, self.ROW))
