@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from benchmarks.kernel.gpu_report import OURS
 from benchmarks.kernel.gpu_timing import Timer
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import KvPool, World, relative_error
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 
 TOLERANCE = 1.5e-2  # of the norm; bf16 outputs and weights round to about 3e-3
 SAMPLED_REQUESTS = 3
@@ -42,6 +44,7 @@ class CaseRun:
             "key": case.key, "case": case.name, "heads": f"{case.heads[0]}/{case.heads[1]}",
             "q_heads": case.heads[0], "kv_heads": case.heads[1], "requests": len(case.seq_lens),
             "tokens": case.tokens, "unique_tokens": case.unique_tokens, "reuse": case.tokens / case.unique_tokens,
+            "step": asdict(StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)),
             "kv_bytes": case.kv_bytes(self.world.kv_dtype.itemsize),
             "limits": {
                 name: round(getattr(self.limits, name), 3)

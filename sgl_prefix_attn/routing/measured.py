@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.features import StepFeatures
 
 # Ways in the results -> kernels in a profile.
 PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
@@ -77,8 +76,6 @@ def inner_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = No
 def read_results(path: str | Path) -> Results:
     """Reads a results file of `python -m benchmarks.kernel.gpu_attention`.
 
-    A row's features are taken from its "step", and where it has none, from the benchmark's case of that name.
-
     Raises:
         ResultsError: unreadable, or not such a file.
     """
@@ -99,27 +96,12 @@ def read_results(path: str | Path) -> Results:
 
 def _case(row: dict[str, Any], head_dim: int, kv_bytes: int) -> MeasuredCase:
     shape = ModelShape(row["q_heads"], row["kv_heads"], head_dim, kv_bytes)
-    step = StepFeatures(**row["step"]) if "step" in row else _step_of_catalogue(row["case"], shape)
     times = {way: result[TIME] for way, result in row["ways"].items() if TIME in result}
     return MeasuredCase(
         key=row["key"],
         family=row["case"].partition("/")[0],
         shape=shape,
-        step=step,
+        step=StepFeatures(**row["step"]),
         packed={kernel: times[way] for way, kernel in PACKED_WAYS.items() if way in times},
         inner={kernel: times[way] for way, kernel in INNER_WAYS.items() if way in times},
     )
-
-
-def _step_of_catalogue(name: str, shape: ModelShape) -> StepFeatures:
-    try:
-        catalogue = importlib.import_module("benchmarks.kernel.gpu_cases")
-    except ImportError as error:
-        raise ResultsError(
-            f"the results do not say what case {name!r} looks like: run this in the repository, where "
-            f"benchmarks.kernel.gpu_cases knows ({error})"
-        ) from error
-    found = catalogue.select([name], [(shape.q_heads, shape.kv_heads)])
-    if not found:
-        raise ResultsError(f"benchmarks.kernel.gpu_cases has no case {name!r}")
-    return StepFeatures.of(ForestFacts.of(found[0].forest()), found[0].lengths)

@@ -17,7 +17,9 @@ from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_lim
 from benchmarks.kernel.gpu_timing import Times
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import KV_DTYPES, SCALE, KvPool, World
+from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.reference import reference_attention
+from sgl_prefix_attn.routing.measured import read_results
 
 CPU = torch.device("cpu")
 
@@ -123,6 +125,17 @@ def test_bytes_and_limits_are_those_of_the_kv_type(case: Case) -> None:
     saved_us = narrow["kv_bytes"] / 4e12 * 1e6
     assert wide["limits"]["unique_us"] - narrow["limits"]["unique_us"] == pytest.approx(saved_us, abs=2e-3)
     assert narrow["ways"][OURS]["error"] < 1e-2
+
+
+def test_routing_reads_what_is_written(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    header = {"machine": {"gpu": "H200", "date": "today"}, "commit": "abc", "kv_dtype": "fp8_e4m3"}
+    Results(path, header).add(run_case(case, DenseWay(OURS, [5.0]), DenseWay("fa3", [7.0])))
+    (measured,) = read_results(path).cases
+    assert (measured.packed, measured.inner) == ({"native": 5.0}, {"fa3": 7.0})
+    assert measured.shape == ModelShape(8, 2, 128, kv_bytes=1)
+    assert (measured.step.requests, measured.step.tokens) == (len(case.seq_lens), sum(case.seq_lens))
+    assert measured.step.unique_tokens == case.unique_tokens
 
 
 def test_a_wrong_result_of_ours_is_no_measure_for_the_others(case: Case) -> None:
