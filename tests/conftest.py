@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # SGLang decides when it is imported.
 if shutil.which("nvidia-smi") is None:
@@ -13,4 +14,7 @@ if shutil.which("nvidia-smi") is None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # How long an example takes says more about what else the machine does.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
     config.addinivalue_line("markers", "versions: the quick end-to-end set that `make test-versions` runs")

@@ -72,6 +72,7 @@ class FakeServer:
 
 
 def test_a_rank_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 600)
     late: Any = FakeServer(2, "prefixpack", metrics(500, 499), metrics(500, 500))
     ranks = read_ranks(late)
     assert ranks is not None
@@ -111,12 +112,13 @@ def test_report_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_two_ranks_of_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 600)
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "serving.json"
     status = command.main(
         ["--backends", "prefixpack", "--workload", "rl", "--groups", "3", "--samples", "4", "--prompt-tokens", "96",
-         "--output-tokens", "12", "--tp", "2", "--start-seconds", "150", "--out", str(out),
+         "--output-tokens", "12", "--tp", "2", "--start-seconds", "600", "--out", str(out),
          "--logs", str(tmp_path / "logs")]
     )  # fmt: skip
     assert status == 0, os.listdir(tmp_path / "logs")

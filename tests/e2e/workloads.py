@@ -45,7 +45,7 @@ def diverging(vocabulary: Vocabulary) -> list[Request]:
 
 
 def to_abort(vocabulary: Vocabulary) -> list[Request]:
-    """Long enough that requests can be aborted while they and others run."""
+    """Long enough that requests can be aborted while others run."""
     return diverging_group(vocabulary, prompt_tokens=350, max_new_tokens=160, samples=16, seed=9)
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
+from sgl_prefix_attn.explain import server as server_module
+
 RECORDED = Path(__file__).parent / "data" / "server_info.json"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_TIMEOUT_SECONDS", 120.0)
+
+
 Answers = dict[str, tuple[int, bytes]]
 
 

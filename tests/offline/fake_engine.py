@@ -1,15 +1,16 @@
 """An engine process without a model: answers depend on the prompt alone, in an order and at a speed of its own.
 
-`python -m tests.offline.fake_engine IN OUT ENGINES SECONDS [ADDRESS]` runs a batch on it, on the Ray cluster at that
-address if one is given; what it executes is noted in OUT.executed, a line number each (with the engine's number).
+`python -m tests.offline.fake_engine IN OUT ENGINES SECONDS [--address ADDRESS] [--die-at LINES SEED]` runs a batch on
+it, on the Ray cluster at that address if one is given; what it executes is noted in OUT.executed, a line number each
+(with the engine's number). --die-at: see killed_batch.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import random
-import sys
 import time
 import zlib
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, Outcome
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from tests.offline.killed_batch import die_at
 
 ROOM = 400
 REFUSED_TOKEN = 999  # a prompt that begins with it is refused by the engine
@@ -76,11 +78,21 @@ def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, 
 if __name__ == "__main__":
     from tests.offline import fake_engine  # an actor finds `main` by the module's name
 
-    source, output, engines, seconds, *address = sys.argv[1:]
-    folder = Path(output).parent  # a model folder without a tokenizer
-    start: StartEngines = functools.partial(RayEnginePool, connect(*address)) if address else EnginePool
+    parser = argparse.ArgumentParser()
+    parser.add_argument("source", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("engines", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--address")
+    parser.add_argument("--die-at", type=int, nargs=2, metavar=("LINES", "SEED"))
+    arguments = parser.parse_args()
+    if arguments.die_at:
+        die_at(arguments.die_at[0], random.Random(arguments.die_at[1]))
+    folder = arguments.output.parent  # a model folder without a tokenizer
+    cluster = arguments.address and connect(arguments.address)
+    start: StartEngines = functools.partial(RayEnginePool, cluster) if cluster else EnginePool
     run_batch(
-        options(Path(source), Path(output), int(engines), float(seconds)),
+        options(arguments.source, arguments.output, arguments.engines, arguments.seconds),
         fake_engine.main,
         PromptEncoder(str(folder)).encode,
         start=start,

@@ -107,7 +107,7 @@ def test_what_others_finished_is_returned_before_it_is_told_that_one_is_gone(clu
 def test_a_killed_run_takes_its_engines_with_it_and_can_go_on(cluster, tmp_path):
     source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(100)), tmp_path / "out.jsonl"
     address = cluster.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "tests.offline.fake_engine", source, output, "2", "0.1", address]
+    command = [sys.executable, "-m", "tests.offline.fake_engine", source, output, "2", "0.1", "--address", address]
     process = subprocess.Popen(list(map(str, command)), cwd=REPOSITORY)
     executed = tmp_path / "out.jsonl.executed"
     deadline = time.monotonic() + 60

@@ -20,20 +20,22 @@ from tests.offline import batches
 
 pytestmark = pytest.mark.e2e
 
+REPOSITORY = Path(__file__).parents[2]
 MARK = "SGLANG_BATCH_TEST"  # finds the processes of a run
 RUN_SECONDS = 400
 # A tenth of what 200 requests need: groups come and go.
 SERVER = "--max-total-tokens 2048 --max-running-requests 16 --context-length 1024"
 
 
-def command(source: Path, output: Path, *more: str) -> list[str]:
-    arguments = ["batch", str(source), str(output), "--model", str(tiny_model()), "--server-args", SERVER]
-    return [sys.executable, "-m", "sgl_prefix_attn", *arguments, "--ordered", "--quiet", *more]
+def arguments(source: Path, output: Path, *more: str) -> list[str]:
+    paths = [str(source), str(output), "--model", str(tiny_model())]
+    return ["batch", *paths, "--server-args", SERVER, "--ordered", "--quiet", *more]
 
 
 def run(source: Path, output: Path, *more: str) -> str:
     """The command's report; fails the test unless it ends with status 0."""
-    done = subprocess.run(command(source, output, *more), capture_output=True, text=True, timeout=RUN_SECONDS)
+    command = [sys.executable, "-m", "sgl_prefix_attn", *arguments(source, output, *more)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,21 +60,20 @@ def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.
     """Kills the run `kills` times, some of them while the engine loads, the others at random moments of the work."""
     for number in range(kills):
         mark = uuid.uuid4().hex
-        process = subprocess.Popen(command(source, output), env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL)
-        before = journal_lines(output)
+        finished = max(0, journal_lines(output) - 1)
+        lines = 1 + rng.randrange((total - finished) // (kills - number + 1))
+        killed = [sys.executable, "-m", "tests.offline.killed_batch", str(lines), str(number)]
+        process = subprocess.Popen(
+            [*killed, *arguments(source, output)],
+            cwd=REPOSITORY,
+            env={**os.environ, MARK: mark},
+            stdout=subprocess.DEVNULL,
+        )
         if number % 4 == 3:
-            time.sleep(rng.random() * 15)  # while it loads
-        else:
-            # Never beyond half of what is left, so that a fast machine is not done before the signal arrives.
-            share = (total - before) // (kills - number + 1)
-            until = before + 1 + rng.randrange(max(1, share))
-            deadline = time.monotonic() + RUN_SECONDS
-            while process.poll() is None and journal_lines(output) < until and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(rng.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
-        _, alive = psutil.wait_procs(processes(mark), timeout=20)
+            time.sleep(rng.random() * 3)  # it loads for longer
+            process.send_signal(signal.SIGKILL)
+        assert process.wait(RUN_SECONDS) == -signal.SIGKILL
+        _, alive = psutil.wait_procs(processes(mark), timeout=60)
         assert not alive, "processes outlive a killed run"
 
 

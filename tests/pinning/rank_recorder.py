@@ -1,7 +1,8 @@
 """An SGLang plug-in for tests: each scheduler process writes down what our code decided in it, in order.
 
 A file `RANK_EVENTS/<pid>.jsonl` for each process: what is its own (rank, hash seed, addresses), then a line an event.
-The process of rank 1 also pauses at random, so that the ranks are never at the same place at the same time.
+The process of rank 1 also pauses at random, so that the ranks are never at the same place at the same time. Both stop
+when the request LONG has LONG_TOKENS tokens, until it has been aborted: see `held`.
 
 `python -m tests.pinning.rank_recorder RANK SCHEDULES` writes down what is decided in so many random schedules, without
 a server; as rank 1 with a clock of another day that runs faster.
@@ -9,6 +10,7 @@ a server; as rank 1 with a clock of another day that runs faster.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -18,7 +20,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +33,8 @@ from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
 from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
 
 FOLDER = "RANK_EVENTS"
+LONG, LONG_TOKENS = "long", 100
+HELD_SECONDS = 120
 ENTRY_POINT = "[sglang.srt.plugins]\nrank_recorder = tests.pinning.rank_recorder:register\n"
 _FOREST = ("order", "node_parent", "node_begin", "node_end", "node_first", "node_last", "node_request", "tail_begin")
 _PLAN = ("items", "query_token", "query_request", "query_back", "merge_query", "merge_offset", "merge_slot")
@@ -103,6 +107,29 @@ def note(kind: str, *what: Any) -> None:
         time.sleep(_pauses.random() * 0.01)
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A block that begins when rank 0 has stopped for LONG, and after which the ranks go on."""
+    reached = folder / "reached"
+    deadline = time.monotonic() + HELD_SECONDS
+    while not reached.exists():
+        assert time.monotonic() < deadline, f"request {LONG!r} has not got {LONG_TOKENS} tokens"
+        time.sleep(0.01)
+    yield
+    (folder / "go on").touch()
+
+
+def _stop_for_long(batch: Any) -> None:
+    if not any(request.rid == LONG and len(request.output_ids) >= LONG_TOKENS for request in batch.reqs):
+        return
+    folder = Path(os.environ[FOLDER])
+    if _rank() == 0:
+        (folder / "reached").touch()
+    deadline = time.monotonic() + HELD_SECONDS
+    while not (folder / "go on").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _after(owner: type, name: str, then: Callable[..., None]) -> None:
     """`then(self, result, *arguments)` after each call of a method."""
     original = getattr(owner, name)
@@ -146,6 +173,7 @@ def _asked_to_wait(scheduler: GroupScheduler, waits: bool, adder: Any, request: 
 
 
 def _paths_read(tracker: BatchTracker, step: StepPaths | str, batch: Any) -> None:
+    _stop_for_long(batch)
     note("paths", step if isinstance(step, str) else [step.mode, step.num_requests, _digest(step.forest, _FOREST)])
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
             backend=backend,
             extra=("--tp-size", "2", *sizes),
             environment={**RANKS, **environment},
-            start_seconds=150,
+            start_seconds=600,
             log_folder=folder,
         )
 
@@ -124,9 +124,9 @@ def answers(server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
     return [result["output_ids"] for result in json.loads(server.post("/generate", together, timeout=120))]
 
 
-def after(seconds: float, action: Callable[[], object]) -> None:
-    time.sleep(seconds)
-    action()
+def abort_long(server: Server, folder: Path) -> None:
+    with rank_recorder.held(folder):
+        server.post("/abort_request", {"rid": rank_recorder.LONG})
 
 
 def pin(server: Server, tokens: list[int], **more: Any) -> int:
@@ -137,7 +137,7 @@ def pin(server: Server, tokens: list[int], **more: Any) -> int:
 
 def events_of_both(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Rank 0 answers; the other one may need a moment to get where that one is."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     own, lines = rank_recorder.events(folder)
     while len({len(rank) for rank in lines}) > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -160,8 +160,8 @@ def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
     answer(ours, requests.large)  # has to have some of what is pinned
     pin(ours, requests.job[0]["input_ids"][:100], ttl_steps=20)
     with ThreadPoolExecutor(len(requests.users) + 3) as users:
-        long = users.submit(answer, ours, {**requests.body(requests.prefixes[1], 900), "rid": "long"})
-        abort = users.submit(after, 1.0, lambda: ours.post("/abort_request", {"rid": "long"}))
+        long = users.submit(answer, ours, {**requests.body(requests.prefixes[1], 900), "rid": rank_recorder.LONG})
+        abort = users.submit(abort_long, ours, folder)
         job = users.submit(answers, ours, requests.job)
         tokens = list(users.map(functools.partial(answer, ours), requests.users))
         tokens = [*job.result(), *tokens]
@@ -169,13 +169,21 @@ def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
         assert len(long.result()) < 900
     assert tokens == expected
 
+    before = ours.info()["internal_states"][0]
+    ours.flush_cache()
+    # What the job announced is to stay when something has to go, though it was used least recently.
+    assert answers(ours, requests.job[:1]) == expected[:1]
+    for prompt in (requests.large["input_ids"][:750], requests.large["input_ids"][750:]):
+        answer(ours, requests.body(prompt, 2))
+        answer(ours, requests.body(prompt[::-1], 2))
     state = ours.info()["internal_states"][0]
     ours.flush_cache()
     # With places free and nothing cached, a pass meets several requests of a group whose prefix is still to come.
     assert answers(ours, requests.job) == expected[: len(requests.job)]
 
     assert state["prefixpack_pinning"]["failures"] == 0
-    assert state["prefixpack_pinning"]["evictions_avoided"] > 0
+    avoided = [s["prefixpack_pinning"]["evictions_avoided"] for s in (before, state)]
+    assert avoided[0] < avoided[1]
     assert state["prefixpack"]["counters"]["steps_packed"]["decode"] > 20
     assert set(state["prefixpack"]["counters"]["fallbacks"]) <= {"no_cached_prefix", "idle"}
 
