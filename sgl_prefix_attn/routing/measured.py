@@ -84,6 +84,11 @@ def read_results(path: str | Path) -> Results:
         machine, rows = data["machine"], data["rows"]
         head_dim = int(data.get("head_dim", 128))
         kv_bytes = KV_BYTES[data.get("kv_dtype", "bf16")]
+        for row in rows:
+            if "step" not in row:
+                raise ResultsError(
+                    f"{path}: row {row['key']} does not say what its step looks like: measure again with this version"
+                )
         cases = [_case(row, head_dim, kv_bytes) for row in rows]
         return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), cases)
     except OSError as error:

@@ -72,7 +72,7 @@ class FakeServer:
 
 
 def test_a_rank_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 600)
+    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 120)
     late: Any = FakeServer(2, "prefixpack", metrics(500, 499), metrics(500, 500))
     ranks = read_ranks(late)
     assert ranks is not None
@@ -112,7 +112,7 @@ def test_report_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_two_ranks_of_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 600)
+    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 120)
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "serving.json"

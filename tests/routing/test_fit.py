@@ -166,7 +166,7 @@ class TestResultsFile:
         assert case.shape.kv_bytes == kv_bytes
 
     def test_a_row_that_does_not_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
-        with pytest.raises(ResultsError, match="step"):
+        with pytest.raises(ResultsError, match=r"row .* does not say what its step looks like: measure again"):
             read_results(self.write(tmp_path, self.ROW))
 
     def test_too_few_cases_are_said_to_be(self, tmp_path: Path) -> None:
