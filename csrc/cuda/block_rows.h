@@ -216,7 +216,8 @@ class BlockRows {
     Target target{};
     Normalised result;
     if (item_.slot_begin == kWriteThrough) {
-      const OutputRow output = output_row(params_, item_.query_begin + place.query, place.head);
+      const int32_t token = params_.plan.query_token(item_.query_begin + place.query);
+      const OutputRow output = output_row(attention_, token, place.head);
       result = normalised_with_sink(state, attention_, place.head);
       target.output = output.output;
       store_lse(output.lse, result.lse);

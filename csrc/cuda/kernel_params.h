@@ -68,7 +68,7 @@ constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
 // Written by the preparation kernel once per step and read by every layer, but for the counters.
 struct StepState {
-  ItemRecord* items;        // [num_items]
+  ItemRecord* items;        // [num_items], and room for as many as there are blocks
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered: layers never read the scheduler's tables
   int32_t* tickets;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done

@@ -21,8 +21,13 @@ struct NextUnit {
   }
   // A word of the item's record for each lane.
   PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {
-    const int32_t ticket = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
-    if (thread >= kRecordWords || ticket >= num_units) return 0;
+    const int32_t ticket = ptx::shuffle(first_lane_ticket, 0);
+    return ticket < num_units ? record_word(params, ticket) : 0;
+  }
+  // ticket: also of a unit that there is not, up to the number of blocks.
+  PREFIXPACK_DEVICE static int32_t record_word(const KernelParams& params, int32_t ticket) {
+    const int32_t thread = ptx::thread_index();
+    if (thread >= kRecordWords) return 0;
     const ItemRecord* item = params.step.items + unit_of(ticket, params.attention.kv_heads).item;
     return reinterpret_cast<const int32_t*>(item)[thread];
   }

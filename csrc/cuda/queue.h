@@ -100,9 +100,10 @@ template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks, int32_t few_blocks) {
   ptx::let_next_launch_begin();
   BlockState* state = block_state(shared);
+  // Beside the header, which says whether there is such a unit.
+  const int32_t ticket = ptx::block_index(), word = NextUnit::record_word(kernel_params, ticket);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
-  const int32_t ticket = ptx::block_index();
   ptx::block_sync();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
   const int32_t num_units = num_items * kernel_params.attention.kv_heads;
@@ -115,7 +116,7 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
       state->next.dealt = active;
     }
     ptx::block_sync();
-    state->next.keep(ticket, state->next.ask_for_record(kernel_params, ticket));
+    state->next.keep(ticket, word);
     ptx::block_sync();
     run_block_queue<HeadDim, Format>(shared);
   }
@@ -125,9 +126,16 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
 // shared: kLoneWarps * kWarpBytes.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {
-  WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + ptx::thread_index() / 32 * kWarpBytes);
+  const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
+  const auto ask = [&] { return lane == 0 ? ptx::atomic_add(&params.step.tickets[1], 1) : 0; };
+  // Beside the header, by warps that take part however many there are.
+  int32_t ticket = warp < kEnoughLoneWarps ? ask() : kRehearsal;
+  WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + warp * kWarpBytes);
   const int32_t active = active_warps(units.count(), units.common_tokens(), ptx::grid_size());
-  if (ptx::uniform(ptx::thread_index() / 32 < active)) units.run();
+  if (ptx::uniform(warp < active && units.count() > 0)) {
+    if (warp >= kEnoughLoneWarps && warp < kLoneWarps - 1) ticket = ask();
+    units.run(ticket);
+  }
   ptx::block_sync();
   leave(params.step, blocks);
   // What comes next in the stream waits for this kernel, and so for the other.

@@ -33,9 +33,7 @@ struct OutputRow {
   float* lse;  // or nullptr
 };
 
-PREFIXPACK_DEVICE OutputRow output_row(const KernelParams& params, int32_t query, int32_t head) {
-  const AttentionParams& attention = params.attention;
-  const int64_t token = params.plan.query_token(query);
+PREFIXPACK_DEVICE OutputRow output_row(const AttentionParams& attention, int64_t token, int32_t head) {
   return {static_cast<uint16_t*>(attention.o) + token * attention.o_token_stride + head * attention.o_head_stride,
           attention.lse == nullptr ? nullptr : attention.lse + token * attention.lse_token_stride + head};
 }

@@ -89,6 +89,7 @@ PREFIXPACK_BOTH int32_t active_warps(int32_t units, int32_t tokens, int32_t bloc
   if (tokens < kTokensToFillRounds) return kLoneWarps;
   int32_t best = kLoneWarps;
   float best_share = 0.0f;
+#pragma unroll 1  // short code is there sooner
   for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
     const int32_t at_once = warps * blocks, rounds = (units + at_once - 1) / at_once;
     const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);

@@ -61,10 +61,11 @@ class WarpRows {
   PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * group_; }
   PREFIXPACK_DEVICE int32_t kv_head() const { return word(record_, kKvHead); }
 
-  // Token of the row that is this lane's number; -1 beyond the last.
+  // Token of the row that is this lane's number; -1 beyond the last, and of queries that begin nowhere (at -1).
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
-    const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + word(record, kQueryBegin);
-    return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
+    const int32_t begin = word(record, kQueryBegin);
+    const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + begin;
+    return begin >= 0 && query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
   // What finish() needs to know, asked for before it is needed. Lane i looks after query i.
@@ -236,31 +237,35 @@ class WarpRows {
         }
       }
     };
-    // All that most rows need, asked for at once.
-    Partial partial = partial_of(lane_ % kMergeLanes);
-    ask_for_quads(partial, 0);
-    SoftmaxState state = softmax_start();
-    if (lane_ % kMergeLanes < count) state = with_partial(state, partial.lse);
-#pragma unroll 1
-    for (int32_t begin = kMergeLanes; ptx::uniform(begin < longest); begin += kMergeLanes) {
-      const int32_t i = begin + lane_ % kMergeLanes;
-      const float further = partial_of(i).lse;
-      if (i < count) state = with_partial(state, further);
-    }
-    ptx::warp_sync();
-    const MergeWeights weights = merge_weights(attention_, writes ? head : 0, state,
-                                               [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+    MergeWeights weights{};
     float sums[kPasses][4] = {};
 #pragma unroll 1
     for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
       const int32_t i = begin + lane_ % kMergeLanes;
-      if (ptx::uniform(begin > 0)) partial = partial_of(i);
-      const float weight = i < count ? weights.of(partial.lse) : 0.0f;
-      ptx::warp_sync();
+      const Partial partial = partial_of(i);
+      float weight = 0.0f;
       const int32_t here = longest - begin < kMergeLanes ? longest - begin : kMergeLanes;
 #pragma unroll 1
       for (int32_t first = 0; ptx::uniform(first < here); first += kMergeAtOnceByWarp) {
-        if (ptx::uniform(begin + first > 0)) ask_for_quads(partial, first);
+        ask_for_quads(partial, first);
+        if (ptx::uniform(first == 0)) {
+          // With the first outputs, all that most rows need, on their way.
+          if (ptx::uniform(begin == 0)) {
+            SoftmaxState state = softmax_start();
+            if (i < count) state = with_partial(state, partial.lse);
+#pragma unroll 1
+            for (int32_t next = kMergeLanes; ptx::uniform(next < longest); next += kMergeLanes) {
+              const int32_t j = next + lane_ % kMergeLanes;
+              const float further = partial_of(j).lse;
+              if (j < count) state = with_partial(state, further);
+            }
+            ptx::warp_sync();
+            weights = merge_weights(attention_, writes ? head : 0, state,
+                                    [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+          }
+          weight = i < count ? weights.of(partial.lse) : 0.0f;
+          ptx::warp_sync();
+        }
 #pragma unroll
         for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
 #pragma unroll

@@ -20,6 +20,10 @@
 
 namespace prefixpack {
 
+// The ticket of a unit that has no query and no key, and so waits for nothing. A warp that goes through it first brings
+// the code of a unit, which between two layers is gone from the caches, while the others wait for their first data.
+constexpr int32_t kRehearsal = -1;
+
 template <class TileT, class Format>
 class WarpUnits : WarpRows<TileT, Format> {
   using Rows = WarpRows<TileT, Format>;
@@ -38,8 +42,9 @@ class WarpUnits : WarpRows<TileT, Format> {
   // KV positions of every unit, if they have about as many; else 0.
   PREFIXPACK_DEVICE int32_t common_tokens() const { return header(offsetof(PlanHeader, narrow_tokens)); }
 
-  // Takes units until none is left.
-  PREFIXPACK_DEVICE void run() {
+  // Takes units until none is left. ticket: of the first unit, in the first lane; kRehearsal: see there.
+  PREFIXPACK_DEVICE void run(int32_t ticket) {
+    ticket_ = ticket;
     forget_products();
     for (;;) {
       refill();
@@ -77,6 +82,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   using Rows::kLowest;
   using Rows::kQueryBegin;
   using Rows::kQueryCount;
+  using Rows::kSlotBegin;
   using Rows::kSlotsAt;
   using Rows::kSteps;
   using Rows::lane_;
@@ -135,9 +141,13 @@ class WarpUnits : WarpRows<TileT, Format> {
       const int32_t ticket = ptx::broadcast(ticket_, 0);
       stage_ = kNone;
       if (ticket < num_units_) {
-        const Unit unit = unit_of(ticket, attention_.kv_heads);
-        const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + unit.item);
-        next_record_ = lane_ < kRecordWords ? record[lane_] : unit.kv_head;
+        if (ticket == kRehearsal) {
+          next_record_ = record_of_nothing();
+        } else {
+          const Unit unit = unit_of(ticket, attention_.kv_heads);
+          const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + unit.item);
+          next_record_ = lane_ < kRecordWords ? record[lane_] : unit.kv_head;
+        }
         stage_ = kRecord;
       }
     } else if (stage_ == kRecord) {
@@ -149,6 +159,11 @@ class WarpUnits : WarpRows<TileT, Format> {
       next_token_ = token_of_row(next_record_);
       stage_ = kReady;
     }
+  }
+
+  // Of a query that begins nowhere: it is not read, nor any key, and has no output.
+  PREFIXPACK_DEVICE int32_t record_of_nothing() const {
+    return lane_ == kQueryCount ? 1 : lane_ == kQueryBegin || lane_ == kSlotBegin ? -1 : 0;
   }
 
   PREFIXPACK_DEVICE void enter_next() {
@@ -167,7 +182,8 @@ class WarpUnits : WarpRows<TileT, Format> {
   // has not are left as they are: a column of the products knows nothing of the others.
   PREFIXPACK_DEVICE void load_queries() const {
     const int32_t head = word(next_record_, kKvHead) * group_ + lane_ - query_ * group_;
-    const int64_t mine = next_token_ * attention_.q_token_stride + head * attention_.q_head_stride;
+    const int64_t mine =
+        next_token_ < 0 ? -1 : next_token_ * attention_.q_token_stride + head * attention_.q_head_stride;
     const int32_t rows = word(next_record_, kQueryCount) * group_;
     const int32_t chunk = lane_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
@@ -175,7 +191,7 @@ class WarpUnits : WarpRows<TileT, Format> {
     for (int32_t first = 0; first < rows; first += 32 / kQueryChunks) {
       const int32_t row = first + lane_ / kQueryChunks;
       const int64_t offset = ptx::shuffle(mine, row);
-      if (row < rows) ptx::copy_async(queries_ + swizzled(row, chunk, TileT::kQueryRowBytes), q + offset);
+      if (offset >= 0) ptx::copy_async(queries_ + swizzled(row, chunk, TileT::kQueryRowBytes), q + offset);
     }
   }
 
@@ -360,7 +376,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   const Softmax softmax_;
 
   // Next unit. Slots: where this lane's first is in the step's.
-  Stage stage_ = kUnasked;
+  Stage stage_ = kTicket;
   int32_t ticket_ = 0, next_record_ = 0, next_keys_ = 0, next_slots_ = 0, next_pair_ = 0;
   int32_t next_token_ = 0;  // of the row that is this lane's number
 

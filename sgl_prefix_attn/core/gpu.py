@@ -59,7 +59,7 @@ class GpuStep(StepBuffers):
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim).tile_rows[-1]
-        self._items = self._ints(_native.item_record_words * limits.items)
+        self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size[0]))
         self._tickets = self._ints(3)
         self._arrivals = self._ints(limits.queries * shape.kv_heads)
         self._addresses = _native.StepAddresses(

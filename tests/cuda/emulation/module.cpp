@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
@@ -83,7 +84,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
-  std::vector<ItemRecord> items(plan.items.size());
+  std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), blocks));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(3, 0);
   std::vector<int32_t> arrivals(plan.merge_query.size() * kv_heads, 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
