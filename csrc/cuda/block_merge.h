@@ -18,16 +18,17 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
   const DevicePlan& plan = params.plan;
   const int32_t thread = ptx::thread_index(), group = attention.q_heads / attention.kv_heads;
   const int32_t rows = item.query_count * group;
+  const int32_t parts = units_of_group(group), heads_of_part = group / parts;
   constexpr int32_t kReadyBytes = 1024;
-  auto* ready = reinterpret_cast<int32_t*>(shared);  // [queries]
+  auto* ready = reinterpret_cast<int32_t*>(shared);  // [queries, parts]
   bool any_ready = false;
-  for (int32_t query = thread; query < item.query_count; query += kThreads) {
-    const int32_t merge = item.merge_begin + query;
-    int32_t* arrivals = arrivals_of(params, merge, kv_head);
+  for (int32_t i = thread; i < item.query_count * parts; i += kThreads) {
+    const int32_t merge = item.merge_begin + i / parts;
+    int32_t* arrivals = arrivals_of(params, merge, kv_head * parts + i % parts, attention.kv_heads * parts);
     const int32_t count = merge_list(plan, merge).count;
     const bool last = ptx::atomic_add_release(arrivals, 1) == count - 1;
     if (last) *arrivals = 0;
-    ready[query] = last;
+    ready[i] = last;
     any_ready |= last;
   }
   if (!ptx::block_any(any_ready)) return;
@@ -50,7 +51,7 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
   for (int32_t first_row = thread / 32 * 4; first_row < rows; first_row += kThreads / kMergeLanes) {
     const int32_t row = first_row + thread % 32 / kMergeLanes;
     const Row place = row_of(row < rows ? row : 0, kv_head, group);
-    const bool merges = row < rows && ready[place.query];
+    const bool merges = row < rows && ready[row / heads_of_part];
     const MergeList list = merge_list(plan, item.merge_begin + place.query);
     const int32_t first = list.first - item.merge_first, count = merges ? list.count : 0;
     const auto slot_of = [&](int32_t i) { return first + i < near ? slots[first + i] : read_slot(first + i); };

@@ -68,7 +68,7 @@ def make_case(
     pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
-    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim)
+    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim, group=q_heads // kv_heads)
     if eager:  # small batches too are packed as if reading KV was all that counts: more levels, more to be merged
         device = replace(device, item_overhead=0.0, bandwidth=1e9)
     decode = bool((query_lens == 1).all())
