@@ -54,6 +54,8 @@ class DeviceModel:
         narrow_per_worker: such items that a worker does at a time.
         narrow_to_fill: such items that take all of a worker's bandwidth.
         narrow_overhead: seconds of a worker to take up such an item.
+        narrow_units: units that such an item is. Each reads the item's KV, all but the first at the price of `reread`.
+            A query for whose KV that costs more than a whole worker's overhead gets a tile for a whole worker.
         wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
         wide_flops: as `flops`, of these.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
@@ -69,6 +71,7 @@ class DeviceModel:
     narrow_per_worker: int = 1
     narrow_to_fill: int = 1
     narrow_overhead: float = 0.0
+    narrow_units: int = 1
     overlap: float = 1.0
     wide_rows: int = 0
     wide_flops: float = 1.0
@@ -127,6 +130,7 @@ class DeviceModel:
             narrow_per_worker=1 if wide else 8 // halves,
             narrow_to_fill=1 if wide else 3,
             narrow_overhead=6e-6 if wide else 0.5e-6 * halves,
+            narrow_units=halves,
             wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
             wide_flops=450e12,
         )

@@ -188,6 +188,22 @@ def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(
     check(case, emulate(emulation, case, blocks=2, late_copies=late_copies))
 
 
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("heads", [(16, 1), (24, 2)], ids=str)
+def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
+    emulation: ModuleType, heads: tuple[int, int], late_copies: bool
+) -> None:
+    """At this bandwidth the sooner start of a warp makes up for about 200 tokens that two units read."""
+    prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190])
+    batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
+    case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=5.12e9)
+    own = case.plan.items[case.plan.items[:, 3] >= prefix]
+    tail_of_item = tails[case.plan.query_request[own[:, 0]]]
+    assert set(tail_of_item) == set(tails)
+    np.testing.assert_array_equal(own[:, 6], np.where(tail_of_item < 200, 16, 32))
+    check(case, emulate(emulation, case, late_copies=late_copies))
+
+
 @pytest.mark.parametrize("window", [0, 7, 64, 100])
 def test_sliding_window(emulation: ModuleType, window: int) -> None:
     case = make_case(window, window_left=window, max_new_tokens=20)
