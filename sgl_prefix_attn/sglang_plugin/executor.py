@@ -15,7 +15,7 @@ import torch
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, Plan, Planner
+from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, ModelShape, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.handover import Handed

@@ -26,7 +26,8 @@ FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    native: dict[str, Any] = {name: getattr(_native, name) for name in ("plan_words", "units_of_group", "item_record_words")}
+    kept = ("plan_words", "units_of_group", "item_record_words")
+    native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(gpu, "_native", SimpleNamespace(
         built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
         cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
