@@ -21,7 +21,8 @@ class CudaDevice:
 
 def cuda_devices() -> list[CudaDevice]: ...
 
-def plan_words(plan: Plan, seq_lens: _Int64, growth: int) -> tuple[_Int32, int]: ...
+def units_of_group(group: int) -> int: ...
+def plan_words(plan: Plan, seq_lens: _Int64, growth: int, group: int) -> tuple[_Int32, int]: ...
 
 # Only where built_with_cuda:
 class StepAddresses:
@@ -81,6 +82,7 @@ class DeviceModel:
         narrow_per_worker: int = 1,
         narrow_to_fill: int = 1,
         narrow_overhead: float = 0.0,
+        narrow_units: int = 1,
         overlap: float = 1.0,
         wide_rows: int = 0,
         wide_flops: float = 1.0,

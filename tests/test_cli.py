@@ -105,6 +105,17 @@ def test_explain_as_json_with_every_machine_option() -> None:
     assert len(numbers["worker_seconds"]) == 32
 
 
+@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
+def test_explain_plans_for_the_tiles_that_the_models_heads_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def tiles(*options: str) -> list[int]:
+        assert main(["explain", "--tree", "256/64", "--device", name, "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)["device"]["tile_rows"]
+
+    assert tiles("--heads", "64/8") == [8, 32, 64, 128]
+    assert tiles("--heads", "64/4") == [16, 32, 64, 128]
+    assert tiles("--heads", "64/8", "--head-dim", "256") == [8, 32, 64]
+
+
 def test_explain_a_batch_file_and_draw_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "batch.json").write_text('{"paths": [[[1, 0, 64]], [[1, 0, 64]]], "seq_lens": [70, 80]}')
@@ -130,6 +141,7 @@ def test_explain_a_trace_window(tmp_path: Path) -> None:
         ("--batch x.json --query-len 4", "explain: --query-len belongs to --tree"),
         ("--tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
         ("--tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
+        ("--tree 1,2/64,16 --heads 32/0 --device h200", "explain: 32/0 heads: expected at least one KV head"),
         ("--tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
         ("--tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
         ("--tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),

@@ -19,9 +19,9 @@ from sgl_prefix_attn.core.triton_step import TritonStep
 GROWTH = 64
 
 
-def device_model(sm_count: int, overrides: dict[str, Any] | None = None) -> DeviceModel:
+def device_model(sm_count: int, group: int, overrides: dict[str, Any] | None = None) -> DeviceModel:
     """What plans are made for; `overrides` replaces fields by name."""
-    return replace(DeviceModel.gpu(sm_count), **(overrides or {}))
+    return replace(DeviceModel.gpu(sm_count, group=group), **(overrides or {}))
 
 
 class PrefixPack(Way):
@@ -36,13 +36,15 @@ class PrefixPack(Way):
 
     def __init__(self, device: torch.device, overrides: dict[str, Any] | None = None) -> None:
         self.device = device
-        self.model = device_model(torch.cuda.get_device_properties(device).multi_processor_count, overrides)
+        self.overrides = overrides
         self._step: GpuStep | TritonStep | None = None
 
     def bind(self, world: World) -> list[Any]:
         case = self.world = world
         q_heads, kv_heads = world.heads
         self.shape = ModelShape(q_heads, kv_heads, HEAD_DIM, kv_bytes=world.kv_dtype.itemsize)
+        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.model = device_model(multiprocessors, self.shape.group, self.overrides)
         self.lens = world.case.lengths
         self.mirror = RadixMirror()
         self.last_nodes = self.lens * 0 - 1

@@ -32,7 +32,8 @@ Range = tuple[int, int]
 
 def ranges_of_queries(case: Case) -> list[list[Range]]:
     """The KV ranges, in order, that the plan of a case gives each of its queries, in packed order."""
-    plan = Planner(ModelShape(*case.heads, HEAD_DIM), DeviceModel.gpu(132)).plan(case.forest(), case.lengths)
+    shape = ModelShape(*case.heads, HEAD_DIM)
+    plan = Planner(shape, DeviceModel.gpu(132, group=shape.group)).plan(case.forest(), case.lengths)
     ranges: list[list[Range]] = [[] for _ in plan.query_request]
     for query_begin, query_count, _, kv_begin, kv_end, *_ in plan.items.tolist():
         for query in range(query_begin, query_begin + query_count):

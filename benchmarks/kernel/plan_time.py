@@ -47,7 +47,8 @@ def mirror_of(paths: list[list[tuple[int, int, int]]]) -> tuple[RadixMirror, np.
 def measure(tree: str, heads: tuple[int, int], repeats: int, steps: int) -> dict[str, object]:
     paths, lens = tree_paths(tree)
     mirror, last_nodes, prefix_lens = mirror_of(paths)
-    shape, device = ModelShape(*heads, head_dim=128), DeviceModel.gpu(132)
+    shape = ModelShape(*heads, head_dim=128)
+    device = DeviceModel.gpu(132, group=shape.group)
     start_lens = np.asarray(lens, dtype=np.int64)
     forest_us, plan_us, amortised_us = [], [], []
     for _ in range(repeats):

@@ -8,6 +8,7 @@
 
 #include "bindings/bindings.h"
 #include "cuda/device.h"
+#include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
 #include "cuda/launch.h"
 #include "cuda/plan_words.h"
@@ -18,12 +19,13 @@ namespace prefixpack {
 
 namespace {
 
-py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth) {
+py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
+                   int32_t group) {
   if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
   }
-  PlanWords made = plan_words(plan, seq_lens.data(), growth);
+  PlanWords made = plan_words(plan, seq_lens.data(), growth, group);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);
 }
@@ -137,8 +139,9 @@ void bind_devices(py::module_& m) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"),
+  m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
+  m.def("units_of_group", &units_of_group, py::arg("group"), "See csrc/cuda/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;

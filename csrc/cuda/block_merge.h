@@ -21,32 +21,37 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
   const DevicePlan& plan = params.plan;
   const int32_t thread = ptx::thread_index(), group = attention.q_heads / attention.kv_heads;
   const int32_t first_head = kv_head * group;
-  struct Query {
+  const int32_t parts_of_query = units_of_group(group), heads_of_part = group / parts_of_query;
+  // The heads of a query whose partials are counted together.
+  struct Part {
     int32_t token;  // -1 if it is not ready
     MergeList list;
   };
-  constexpr int32_t kQueryBytes = kThreads * sizeof(Query);  // an item has no more rows than the block threads
-  auto* queries = reinterpret_cast<Query*>(shared);
-  auto* lse = reinterpret_cast<float*>(shared + kQueryBytes);  // [entries][group]
-  constexpr int32_t kRoom = (kSharedBytes - kQueryBytes) / sizeof(float);
+  constexpr int32_t kPartBytes = kThreads * sizeof(Part);  // an item has no more rows than the block threads
+  auto* parts = reinterpret_cast<Part*>(shared);
+  auto* lse = reinterpret_cast<float*>(shared + kPartBytes);  // [entries][group]
+  constexpr int32_t kRoom = (kSharedBytes - kPartBytes) / sizeof(float);
+  const int32_t num_parts = item.query_count * parts_of_query;
   bool last = false;
-  if (thread < item.query_count) {
-    const int32_t merge = item.merge_begin + thread, token = plan.query_token(item.query_begin + thread);
+  if (thread < num_parts) {
+    const int32_t query = thread / parts_of_query, merge = item.merge_begin + query;
+    const int32_t token = plan.query_token(item.query_begin + query);
     const MergeList list = merge_list(plan, merge);
-    int32_t* arrivals = arrivals_of(params, merge, kv_head);
+    int32_t* arrivals = arrivals_of(params, merge, kv_head * parts_of_query + thread - query * parts_of_query,
+                                    attention.kv_heads * parts_of_query);
     last = ptx::atomic_add_release(arrivals, 1) == list.count - 1;
     if (last) *arrivals = 0;
-    queries[thread] = {last ? token : -1, list};
+    parts[thread] = {last ? token : -1, list};
   }
   if (!ptx::block_any(last)) return;
-  // As many queries at a time as there is room for what is read of their partials: nearly always all.
+  // As many parts at a time as there is room for what is read of their partials: nearly always all.
   const auto entries_to = [&](int32_t first, int32_t end) {
-    return queries[end - 1].list.first + queries[end - 1].list.count - queries[first].list.first;
+    return parts[end - 1].list.first + parts[end - 1].list.count - parts[first].list.first;
   };
-  for (int32_t query = 0, end; ptx::uniform(query < item.query_count); query = end) {
-    end = item.query_count;
-    while (ptx::uniform(entries_to(query, end) > kRoom / (group + 1) && end > query + 1)) --end;
-    const int32_t first_entry = queries[query].list.first, entries = entries_to(query, end);
+  for (int32_t part = 0, end; ptx::uniform(part < num_parts); part = end) {
+    end = num_parts;
+    while (ptx::uniform(entries_to(part, end) > kRoom / (group + 1) && end > part + 1)) --end;
+    const int32_t first_entry = parts[part].list.first, entries = entries_to(part, end);
     auto* slots = reinterpret_cast<int32_t*>(lse + entries * group);
     for (int32_t entry = thread; entry < entries; entry += kThreads) {
       const int32_t slot = plan.merge_slot(first_entry + entry);
@@ -67,13 +72,15 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
       }
     }
     ptx::block_sync();
-    const int32_t rows = (end - query) * group, lane = thread % kMergeLanes;
+    const int32_t rows = (end - part) * heads_of_part, lane = thread % kMergeLanes;
     // Eight lanes have a row. Whole warps go round: lanes exchange what they have read.
 #pragma unroll 1
     for (int32_t begin = thread / 32 * (32 / kMergeLanes); begin < rows; begin += kThreads / kMergeLanes) {
-      const int32_t row = begin + thread % 32 / kMergeLanes, of_query = row < rows ? row / group : 0;
-      const Query& mine = queries[query + of_query];
-      const int32_t in_group = row < rows ? row - of_query * group : 0, head = first_head + in_group;
+      const int32_t row = begin + thread % 32 / kMergeLanes, part_of_row = row < rows ? row / heads_of_part : 0;
+      const Part& mine = parts[part + part_of_row];
+      const int32_t in_part = row < rows ? row - part_of_row * heads_of_part : 0;
+      const int32_t in_group = (part + part_of_row) % parts_of_query * heads_of_part + in_part;
+      const int32_t head = first_head + in_group;
       const int32_t count = row < rows && mine.token >= 0 ? mine.list.count : 0;
       const int32_t first = mine.list.first - first_entry;
       const float* lse_of = lse + first * group + in_group;
@@ -113,7 +120,7 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
       const OutputRow target = output_row(attention, mine.token, head);
 #pragma unroll
       for (int32_t quad = 0; quad < kQuads; ++quad) {
-        const float(&sum)[4] = sums[quad];
+        const float (&sum)[4] = sums[quad];
         ptx::store_words(target.output + lane * 4 + quad * 32, Output::pack(sum[0], sum[1]),
                          Output::pack(sum[2], sum[3]));
       }

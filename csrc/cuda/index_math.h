@@ -13,11 +13,22 @@ constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 struct Unit {
-  int32_t item, kv_head;
+  int32_t item, head;  // KV head of a unit for a block, unit head of one for a warp
 };
 
+// Rows of a unit for a warp: the columns of its products.
+constexpr int32_t kWarpRows = 8;
+
+// Units for warps that the heads of a group are: 2 for larger groups, which then read the same KV at about the same
+// time. Each has a part of the query heads, as if there were so many times the KV heads; unit heads are counted so.
+// Groups that cannot be halved have no units for warps.
+PREFIXPACK_BOTH int32_t units_of_group(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
+
+// Items of so many rows or fewer are work for warps, the others for blocks.
+PREFIXPACK_BOTH int32_t narrow_rows(int32_t group) { return kWarpRows * units_of_group(group); }
+
 // Neighbouring units read neighbouring heads of the same tokens.
-PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t kv_heads) { return {ticket / kv_heads, ticket % kv_heads}; }
+PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t heads) { return {ticket / heads, ticket % heads}; }
 
 struct Row {
   int32_t query;  // offset into the item's queries

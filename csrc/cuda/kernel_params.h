@@ -72,7 +72,7 @@ struct StepState {
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered: layers never read the scheduler's tables
   int32_t* tickets;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done
-  int32_t* arrivals;        // [num_merges, kv_heads] partials that are ready; all counters are 0 between launches
+  int32_t* arrivals;        // [num_merges, unit heads] partials that are ready; all counters are 0 between launches
 };
 
 struct KernelParams {

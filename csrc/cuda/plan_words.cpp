@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
-#include "cuda/tiles.h"
 
 namespace prefixpack {
 
@@ -16,7 +16,8 @@ constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
 
 }  // namespace
 
-PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) {
+PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group) {
+  const int32_t narrow = narrow_rows(group);
   PlanWords result;
   std::vector<int32_t>& words = result.words;
   const size_t num_items = plan.items.size();
@@ -46,13 +47,13 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth) 
     }
   };
   for (const WorkItem& item : plan.items) {
-    if (item.tile_rows > kWarpRows) add_item(item);
+    if (item.tile_rows > narrow) add_item(item);
   }
   header.num_block_items = static_cast<int32_t>(place);
   header.narrow_prevails = plan.narrow_prevails;
   int64_t shortest = INT32_MAX, longest = 0;
   for (const WorkItem& item : plan.items) {
-    if (item.tile_rows > kWarpRows) continue;
+    if (item.tile_rows > narrow) continue;
     const int64_t before = result.kv_slots;
     add_item(item);
     shortest = std::min(shortest, result.kv_slots - before);

@@ -14,7 +14,8 @@ struct PlanWords {
 };
 
 // seq_lens: [num_requests] the lengths the plan was made for. growth: tokens by which open ends may grow before the
-// words are made anew; their slots get that much room. Throws std::length_error beyond 2^31 - 1 slots.
-PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth);
+// words are made anew; their slots get that much room. group: query heads of a KV head. Throws std::length_error beyond
+// 2^31 - 1 slots.
+PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group);
 
 }  // namespace prefixpack

@@ -34,7 +34,7 @@ PREFIXPACK_DEVICE void run_unit(char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   ptx::warp_sync();
-  const int32_t kv_head = unit_of(state->ticket, params.attention.kv_heads).kv_head;
+  const int32_t kv_head = unit_of(state->ticket, params.attention.kv_heads).head;
   Unit(params, state->item, kv_head, shared).run(&state->next);
 }
 // A function per tile: inlined side by side they would share, and spill, one set of registers.
@@ -82,7 +82,7 @@ PREFIXPACK_DEVICE void run_block_queue(char* shared) {
       run_wide_unit<HeadDim, Format>(shared);
     }
     merge_what_is_ready<HeadDim, typename Format::Output>(
-        params, state->item, unit_of(state->ticket, params.attention.kv_heads).kv_head, shared);
+        params, state->item, unit_of(state->ticket, params.attention.kv_heads).head, shared);
     ptx::block_sync();
   }
 }

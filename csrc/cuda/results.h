@@ -104,10 +104,11 @@ PREFIXPACK_DEVICE MergeList merge_list(const DevicePlan& plan, int32_t merge) {
   return {first, plan.merge_offset(merge + 1) - first};
 }
 
-// Partials of query `merge` that are ready, for one KV head. Whoever brings the last merges them: no second launch, no
-// waiting, and since the order of summation is the plan's, the same bits whoever that is.
-PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t kv_head) {
-  return params.step.arrivals + merge * params.attention.kv_heads + kv_head;
+// Partials of query `merge` that are ready, for one unit head. Whoever brings the last merges them: no second launch,
+// no waiting, and since the order of summation is the plan's, the same bits whoever that is.
+PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t unit_head,
+                                       int32_t unit_heads) {
+  return params.step.arrivals + merge * unit_heads + unit_head;
 }
 
 }  // namespace prefixpack

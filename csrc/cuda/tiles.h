@@ -15,8 +15,6 @@ constexpr int kBlockStateBytes = 512;  // of which kSharedBytes leaves the syste
 constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
 constexpr int kMaxStages = 4;
 
-constexpr int kWarpRows = 8;  // items of so many rows or fewer are work for one warp, the others for a block
-
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 

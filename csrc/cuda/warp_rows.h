@@ -30,7 +30,9 @@ class WarpRows {
     kMergeBegin,
     kMergeFirst,
     kSlotsAt,
-    kKvHead = kRecordWords  // not of the record: lanes beyond it hold the unit's KV head
+    // Not of the record: lanes beyond it hold the unit's heads.
+    kUnitHead = kRecordWords,
+    kKvHead
   };
   PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
 
@@ -46,7 +48,7 @@ class WarpRows {
       : params_(params),
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
-        group_(params.attention.q_heads / params.attention.kv_heads),
+        group_(heads_of_unit(params.attention.q_heads / params.attention.kv_heads)),
         query_(lane_ / group_),
         header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
@@ -59,7 +61,11 @@ class WarpRows {
   }
 
   PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * group_; }
-  PREFIXPACK_DEVICE int32_t kv_head() const { return word(record_, kKvHead); }
+  PREFIXPACK_DEVICE int32_t unit_head() const { return word(record_, kUnitHead); }
+  PREFIXPACK_DEVICE static int32_t heads_of_unit(int32_t group) { return group / units_of_group(group); }
+  // Unit head h is of KV head h >> head_shift().
+  PREFIXPACK_DEVICE int32_t head_shift() const { return group_ * attention_.kv_heads < attention_.q_heads; }
+  PREFIXPACK_DEVICE int32_t unit_heads() const { return attention_.kv_heads << head_shift(); }
 
   // Token of the row that is this lane's number; -1 beyond the last, and of queries that begin nowhere (at -1).
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
@@ -74,14 +80,14 @@ class WarpRows {
     list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
     const int32_t merge = word(record_, kMergeBegin) + lane_, first = word(record_, kMergeFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
-    const int32_t head = kv_head();
+    const int32_t head = unit_head();
     if (word(record_, kSlotBegin) == kWriteThrough) return;
     const int32_t* offsets = array(offsetof(PlanHeader, merge_offset_at));
     const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
-      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head));
+      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head, unit_heads()));
     }
     list_slots_ = slots[first + lane_];
   }
@@ -95,7 +101,8 @@ class WarpRows {
     if (slot_begin != kWriteThrough) {
       // If all other partials of a query are there, its own need not be written.
       const int32_t others = list_end_ - list_begin_ - 1;
-      int32_t* arrivals = arrivals_of(params_, word(record_, kMergeBegin) + (mine ? lane_ : 0), kv_head());
+      const int32_t merge = word(record_, kMergeBegin) + (mine ? lane_ : 0);
+      int32_t* arrivals = arrivals_of(params_, merge, unit_head(), unit_heads());
       complete = mine && arrived_ == others;
       ptx::warp_sync();
       if (ptx::any(mine && complete == 0)) {
@@ -162,7 +169,7 @@ class WarpRows {
   }
 
   PREFIXPACK_DEVICE int32_t head_of(int32_t row, int32_t query) const {
-    return kv_head() * group_ + row - query * group_;
+    return unit_head() * group_ + row - query * group_;
   }
 
   // Rows of queries that are not flagged in lane `query` of `complete`.
@@ -299,7 +306,8 @@ class WarpRows {
  protected:
   const KernelParams& params_;
   const AttentionParams& attention_;
-  const int32_t lane_, group_;
+  const int32_t lane_;
+  const int32_t group_;  // query heads of a unit
 
   const int32_t query_;  // of an item, to which the row that is this lane's number belongs
 

@@ -34,7 +34,7 @@ class WarpUnits : WarpRows<TileT, Format> {
       : Rows(params),
         window_(params.attention.window_left),
         first_item_(header(offsetof(PlanHeader, num_block_items))),
-        num_units_((header(offsetof(PlanHeader, num_items)) - first_item_) * params.attention.kv_heads),
+        num_units_((header(offsetof(PlanHeader, num_items)) - first_item_) * unit_heads()),
         queries_(ptx::shared_address(shared)),
         softmax_(params.attention) {}
 
@@ -74,6 +74,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   using Rows::attention_;
   using Rows::finish;
   using Rows::group_;
+  using Rows::head_shift;
   using Rows::header;
   using Rows::kHighest;
   using Rows::kKvBegin;
@@ -85,6 +86,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   using Rows::kSlotBegin;
   using Rows::kSlotsAt;
   using Rows::kSteps;
+  using Rows::kUnitHead;
   using Rows::lane_;
   using Rows::output_;
   using Rows::params_;
@@ -93,6 +95,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   using Rows::start_sums;
   using Rows::state_;
   using Rows::token_of_row;
+  using Rows::unit_heads;
   using Rows::word;
 
   using Product = typename Format::Product;
@@ -144,9 +147,10 @@ class WarpUnits : WarpRows<TileT, Format> {
         if (ticket == kRehearsal) {
           next_record_ = record_of_nothing();
         } else {
-          const Unit unit = unit_of(ticket, attention_.kv_heads);
+          const Unit unit = unit_of(ticket, unit_heads());
           const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + unit.item);
-          next_record_ = lane_ < kRecordWords ? record[lane_] : unit.kv_head;
+          const int32_t head = lane_ == kUnitHead ? unit.head : unit.head >> head_shift();
+          next_record_ = lane_ < kRecordWords ? record[lane_] : head;
         }
         stage_ = kRecord;
       }
@@ -181,7 +185,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   // In the group of the unit's first piece; the queries of the unit before are in registers by now. Rows that the unit
   // has not are left as they are: a column of the products knows nothing of the others.
   PREFIXPACK_DEVICE void load_queries() const {
-    const int32_t head = word(next_record_, kKvHead) * group_ + lane_ - query_ * group_;
+    const int32_t head = word(next_record_, kUnitHead) * group_ + lane_ - query_ * group_;
     const int64_t mine =
         next_token_ < 0 ? -1 : next_token_ * attention_.q_token_stride + head * attention_.q_head_stride;
     const int32_t rows = word(next_record_, kQueryCount) * group_;

@@ -26,7 +26,8 @@ struct DeviceModel {
   int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
   int32_t narrow_per_worker = 1;   // which does so many of them at a time,
   int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
-  double narrow_overhead = 0;      // and is taken up in so many seconds of a worker
+  double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
+  int32_t narrow_units = 1;        // it is so many units, each of which reads its KV, all but one at price `reread`
   double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
@@ -54,12 +55,10 @@ class CostModel {
         overhead_seconds_(device.item_overhead * shape.kv_heads / device.workers),
         narrow_overhead_seconds_(device.narrow_overhead * shape.kv_heads / device.workers) {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
-      const int32_t rows = smallest_tile(queries * group_);
-      const bool wide = device.wide_rows > 0 && rows >= device.wide_rows;
-      const double multiply = row_token_flops_ / (wide ? device.wide_flops : device.flops) * rows;
-      tiles_.push_back({overhead(rows), both(token_seconds_, multiply), both(token_seconds_ * device.reread, multiply),
-                        rows, stretch(rows), share(rows)});
+      tiles_.push_back(tile_of(smallest_tile(queries * group_)));
     }
+    whole_tile_ = tile_of(narrowest_whole_tile());
+    longest_narrow_ = longest_narrow();
   }
 
   int32_t group() const { return group_; }
@@ -90,8 +89,15 @@ class CostModel {
   }
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
 
-  // Of `queries`, at most queries_per_tile.
+  // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
+  // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
+  // units of every piece read it as often: splitting makes the items shorter, not the reading less.
+  const TileClass& tile(int32_t queries, int32_t tokens) const {
+    return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
+  }
+  // Seconds per KV position that the units of a narrow item after the first take.
+  double narrow_reread() const { return token_seconds_ * device_.reread * (device_.narrow_units - 1); }
 
   // One tile against `tokens` KV positions, without partials.
   double item(const TileClass& tile, double tokens, bool sibling_read_before = false) const {
@@ -121,6 +127,27 @@ class CostModel {
   }
 
  private:
+  TileClass tile_of(int32_t rows) const {
+    const bool wide = device_.wide_rows > 0 && rows >= device_.wide_rows;
+    const double multiply = row_token_flops_ / (wide ? device_.wide_flops : device_.flops) * rows;
+    const double reread = rows <= device_.narrow_rows ? narrow_reread() : 0.0;
+    return {overhead(rows),
+            both(token_seconds_ + reread, multiply),
+            both(token_seconds_ * device_.reread + reread, multiply),
+            rows,
+            stretch(rows),
+            share(rows)};
+  }
+
+  // KV positions of one query up to which a narrow item, which is taken up sooner, is cheaper than one that takes a
+  // whole worker and reads them once. No limit for items of one unit.
+  int32_t longest_narrow() const {
+    const TileClass& narrow = tiles_[1];
+    const double saved = whole_tile_.overhead - narrow.overhead, lost = narrow.first_read - whole_tile_.first_read;
+    if (narrow.rows > device_.narrow_rows || lost <= 0) return INT32_MAX;
+    return static_cast<int32_t>(std::min(std::max(saved / lost, 0.0), double{INT32_MAX}));
+  }
+
   int32_t smallest_tile(int32_t rows) const {
     for (int32_t tile : device_.tile_rows) {
       if (tile >= rows) return tile;
@@ -135,6 +162,8 @@ class CostModel {
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   std::vector<TileClass> tiles_;
+  TileClass whole_tile_;  // the narrowest that takes a whole worker
+  int32_t longest_narrow_;
 };
 
 // Packs of different numbers of queries that read the same KV range.

@@ -177,7 +177,10 @@ class Scheduler {
       }
       ++queued;
       dearest = std::max(dearest, key);
-      if (lead->item.kv_end == kOpenEnd) dearest_open = std::max(dearest_open, key * lead->stretch);
+      if (lead->item.kv_end == kOpenEnd && key * lead->stretch > dearest_open) {
+        dearest_open = key * lead->stretch;
+        dearest_open_tokens_ = lead->tokens;
+      }
       lead = after;
     }
     num_queued_ = queued - queue_.data();
@@ -265,8 +268,9 @@ class Scheduler {
   }
 
   int32_t growth_limit() const {
-    const double token = cost_.tile(1).first_read;
-    const double unit_growth = token * tiling_.per_worker() * cost_.tile(1).stretch;
+    const TileClass& tail = cost_.tile(1, dearest_open_tokens_);
+    const double token = tail.first_read;
+    const double unit_growth = token * tiling_.per_worker() * tail.stretch;
     const double even_growth = token * forest_.num_requests;
     const double slack = kDriftTolerance * tiling_.finish() - dearest_open_;
     const double closing = unit_growth - kDriftTolerance * even_growth;
@@ -286,6 +290,7 @@ class Scheduler {
   Buffer<int32_t> order_;  // into queue_
   size_t num_queued_ = 0, num_items_ = 0;
   double dearest_ = 0, dearest_open_ = 0;
+  int32_t dearest_open_tokens_ = 0;
   Schedule schedule_;
 };
 

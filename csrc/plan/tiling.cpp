@@ -57,18 +57,17 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
     }
     ++tile;
   };
-  const TileClass single = cost_->tile(1);
   for (const Pack& pack : packs) {
     const bool open = pack.kv_end == kOpenEnd;
     const int32_t tokens = (open ? static_cast<int32_t>(lens.seq_lens[pack.request]) : pack.kv_end) - pack.kv_begin;
     if (pack.query_count == 1) {  // most packs
-      add(pack, 0, 1, tokens, single);
+      add(pack, 0, 1, tokens, cost_->tile(1, tokens));
       continue;
     }
     for (int32_t first = 0; first < pack.query_count; first += step) {
       const int32_t count = std::min(step, pack.query_count - first);
       const int32_t hidden = open ? pack.query_count - first - count : 0;  // tokens behind this tile
-      add(pack, first, count, tokens - hidden, cost_->tile(count));
+      add(pack, first, count, tokens - hidden, cost_->tile(count, tokens - hidden));
     }
   }
   num_tiles_ = tile - tiles_.data();
@@ -82,6 +81,7 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
 
 void Tiling::widen_narrow_tiles() {
   const int32_t rows = cost_->narrowest_whole_tile();
+  const double reread = cost_->narrow_reread() * per_worker_;
   double longest = 0;
   for (size_t i = 0; i < num_tiles_; ++i) {
     Tile& tile = tiles_[i];
@@ -90,8 +90,9 @@ void Tiling::widen_narrow_tiles() {
       tile.stretch = cost_->stretch(rows);
       tile.share = cost_->share(rows);
       const double overhead = cost_->overhead(rows) * per_worker_;
-      total_ += overhead - tile.overhead;
-      tile.seconds += overhead - tile.overhead;
+      const double added = overhead - tile.overhead - tile.tokens * reread;
+      total_ += added;
+      tile.seconds += added;
       tile.overhead = overhead;
       tile.duration = tile.seconds;
     }

@@ -115,7 +115,7 @@ def native_obstacle(
         words = 16 // tensor.dtype.itemsize
         if tensor.stride(0) % words or tensor.stride(1) % words or tensor.data_ptr() % 16:
             return f"the native kernels read whole, aligned 16-byte words; {name} has strides {tensor.stride()}"
-    table = DeviceModel.gpu(1, head_dim=head_dim).tile_rows
+    table = DeviceModel.gpu(1, head_dim=head_dim, group=q.shape[1] // k_cache.shape[1]).tile_rows
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():
         if rows not in table:
             return f"the plan has tiles of {rows} rows, made for another device: see DeviceModel.gpu"
@@ -132,7 +132,7 @@ def _triton_step(obstacle: str) -> MakeStep:
 
 def limits_of(plan: Plan, seq_lens: Int64Array) -> StepLimits:
     """What buffers need to hold for a plan at these lengths."""
-    _, kv_slots = _native.plan_words(plan, seq_lens, 0)
+    _, kv_slots = _native.plan_words(plan, seq_lens, 0, 1)
     return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
 
 

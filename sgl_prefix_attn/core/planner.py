@@ -33,6 +33,11 @@ class ModelShape:
     kv_bytes: int = 2
     partial_bytes: int = 4
 
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
 
 @dataclass(frozen=True)
 class DeviceModel:
@@ -49,6 +54,8 @@ class DeviceModel:
         narrow_per_worker: such items that a worker does at a time.
         narrow_to_fill: such items that take all of a worker's bandwidth.
         narrow_overhead: seconds of a worker to take up such an item.
+        narrow_units: units that such an item is. Each reads the item's KV, all but the first at the price of `reread`.
+            A query for whose KV that costs more than a whole worker's overhead gets a tile for a whole worker.
         wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
         wide_flops: as `flops`, of these.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
@@ -64,6 +71,7 @@ class DeviceModel:
     narrow_per_worker: int = 1
     narrow_to_fill: int = 1
     narrow_overhead: float = 0.0
+    narrow_units: int = 1
     overlap: float = 1.0
     wide_rows: int = 0
     wide_flops: float = 1.0
@@ -92,6 +100,7 @@ class DeviceModel:
         sm_count: int,
         *,
         head_dim: int = 128,
+        group: int = 1,
         bandwidth: float = 4.3e12,
         flops: float = 250e12,
         max_tile_rows: int = 128,
@@ -102,22 +111,26 @@ class DeviceModel:
         Args:
             head_dim: heads wider than 128 leave the kernels no registers for tiles of 128 rows, nor a warp for items
                 of its own (csrc/cuda/tiles.h).
+            group: query heads of a KV head. Larger ones are halved where a warp takes an item (csrc/cuda/index_math.h).
             warpgroup_products: whether the kernels multiply their widest tile so where they can, with head_dim 128:
                 compute capability 9.0, KV of 16 bits.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
+        halves = 1 if wide else _native.units_of_group(group)
+        narrow_rows = 8 * halves
         return cls(
             workers=2 * sm_count,
             bandwidth=bandwidth,
             flops=flops,
             item_overhead=6e-6,
             reread=0.25,
-            tile_rows=tuple(rows for rows in (8, 32, 64, 128) if rows <= max_tile_rows),
-            narrow_rows=8,
-            narrow_per_worker=1 if wide else 8,
+            tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if rows <= max_tile_rows),
+            narrow_rows=narrow_rows,
+            narrow_per_worker=1 if wide else 8 // halves,
             narrow_to_fill=1 if wide else 3,
-            narrow_overhead=6e-6 if wide else 0.5e-6,
+            narrow_overhead=6e-6 if wide else 0.5e-6 * halves,
+            narrow_units=halves,
             wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
             wide_flops=450e12,
         )

@@ -80,7 +80,7 @@ class StepBuffers:
         Raises:
             PlanTooLarge: nothing was changed.
         """
-        words, kv_slots = _native.plan_words(plan, seq_lens, growth)
+        words, kv_slots = _native.plan_words(plan, seq_lens, growth, self.shape.group)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         if args.server:
             _run_server(args)
         else:
-            explanation = explain(_batch(args), model_shape(args), device_model(args))
+            shape = model_shape(args)
+            explanation = explain(_batch(args), shape, device_model(args, shape))
             _print(explanation.to_json() if args.json else _text(explanation, args))
             _plot([explanation], args)
     except InputError as error:
@@ -131,7 +132,10 @@ def _run_server(args: argparse.Namespace) -> None:
 
 def _explain_state(state: ServerState, title: str, args: argparse.Namespace) -> Explanation | None:
     batch = state.described_batch(title)
-    return None if batch is None else explain(batch, model_shape(args, state.shape), device_model(args, state.device))
+    if batch is None:
+        return None
+    shape = model_shape(args, state.shape)
+    return explain(batch, shape, device_model(args, shape, state.device))
 
 
 def _json(explanation: Explanation | None) -> dict[str, Any] | None:

@@ -15,13 +15,23 @@ from sgl_prefix_attn.explain.batch import InputError, first_problem
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 # A100 (80 GB, SXM) and H100 (SXM): bandwidth, and arithmetic of the A100, by the data sheet; the rest as on an H200.
-_DEVICES: dict[str, Callable[[], DeviceModel]] = {
-    "cpu": DeviceModel.cpu,
-    "a100": lambda: DeviceModel.gpu(108, bandwidth=2.04e12, flops=312e12, warpgroup_products=False),
-    "h100": lambda: DeviceModel.gpu(132, bandwidth=3.35e12),
-    "h200": lambda: DeviceModel.gpu(132),
+_GPUS: dict[str, Callable[[ModelShape], DeviceModel]] = {
+    "a100": lambda shape: _gpu(shape, 108, bandwidth=2.04e12, flops=312e12, warpgroup_products=False),
+    "h100": lambda shape: _gpu(shape, 132, bandwidth=3.35e12),
+    "h200": lambda shape: _gpu(shape, 132),
 }
-DEVICE_NAMES = tuple(_DEVICES)
+DEVICE_NAMES = ("cpu", *_GPUS)
+
+
+def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
+    """With the tiles that a server's kernels have for models of this shape."""
+    return DeviceModel.gpu(
+        multiprocessors,
+        head_dim=shape.head_dim,
+        group=shape.group,
+        warpgroup_products=warpgroup_products and shape.kv_bytes == 2,
+        **figures,
+    )
 
 
 def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None) -> ModelShape:
@@ -39,11 +49,18 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
         changes["kv_bytes"] = _BYTES[args.kv_dtype]
     if args.partial_dtype is not None:
         changes["partial_bytes"] = _BYTES[args.partial_dtype]
-    return dataclasses.replace(shape, **changes)
+    shape = dataclasses.replace(shape, **changes)
+    if shape.kv_heads < 1:
+        raise InputError(f"{shape.q_heads}/{shape.kv_heads} heads: expected at least one KV head")
+    return shape
 
 
-def device_model(args: argparse.Namespace, reported: dict[str, Any] | None = None) -> DeviceModel:
-    """Device to plan for. reported: a server's DeviceModel fields. Raises InputError for an unusable option."""
+def device_model(args: argparse.Namespace, shape: ModelShape, reported: dict[str, Any] | None = None) -> DeviceModel:
+    """Device to plan models of this shape for. reported: a server's DeviceModel fields.
+
+    Raises:
+        InputError: an unusable option.
+    """
     if args.workers is not None and args.workers < 1:
         raise InputError(f"--workers {args.workers}: expected at least 1")
     if args.device is None and reported is not None:
@@ -51,7 +68,7 @@ def device_model(args: argparse.Namespace, reported: dict[str, Any] | None = Non
     elif args.device in (None, "cpu"):
         return DeviceModel.cpu(args.workers)
     else:
-        device = _DEVICES[args.device]()
+        device = _GPUS[args.device](shape)
     return device if args.workers is None else dataclasses.replace(device, workers=args.workers)
 
 

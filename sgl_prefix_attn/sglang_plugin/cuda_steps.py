@@ -133,7 +133,7 @@ class CudaExecutor:
         step, graph_out = self._buffers(shape, dtype, kv_dtype, device)
         growth = self._settings.replan_growth
         model = gpu_device(
-            self._settings, _sm_count(device), shape.head_dim, max_tile_rows=self._kernels.max_tile_rows,
+            self._settings, _sm_count(device), shape, max_tile_rows=self._kernels.max_tile_rows,
             warpgroup_products=self._kernels.warpgroup_products(device, kv_dtype),
         )  # fmt: skip
         uncut_model = dataclasses.replace(model, workers=1)

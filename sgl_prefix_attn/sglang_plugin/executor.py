@@ -15,7 +15,7 @@ import torch
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, Plan, Planner
+from sgl_prefix_attn.core.planner import DeviceModel, KvTokens, ModelShape, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.handover import Handed
@@ -255,12 +255,13 @@ def cpu_device(settings: Settings) -> DeviceModel:
 
 
 def gpu_device(
-    settings: Settings, sm_count: int, head_dim: int, *, max_tile_rows: int, warpgroup_products: bool
+    settings: Settings, sm_count: int, shape: ModelShape, *, max_tile_rows: int, warpgroup_products: bool
 ) -> DeviceModel:
     """The planner's view of a GPU whose kernels have row tiles up to `max_tile_rows`."""
     device = DeviceModel.gpu(
         sm_count,
-        head_dim=head_dim,
+        head_dim=shape.head_dim,
+        group=shape.group,
         max_tile_rows=min(settings.max_tile_rows, max_tile_rows),
         warpgroup_products=warpgroup_products,
     )

@@ -18,7 +18,7 @@ Batch = tuple[PrefixForest, np.ndarray, np.ndarray]
 SHAPES = [ModelShape(32, 32, 128), ModelShape(32, 8, 128), ModelShape(64, 8, 64), ModelShape(28, 4, 128),
           ModelShape(16, 1, 256), ModelShape(8, 2, 32, kv_bytes=4)]
 DEVICES = [DeviceModel.cpu(1), DeviceModel.cpu(2), DeviceModel.gpu(132), DeviceModel.gpu(132, max_tile_rows=16),
-           DeviceModel.gpu(4)]
+           DeviceModel.gpu(4), DeviceModel.gpu(132, group=16), DeviceModel.gpu(4, group=16)]
 
 
 def random_batch(rng: np.random.Generator, max_requests: int = 128, max_new_tokens: int = 1, scale: int = 300) -> Batch:
@@ -230,6 +230,88 @@ def test_a_balanced_batch_is_not_split() -> None:
     assert plan.num_slots == 0
 
 
+def tiles_of_tails(heads: tuple[int, int], lens: list[int]) -> dict[int, set[int]]:
+    """Row tiles on an H200 of requests that share nothing, by their length."""
+    shape, seq_lens = ModelShape(*heads, 128), np.array(lens)
+    plan = Planner(shape, DeviceModel.gpu(132, group=shape.group)).plan(
+        PrefixForest.from_paths([[] for _ in lens]), seq_lens
+    )
+    found: dict[int, set[int]] = {length: set() for length in lens}
+    for query_begin, *_, tile in plan.items.tolist():
+        found[lens[plan.query_request[query_begin]]].add(tile)
+    return found
+
+
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1), (96, 8), (20, 2)], ids=str)
+def test_two_units_of_warps_take_a_tail_while_starting_sooner_makes_up_for_reading_it_twice(
+    heads: tuple[int, int],
+) -> None:
+    # One worker's time: 6 us to take up an item, 1 us where it is two units for warps; 512 bytes of a token's K and V
+    # at 1/264 of 4.3 TB/s, and a quarter of that for the second unit.
+    longest = int((6e-6 - 1e-6) / (0.25 * 512 / (4.3e12 / 264)))
+    assert longest == 636
+    assert tiles_of_tails(heads, [longest] * 512) == {longest: {16}}
+    assert tiles_of_tails(heads, [longest + 1] * 512) == {longest + 1: {32}}
+
+
+def reused_steps(planner: Planner, forest: PrefixForest, lens: np.ndarray) -> int:
+    plan, steps = planner.plan(forest, lens), 0
+    while planner.plan(forest, lens + steps + 1) is plan:
+        steps += 1
+    return steps
+
+
+def test_what_blocks_take_is_planned_as_if_there_were_no_units_for_warps() -> None:
+    shape, gpu = ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16)
+    blocks = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_units=1)
+    # Too long for warps: as far as the plan lasts, too.
+    lens = np.array([5000, 3000, *[700] * 40])
+    forest = PrefixForest.from_paths([[] for _ in lens])
+    planners = [Planner(shape, device, max_growth=1000) for device in (gpu, blocks)]
+    ours, theirs = (planner.plan(forest, lens).items for planner in planners)
+    np.testing.assert_array_equal(ours, theirs)
+    steps = [reused_steps(planner, forest, lens) for planner in planners]
+    assert steps[0] == steps[1] < 1000
+    # Short, but too few for warps.
+    lens = np.array([*[640] * 4, *[500] * 40])
+    forest = PrefixForest.from_paths([[] for _ in lens])
+    ours, theirs = (planner.plan(forest, lens).items for planner in planners)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_pieces_of_a_long_tail_are_no_short_tails() -> None:
+    shape, lens = ModelShape(16, 1, 128), np.array([6000, *[100] * 400])
+    plan = Planner(shape, DeviceModel.gpu(132, group=16)).plan(PrefixForest.from_paths([[] for _ in lens]), lens)
+    pieces = plan.items[plan.query_request[plan.items[:, planning.QUERY_BEGIN]] == 0]
+    ends = np.where(pieces[:, planning.KV_END] == planning.OPEN_END, 6000, pieces[:, planning.KV_END])
+    assert (ends - pieces[:, planning.KV_BEGIN]).max() <= 636
+    assert set(pieces[:, planning.TILE_ROWS]) == {32}
+    assert np.count_nonzero(plan.items[:, planning.TILE_ROWS] == 16) == 400
+
+
+@pytest.mark.parametrize("heads", [(32, 32), (16, 8), (28, 4), (32, 4)], ids=str)
+def test_one_unit_takes_tails_of_any_length(heads: tuple[int, int]) -> None:
+    assert tiles_of_tails(heads, [100_000, *[100] * 511]) == {100_000: {8}, 100: {8}}
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11])
+def test_groups_of_one_unit_are_planned_for_one_device(group: int) -> None:
+    """Up to eight heads, or more that cannot be halved: no price depends on the group."""
+    assert DeviceModel.gpu(132, group=group) == DeviceModel.gpu(132)
+    assert DeviceModel.gpu(132).narrow_units == 1
+
+
+def test_a_tail_that_has_grown_long_is_planned_for_a_block() -> None:
+    forest, lens = PrefixForest.from_paths([[] for _ in range(512)]), np.full(512, 600)
+    planner = Planner(ModelShape(64, 4, 128), DeviceModel.gpu(132, group=16))
+    tiles = []
+    for grown in range(0, 129, 16):
+        tiles.append(set(planner.plan(forest, lens + grown).items[:, planning.TILE_ROWS]))
+    assert tiles[0] == {16}
+    assert tiles[-1] == {32}
+    assert planner.plans_reused > 0
+
+
 def test_the_queue_begins_with_the_dearest_and_keeps_sibling_tiles_together() -> None:
     path = [(1, 0, 2048)]
     forest = PrefixForest.from_paths([path] * 200)
@@ -299,6 +381,7 @@ def test_bad_lengths_are_named(seq_lens: list[int], query_lens: list[int] | None
         (SHAPES[0], DeviceModel(1, -1.0, 1.0, 0.0, 0.0, (16,)), "bandwidth and flops must be positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 0.0, (32, 16)), "tile_rows must ascend"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 2.0, (16,)), "reread must lie in 0 .. 1"),
+        (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), narrow_units=0), "narrow_units 0 is not positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), overlap=1.5), "overlap must lie in 0 .. 1"),
     ],
 )

@@ -52,11 +52,12 @@ def make_case(
     with_sinks: bool = False,
     sink_offset: float = 0.0,
     eager: bool = True,
+    bandwidth: float | None = None,
     batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
 ) -> Case:
     """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer.
 
-    kv_dtype: None for dtype.
+    kv_dtype: None for dtype. bandwidth: of the device that is planned for, in bytes per second; None for its own.
     """
     rng = np.random.default_rng(seed)
     paths, planned_lens, query_lens = batch or random_paths(
@@ -68,9 +69,13 @@ def make_case(
     pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
-    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim)
-    if eager:  # small batches too are packed as if reading KV was all that counts: more levels, more to be merged
-        device = replace(device, item_overhead=0.0, bandwidth=1e9)
+    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim, group=q_heads // kv_heads)
+    # Small batches too are packed as if reading KV was all that counts: more levels, more to be merged. And warps take
+    # tails of any length.
+    if eager:
+        device = replace(device, item_overhead=0.0, bandwidth=1e9, narrow_units=1)
+    if bandwidth is not None:
+        device = replace(device, bandwidth=bandwidth)
     decode = bool((query_lens == 1).all())
     plan = Planner(shape, device).plan(forest, planned_lens, None if decode else query_lens)
     variant = {

@@ -39,7 +39,7 @@ def emulate(emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: 
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (5, 1), (14, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2)], ids=str)
 def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
     case = make_case(heads[0], heads=heads)
     check(case, emulate(emulation, case, late_copies=late_copies))
@@ -174,13 +174,34 @@ def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(emulation: ModuleType, late_copies: bool) -> None:
-    """One prefix of 64 tokens for blocks, 24 tails of 300 for warps: the units are dealt to half of the blocks."""
-    paths = [[(0, 0, 64)]] * 24
-    case = make_case(2, heads=(8, 2), batch=(paths, np.full(24, 364), np.ones(24, dtype=np.int64)))
+@pytest.mark.parametrize("heads", [(8, 2), (32, 2)], ids=str)
+def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(
+    emulation: ModuleType, heads: tuple[int, int], late_copies: bool
+) -> None:
+    """One prefix for blocks, 24 tails of 300 for warps: the units are dealt to half of the blocks."""
+    prefix = 160 if heads == (32, 2) else 64
+    paths = [[(0, 0, prefix)]] * 24
+    case = make_case(2, heads=heads, batch=(paths, np.full(24, prefix + 300), np.ones(24, dtype=np.int64)))
     assert case.plan.narrow_prevails
-    assert (case.plan.items[:, 6] > 8).any()
+    assert (case.plan.items[:, 6] > 16).any()
+    assert (case.plan.items[:, 6] == (16 if heads == (32, 2) else 8)).any()
     check(case, emulate(emulation, case, blocks=2, late_copies=late_copies))
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("heads", [(16, 1), (24, 2)], ids=str)
+def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
+    emulation: ModuleType, heads: tuple[int, int], late_copies: bool
+) -> None:
+    """At this bandwidth the sooner start of a warp makes up for about 200 tokens that two units read."""
+    prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190])
+    batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
+    case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=5.12e9)
+    own = case.plan.items[case.plan.items[:, 3] >= prefix]
+    tail_of_item = tails[case.plan.query_request[own[:, 0]]]
+    assert set(tail_of_item) == set(tails)
+    np.testing.assert_array_equal(own[:, 6], np.where(tail_of_item < 200, 16, 32))
+    check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 @pytest.mark.parametrize("window", [0, 7, 64, 100])

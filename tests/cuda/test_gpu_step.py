@@ -26,7 +26,8 @@ FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    native: dict[str, Any] = {name: getattr(_native, name) for name in ("plan_words", "item_record_words")}
+    kept = ("plan_words", "units_of_group", "item_record_words")
+    native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(gpu, "_native", SimpleNamespace(
         built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
         cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
@@ -62,10 +63,10 @@ def test_a_tile_that_the_kernels_do_not_have_is_refused(launches: list[str]) -> 
 
 def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
     plan, lens = shared_by(60, 128, replace(DeviceModel.gpu(132), item_overhead=0.0))
-    exact = StepLimits(plan.num_queries, len(plan.items), _native.plan_words(plan, lens, 0)[1], plan.num_slots)
+    exact = StepLimits(plan.num_queries, len(plan.items), _native.plan_words(plan, lens, 0, 4)[1], plan.num_slots)
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
-    words = _native.plan_words(plan, lens, 0)[0]
+    words = _native.plan_words(plan, lens, 0, 4)[0]
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)

@@ -68,6 +68,11 @@ def test_a_row_tile_right_behind_its_sibling_reads_cheaper() -> None:
     assert other_range == 10.5
 
 
+def test_units_of_a_narrow_item_after_the_first_read_cheaper() -> None:
+    narrow = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_overhead": 0.125}
+    assert seconds([(0, 1, 0, 0, 10, -1, 16), (1, 1, 1, 0, 10, -1, 32)], **narrow) == [0.125 + 10 + 2.5, 10.5]
+
+
 def test_a_free_worker_takes_the_next_item() -> None:
     items = [(query, 1, query, 0, tokens, -1, 16) for query, tokens in enumerate((30, 20, 10, 10))]
     schedule = simulate(plan(items), np.full(4, 100, np.int64), SHAPE, device(item_overhead=0.0))  # type: ignore[arg-type]

@@ -48,8 +48,9 @@ void run_kernels(const KernelParams& params, int blocks, emulation::Copies copie
   emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
     const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
-    emulation::run(blocks, kThreads, kLaunchSharedBytes, copies,
-                   [&](char* shared) { run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2); });
+    emulation::run(blocks, kThreads, kLaunchSharedBytes, copies, [&](char* shared) {
+      run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2);
+    });
     if constexpr (kWarpsWorkAlone<HeadDim>) {
       emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, copies,
                      [&](char* shared) { run_warps<HeadDim, Format>(params, shared, blocks + warp_blocks); });
@@ -78,15 +79,15 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
                const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
   const Plan plan = copy_plan(plan_object);
-  PlanWords words = plan_words(plan, planned_lens.data(), growth);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
+  PlanWords words = plan_words(plan, planned_lens.data(), growth, q_heads / kv_heads);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), blocks));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(3, 0);
-  std::vector<int32_t> arrivals(plan.merge_query.size() * kv_heads, 0);
+  std::vector<int32_t> arrivals(plan.merge_query.size() * kv_heads * units_of_group(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
 
   KernelParams params{};
