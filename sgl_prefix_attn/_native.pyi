@@ -83,6 +83,7 @@ class DeviceModel:
         narrow_to_fill: int = 1,
         narrow_overhead: float = 0.0,
         narrow_units: int = 1,
+        narrow_reread: float = 1.0,
         overlap: float = 1.0,
         wide_rows: int = 0,
         wide_flops: float = 1.0,

@@ -98,8 +98,8 @@ void bind_planner(py::module_& m) {
   py::class_<DeviceModel>(m, "DeviceModel")
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
-                       int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double overlap,
-                       int32_t wide_rows, double wide_flops) {
+                       int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
+                       double overlap, int32_t wide_rows, double wide_flops) {
              DeviceModel device;
              device.workers = workers;
              device.bandwidth = bandwidth;
@@ -114,13 +114,15 @@ void bind_planner(py::module_& m) {
              device.narrow_to_fill = narrow_to_fill;
              device.narrow_overhead = narrow_overhead;
              device.narrow_units = narrow_units;
+             device.narrow_reread = narrow_reread;
              device.overlap = overlap;
              return device;
            }),
            py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"), py::arg("reread"),
            py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
-           py::arg("overlap") = 1.0, py::arg("wide_rows") = 0, py::arg("wide_flops") = 1.0);
+           py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
+           py::arg("wide_flops") = 1.0);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")

@@ -27,7 +27,8 @@ struct DeviceModel {
   int32_t narrow_per_worker = 1;   // which does so many of them at a time,
   int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
   double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
-  int32_t narrow_units = 1;        // it is so many units, each of which reads its KV, all but one at price `reread`
+  int32_t narrow_units = 1;        // it is so many units, each of which reads its KV,
+  double narrow_reread = 1;        // all but one at this price, 0 .. 1
   double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
@@ -97,7 +98,7 @@ class CostModel {
     return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
   }
   // Seconds per KV position that the units of a narrow item after the first take.
-  double narrow_reread() const { return token_seconds_ * device_.reread * (device_.narrow_units - 1); }
+  double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_units - 1); }
 
   // One tile against `tokens` KV positions, without partials.
   double item(const TileClass& tile, double tokens, bool sibling_read_before = false) const {

@@ -29,6 +29,7 @@ const DeviceModel& checked(const DeviceModel& device) {
   require(device.wide_rows == 0 || device.wide_flops > 0, "wide_flops must be positive");
   require(device.item_overhead >= 0 && device.narrow_overhead >= 0, "item_overhead or narrow_overhead is negative");
   require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
+  require(device.narrow_reread >= 0 && device.narrow_reread <= 1, "narrow_reread must lie in 0 .. 1");
   require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
           "narrow_to_fill must be positive, and narrow_per_worker at least as large");
   require(device.narrow_units >= 1, "narrow_units " + std::to_string(device.narrow_units) + " is not positive");

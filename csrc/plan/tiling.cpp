@@ -28,12 +28,14 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
   // So few narrow items do not keep every worker busy: whole workers read them faster, and cut into fewer pieces. Where
   // whole workers have other items too, narrow ones run beside these, unless they are very few.
   const double few = whole_units_ > 0 ? kFewBesideWhole : kFew * cost_->most_at_a_time();
-  if (narrow_units_ > 0 && narrow_units_ < few * cost_->workers()) widen_narrow_tiles();
+  // Nor do they pay where most of what single queries read is too long for them: they would come last, one by one.
+  const bool seldom = narrow_tokens_ < whole_tail_tokens_;
+  if (narrow_units_ > 0 && (seldom || narrow_units_ < few * cost_->workers())) widen_narrow_tiles();
   choose_longest_unit();
 }
 
 void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step) {
-  int64_t tokens_read = 0, narrow = 0;
+  int64_t tokens_read = 0, narrow = 0, narrow_tokens = 0, whole_tail_tokens = 0;
   double total = 0, longest = 0, narrow_seconds = 0;
   Tile* tile = tiles_.data();
   const auto add = [&](const Pack& pack, int32_t first, int32_t count, int32_t tokens, const TileClass& kind) {
@@ -53,7 +55,10 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
     longest = std::max(longest, tile->duration);
     if (kind.share < cost_->most_at_a_time()) {
       ++narrow;
+      narrow_tokens += tokens;
       narrow_seconds += tile->seconds;
+    } else if (pack.query_count == 1) {
+      whole_tail_tokens += tokens;
     }
     ++tile;
   };
@@ -74,6 +79,8 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   tokens_ = tokens_read;
   total_ = total;
   narrow_ = narrow_seconds;
+  narrow_tokens_ = narrow_tokens;
+  whole_tail_tokens_ = whole_tail_tokens;
   longest_ = longest;
   narrow_units_ = narrow * cost_->kv_heads();
   whole_units_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();

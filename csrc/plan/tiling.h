@@ -89,6 +89,7 @@ class Tiling {
   double narrow_ = 0, total_ = 0, longest_ = 0, to_bin_ = 0;
   double longest_unit_ = 1, finish_ = 0;
   int64_t narrow_units_ = 0, whole_units_ = 0, tokens_ = 0;
+  int64_t narrow_tokens_ = 0, whole_tail_tokens_ = 0;  // the latter of single queries
 };
 
 }  // namespace prefixpack

@@ -54,8 +54,9 @@ class DeviceModel:
         narrow_per_worker: such items that a worker does at a time.
         narrow_to_fill: such items that take all of a worker's bandwidth.
         narrow_overhead: seconds of a worker to take up such an item.
-        narrow_units: units that such an item is. Each reads the item's KV, all but the first at the price of `reread`.
-            A query for whose KV that costs more than a whole worker's overhead gets a tile for a whole worker.
+        narrow_units: units that such an item is. Each reads the item's KV. A query for whose KV that costs more than a
+            whole worker's overhead gets a tile for a whole worker.
+        narrow_reread: price, 0 to 1, of reading it by each of these units but the first.
         wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
         wide_flops: as `flops`, of these.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
@@ -72,6 +73,7 @@ class DeviceModel:
     narrow_to_fill: int = 1
     narrow_overhead: float = 0.0
     narrow_units: int = 1
+    narrow_reread: float = 1.0
     overlap: float = 1.0
     wide_rows: int = 0
     wide_flops: float = 1.0
@@ -131,6 +133,7 @@ class DeviceModel:
             narrow_to_fill=1 if wide else 3,
             narrow_overhead=6e-6 if wide else 0.5e-6 * halves,
             narrow_units=halves,
+            narrow_reread=0.4,
             wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
             wide_flops=450e12,
         )

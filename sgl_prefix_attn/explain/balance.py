@@ -63,7 +63,7 @@ def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: Device
 def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> npt.NDArray[np.float64]:
     """Seconds one worker needs for each item and one KV head, float64 [items]: overhead, the dearer of reading KV and
     computing the (padded) tile and as much of the other as `device.overlap` leaves, and writing partials. KV that a
-    sibling row tile, or another unit of a narrow item, has just read costs `device.reread`.
+    sibling row tile has just read costs `device.reread`; what another unit of a narrow item has, `narrow_reread`.
     """
     items = plan.items
     tokens = item_ends(plan, seq_lens) - items[:, KV_BEGIN]
@@ -75,7 +75,7 @@ def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: De
     kv_range = items[:, [REQUEST, KV_BEGIN, KV_END]]
     follows_sibling[1:] = (kv_range[1:] == kv_range[:-1]).all(axis=1)
     narrow = rows <= device.narrow_rows
-    again = read * np.where(narrow, device.reread * (device.narrow_units - 1), 0.0)
+    again = read * np.where(narrow, device.narrow_reread * (device.narrow_units - 1), 0.0)
     read = np.where(follows_sibling, read * device.reread, read) + again
     compute = tokens * rows * (4 * shape.head_dim / flops)
     partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])

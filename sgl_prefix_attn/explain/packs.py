@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,15 +140,32 @@ class _RequestPaths:
         return any(position == end for _, _, end in self._nodes[request])
 
 
+def _row_tiles(rows: list[list[int]]) -> dict[tuple[int, ...], int]:
+    """Row tiles of the pack that each item belongs to, by the item's first query and KV range.
+
+    Tiles of a pack read the same range, or one with the same open end, and follow each other, and all but the last hold
+    as many queries. rows: items as (query_begin, query_count, request, kv_begin, kv_end, ...), ascending.
+    """
+    packs: dict[tuple[int, ...], list[list[list[int]]]] = defaultdict(list)
+    for row in rows:
+        found = packs[tuple(row[REQUEST : KV_END + 1])]
+        if found and found[-1][-1][0] + found[-1][-1][1] == row[0] and row[1] <= found[-1][-1][1]:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return {
+        (row[0], *kv_range): len(tiles) for kv_range, found in packs.items() for tiles in found for row in tiles
+    }
+
+
 def _strips(plan: Plan, paths: _RequestPaths, seq_lens: Int64Array) -> list[_Strip]:
-    rows = np.column_stack([plan.items[:, :KV_END], item_ends(plan, seq_lens)])
+    rows = np.column_stack([plan.items[:, : KV_END + 1], item_ends(plan, seq_lens)])
     rows = rows[np.lexsort((rows[:, KV_BEGIN], rows[:, QUERY_COUNT], rows[:, QUERY_BEGIN]))]
-    row_tiles = Counter(map(tuple, rows[:, REQUEST:].tolist()))
+    row_tiles = _row_tiles(rows.tolist())
     strips: list[_Strip] = []
     previous_tiles = 0
-    for query_begin, query_count, *kv_range in rows.tolist():
-        request, kv_begin, kv_end = kv_range
-        tiles = row_tiles[tuple(kv_range)]
+    for query_begin, query_count, request, kv_begin, range_end, kv_end in rows.tolist():
+        tiles = row_tiles[query_begin, request, kv_begin, range_end]
         above = strips[-1] if strips else None
         if (
             above is not None

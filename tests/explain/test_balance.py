@@ -69,8 +69,8 @@ def test_a_row_tile_right_behind_its_sibling_reads_cheaper() -> None:
 
 
 def test_units_of_a_narrow_item_after_the_first_read_cheaper() -> None:
-    narrow = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_overhead": 0.125}
-    assert seconds([(0, 1, 0, 0, 10, -1, 16), (1, 1, 1, 0, 10, -1, 32)], **narrow) == [0.125 + 10 + 2.5, 10.5]
+    narrow = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_reread": 0.5}
+    assert seconds([(0, 1, 0, 0, 10, -1, 16), (1, 1, 1, 0, 10, -1, 32)], **narrow) == [10 + 5, 10.5]
 
 
 def test_a_free_worker_takes_the_next_item() -> None:

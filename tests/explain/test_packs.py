@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,18 @@ def batches(draw: st.DrawFn) -> BatchDescription:
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.sampled_from([H200, DeviceModel.cpu(2)]))
 def test_packs_cover_what_every_query_sees_exactly_once(batch: BatchDescription, device: DeviceModel) -> None:
+    assert_seen_once(batch, device)
+
+
+@pytest.mark.parametrize("decodes", [2, 3])
+def test_an_extend_may_read_a_prefix_that_others_share_in_a_pack_of_its_own(decodes: int) -> None:
+    # Its queries follow theirs, and its pieces end where the prefix ends.
+    paths = [[(0, 0, 512), (1, 512, 576)], *[[(0, 0, 512)]] * decodes, *[[]] * 15]
+    lens = [745, *[513] * decodes, *[1] * 15]
+    assert_seen_once(describe("extend", paths, lens, [40, *[1] * (decodes + 15)]), H200)
+
+
+def assert_seen_once(batch: BatchDescription, device: DeviceModel) -> None:
     forest, plan = planned(batch, device)
     packs = packs_of(plan, forest, batch.seq_lens)
     assert sum(pack.items for pack in packs) == len(plan.items)
