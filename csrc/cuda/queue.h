@@ -133,7 +133,9 @@ PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32
   WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + warp * kWarpBytes);
   const int32_t active = active_warps(units.count(), units.common_tokens(), ptx::grid_size());
   if (ptx::uniform(warp < active && units.count() > 0)) {
-    if (warp >= kEnoughLoneWarps && warp < kLoneWarps - 1) ticket = ask();
+    // Where every warp has its unit from the start, one that rehearses would come late with its own.
+    const bool has_time = units.comes_after_blocks() || units.count() <= (kLoneWarps - 1) * ptx::grid_size();
+    if (warp >= kEnoughLoneWarps && !(warp == kLoneWarps - 1 && has_time)) ticket = ask();
     units.run(ticket);
   }
   ptx::block_sync();

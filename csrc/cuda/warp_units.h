@@ -39,6 +39,7 @@ class WarpUnits : WarpRows<TileT, Format> {
         softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t count() const { return num_units_; }
+  PREFIXPACK_DEVICE bool comes_after_blocks() const { return first_item_ > 0; }
   // KV positions of every unit, if they have about as many; else 0.
   PREFIXPACK_DEVICE int32_t common_tokens() const { return header(offsetof(PlanHeader, narrow_tokens)); }
 

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
 constexpr int32_t kPieceAlignment = 16;
-constexpr double kShortestUnit = 2;       // of what it costs to take one up
-constexpr double kFew = 0.2;              // narrow items, of those that all workers do at once
-constexpr double kFewBesideWhole = 0.29;  // for each worker
+constexpr double kShortestUnit = 2;      // of what it costs to take one up
+constexpr double kFew = 0.2;             // narrow items, of those that all workers do at once
+constexpr double kFewBesideWhole = 0.4;  // for each worker
 
 }  // namespace
 

@@ -194,9 +194,9 @@ def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
     emulation: ModuleType, heads: tuple[int, int], late_copies: bool
 ) -> None:
     """At this bandwidth the sooner start of a warp makes up for about 200 tokens that two units read."""
-    prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190])
+    prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190, 180, 170])
     batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
-    case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=5.12e9)
+    case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=8.192e9)
     own = case.plan.items[case.plan.items[:, 3] >= prefix]
     tail_of_item = tails[case.plan.query_request[own[:, 0]]]
     assert set(tail_of_item) == set(tails)

@@ -119,11 +119,11 @@ def test_open_ends_follow_the_current_lengths() -> None:
 
 
 def test_item_classes_add_up() -> None:
-    batch = parse_tree("1,10/4096,416")
+    batch = parse_tree("1,14/4096,416")
     forest, plan = planned(batch)
     shared, private = item_classes(plan, forest, batch.seq_lens, group=4)
     assert (shared.kind, shared.tile_rows, shared.kv_tokens) == ("shared", 64, 4096)
-    assert shared.rows_filled == 40 / 64
-    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 8, 4160)
+    assert shared.rows_filled == 56 / 64
+    assert (private.kind, private.tile_rows, private.kv_tokens) == ("private", 8, 5824)
     assert private.rows_filled == 4 / 8
     assert shared.items + private.items == len(plan.items)
