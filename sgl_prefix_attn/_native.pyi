@@ -11,6 +11,7 @@ plan_header_words: int
 plan_padding_words: int
 plan_item_words: int
 item_record_words: int
+merge_room: int
 
 class CudaDevice:
     name: str

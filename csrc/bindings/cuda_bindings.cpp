@@ -12,6 +12,7 @@
 #include "cuda/kernel_params.h"
 #include "cuda/launch.h"
 #include "cuda/plan_words.h"
+#include "cuda/tiles.h"
 
 namespace py = pybind11;
 
@@ -146,6 +147,7 @@ void bind_cuda(py::module_& m) {
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
+  m.attr("merge_room") = kMergeRoom;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;
   bind_devices(m);

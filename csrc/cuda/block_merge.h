@@ -30,7 +30,7 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
   constexpr int32_t kPartBytes = kThreads * sizeof(Part);  // an item has no more rows than the block threads
   auto* parts = reinterpret_cast<Part*>(shared);
   auto* lse = reinterpret_cast<float*>(shared + kPartBytes);  // [entries][group]
-  constexpr int32_t kRoom = (kSharedBytes - kPartBytes) / sizeof(float);
+  static_assert(kPartBytes + kMergeRoom * sizeof(float) <= kSharedBytes, "room beside the parts");
   const int32_t num_parts = item.query_count * parts_of_query;
   bool last = false;
   if (thread < num_parts) {
@@ -44,13 +44,13 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
     parts[thread] = {last ? token : -1, list};
   }
   if (!ptx::block_any(last)) return;
-  // As many parts at a time as there is room for what is read of their partials: nearly always all.
+  // As many parts at a time as there is room for what is read of their partials: nearly always all. For one there is.
   const auto entries_to = [&](int32_t first, int32_t end) {
     return parts[end - 1].list.first + parts[end - 1].list.count - parts[first].list.first;
   };
   for (int32_t part = 0, end; ptx::uniform(part < num_parts); part = end) {
     end = num_parts;
-    while (ptx::uniform(entries_to(part, end) > kRoom / (group + 1) && end > part + 1)) --end;
+    while (ptx::uniform(entries_to(part, end) > kMergeRoom / (group + 1) && end > part + 1)) --end;
     const int32_t first_entry = parts[part].list.first, entries = entries_to(part, end);
     auto* slots = reinterpret_cast<int32_t*>(lse + entries * group);
     for (int32_t entry = thread; entry < entries; entry += kThreads) {

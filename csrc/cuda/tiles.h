@@ -18,6 +18,10 @@ constexpr int kMaxStages = 4;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
+// Words that a block has room for when it merges: of each partial that it knows at a time its slot, and the lse of the
+// group's heads.
+constexpr int kMergeRoom = kSharedBytes / 4 - 3 * kThreads;
+
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sgl_prefix_attn import _native
@@ -72,12 +73,20 @@ class GpuStep(StepBuffers):
         )
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
-        """As `StepBuffers.load`; PlanTooLarge also for tiles that the kernels do not have."""
+        """As `StepBuffers.load`; PlanTooLarge also for tiles that the kernels do not have, and for more partial results
+        of a query than they can merge.
+        """
         widest = int(plan.items[:, TILE_ROWS].max(initial=0))
         if widest > self._widest_tile:
             raise PlanTooLarge(
                 f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
                 f"at most {self._widest_tile}: see DeviceModel.gpu"
+            )
+        most, room = int(np.diff(plan.merge_offset).max(initial=0)), _native.merge_room // (self.shape.group + 1)
+        if most > room:
+            raise PlanTooLarge(
+                f"the plan has {most} partial results of one query; with {self.shape.group} query heads for each KV "
+                f"head the GPU kernels merge at most {room}"
             )
         super().load(plan, seq_lens, growth)
 

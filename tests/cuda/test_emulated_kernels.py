@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_prefix_attn import _native
 from tests.cuda.cases import Case, Result, check, make_case
 
 GROWTH = 5
@@ -159,6 +160,13 @@ def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int
     batch = ([[]], np.array([2600], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(7, heads=heads, batch=batch, multiprocessors=132)
     assert len(case.plan.items) > 16
+    check(case, emulate(emulation, case))
+
+
+def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleType) -> None:
+    batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
+    case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=132)
+    assert case.plan.num_slots * 2 > _native.merge_room  # a slot and an lse each
     check(case, emulate(emulation, case))
 
 

@@ -26,7 +26,7 @@ FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    kept = ("plan_words", "units_of_group", "item_record_words")
+    kept = ("plan_words", "units_of_group", "item_record_words", "merge_room")
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(gpu, "_native", SimpleNamespace(
         built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
@@ -59,6 +59,18 @@ def test_a_tile_that_the_kernels_do_not_have_is_refused(launches: list[str]) -> 
     plan, lens = shared_by(60, 256, replace(DeviceModel.gpu(FEW), item_overhead=0.0))
     with pytest.raises(PlanTooLarge, match="tiles of 128 rows; with head_dim 256 the GPU kernels have at most 64"):
         step_of(256).load(plan, lens, 0)
+
+
+def test_more_partial_results_than_can_be_merged_are_refused(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, lens = shared_by(60, 128, DeviceModel.gpu(FEW))
+    most = np.diff(plan.merge_offset).max()
+    monkeypatch.setattr(gpu._native, "merge_room", int(most) * 5)  # its slot, and the lse of four heads
+    step_of(128).load(plan, lens, 0)
+    monkeypatch.setattr(gpu._native, "merge_room", int(most) * 5 - 1)
+    with pytest.raises(PlanTooLarge, match=f"{most} partial results of one query; with 4 query heads"):
+        step_of(128).load(plan, lens, 0)
 
 
 def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
