@@ -16,6 +16,18 @@ DTYPES = {torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 
+def unmergeable(plan: Plan, group: int) -> str | None:
+    """Why the kernels cannot merge a plan's partial results, in words; None if they can. group: query heads of a KV
+    head."""
+    most, room = int(np.diff(plan.merge_offset).max(initial=0)), _native.merge_room // (group + 1)
+    if most <= room:
+        return None
+    return (
+        f"the plan has {most} partial results of one query; with {group} query heads for each KV head the GPU kernels "
+        f"merge at most {room}"
+    )
+
+
 class GpuStep(StepBuffers):
     """Device memory of packed steps; may be captured into CUDA graphs, since no address ever changes.
 
@@ -82,12 +94,9 @@ class GpuStep(StepBuffers):
                 f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
                 f"at most {self._widest_tile}: see DeviceModel.gpu"
             )
-        most, room = int(np.diff(plan.merge_offset).max(initial=0)), _native.merge_room // (self.shape.group + 1)
-        if most > room:
-            raise PlanTooLarge(
-                f"the plan has {most} partial results of one query; with {self.shape.group} query heads for each KV "
-                f"head the GPU kernels merge at most {room}"
-            )
+        obstacle = unmergeable(plan, self.shape.group)
+        if obstacle is not None:
+            raise PlanTooLarge(obstacle)
         super().load(plan, seq_lens, growth)
 
     def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:

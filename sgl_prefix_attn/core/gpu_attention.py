@@ -115,11 +115,12 @@ def native_obstacle(
         words = 16 // tensor.dtype.itemsize
         if tensor.stride(0) % words or tensor.stride(1) % words or tensor.data_ptr() % 16:
             return f"the native kernels read whole, aligned 16-byte words; {name} has strides {tensor.stride()}"
-    table = DeviceModel.gpu(1, head_dim=head_dim, group=q.shape[1] // k_cache.shape[1]).tile_rows
+    group = q.shape[1] // k_cache.shape[1]
+    table = DeviceModel.gpu(1, head_dim=head_dim, group=group).tile_rows
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():
         if rows not in table:
             return f"the plan has tiles of {rows} rows, made for another device: see DeviceModel.gpu"
-    return None
+    return gpu.unmergeable(plan, group)
 
 
 def _triton_step(obstacle: str) -> MakeStep:

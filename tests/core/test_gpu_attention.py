@@ -70,6 +70,10 @@ def test_what_native_kernels_do_not_run_is_said(
     assert "over torch.float16" in str(obstacle(cache=OnGpu(dtype=torch.float16)))
     assert "k_cache has strides" in str(obstacle(cache=OnGpu(gap=4)))
     assert "made for another device" in str(obstacle(plan=for_cpu))
+    most = int(np.diff(plan.merge_offset).max())
+    with monkeypatch.context() as smaller:
+        smaller.setattr(_native, "merge_room", 2 * most - 1)  # a slot and, with one query head, an lse
+        assert f"{most} partial results of one query" in str(obstacle())
     capability[0] = (7, 5)
     assert "the GPU has 7.5" in str(obstacle())
     monkeypatch.setattr(_native, "built_with_cuda", False)
