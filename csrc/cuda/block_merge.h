@@ -22,6 +22,7 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
   const int32_t thread = ptx::thread_index(), group = attention.q_heads / attention.kv_heads;
   const int32_t first_head = kv_head * group;
   const int32_t parts_of_query = units_of_group(group), heads_of_part = group / parts_of_query;
+  constexpr int kThreads = kBlockThreads<HeadDim>;
   // The heads of a query whose partials are counted together.
   struct Part {
     int32_t token;  // -1 if it is not ready

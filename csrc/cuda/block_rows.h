@@ -17,9 +17,11 @@ namespace prefixpack {
 template <class TileT, class Format>
 class BlockRows {
  protected:
-  // item: of the unit, near.
-  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const ItemRecord& item, int32_t kv_head, char* shared)
+  // params: wherever they are read fastest. plan: with a near header. item: of the unit, near.
+  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const DevicePlan& plan, const ItemRecord& item,
+                              int32_t kv_head, char* shared)
       : params_(params),
+        plan_(plan),
         attention_(params.attention),
         item_(item),
         kv_head_(kv_head),
@@ -32,15 +34,17 @@ class BlockRows {
         lane_(thread_ % 32),
         row_warp_(thread_ / 32 % TileT::kRowWarps),
         key_warp_(thread_ / 32 / TileT::kRowWarps),
-        begin_(first_read(item_.kv_begin, item_.kv_end, item_.lowest, window_, TileT::kKeys)),
+        begin_(first_read(item_.kv_begin, item_.kv_end, item_.lowest, params.attention.window_left, kWindowStep)),
         keys_(item_.kv_end - begin_),
         num_tiles_((keys_ + TileT::kKeys - 1) / TileT::kKeys),
+        whole_(whole_tiles(begin_, item_.kv_end, item_.lowest, item_.highest, window_, TileT::kKeys)),
         softmax_(params.attention) {}
 
   static constexpr int kRowBlocks = TileT::kRowBlocks;
   static constexpr int kKeyBlocks = TileT::kKeysPerWarp / 8;
   static constexpr int kValueBlocks = TileT::kHeadDim / 8;
   static constexpr int kChunks = TileT::kRowBytes / 16;
+  static constexpr int kThreads = TileT::kThreads;
   static constexpr int kRowsPerPass = kThreads / kChunks;
   static constexpr int kQueryChunks = TileT::kQueryRowBytes / 16;
 
@@ -50,7 +54,7 @@ class BlockRows {
   PREFIXPACK_DEVICE int64_t query_offset() const {
     const bool valid = thread_ < rows_;
     const Row place = row_of(valid ? thread_ : 0, kv_head_, group_);
-    const int64_t token = params_.plan.query_token(item_.query_begin + place.query);
+    const int64_t token = plan_.query_token(item_.query_begin + place.query);
     return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 
@@ -110,17 +114,10 @@ class BlockRows {
     }
   }
 
-  // Whether any query does not see all of a tile.
-  PREFIXPACK_DEVICE bool partly_hidden(int32_t tile) const {
-    const int32_t tile_begin = begin_ + tile * TileT::kKeys;
-    return tile_begin + TileT::kKeys > item_.kv_end || tile_begin + TileT::kKeys - 1 > item_.lowest ||
-           (window_ >= 0 && tile_begin < item_.highest - window_);
-  }
-
   // Products of a row block's queries and a tile's keys become weights.
   PREFIXPACK_DEVICE void weigh(int32_t tile, int32_t block, float (&scores)[kKeyBlocks][4]) {
     softmax_.transform(scores);
-    if (ptx::uniform(partly_hidden(tile))) {
+    if (ptx::uniform(tile < whole_.from || tile >= whole_.to)) {
       const int32_t thread = ptx::thread_index_here();
       const int32_t first = begin_ + tile * TileT::kKeys + key_warp_ * TileT::kKeysPerWarp + thread % 4 * 2;
 #pragma unroll
@@ -143,11 +140,10 @@ class BlockRows {
 
   // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
   // warp order, and rows leave it in one piece.
-  PREFIXPACK_DEVICE void store_rows() {
+  PREFIXPACK_DEVICE void spread_sums() {
     const int32_t thread = ptx::thread_index_here(), lane = thread % 32;
     constexpr int32_t kWidth = TileT::kSumWidth;
     auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
-    auto* targets = reinterpret_cast<Target*>(shared_);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -159,6 +155,12 @@ class BlockRows {
       }
     }
     ptx::block_sync();
+  }
+  PREFIXPACK_DEVICE void store_rows() const {
+    const int32_t thread = ptx::thread_index_here();
+    constexpr int32_t kWidth = TileT::kSumWidth;
+    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
+    auto* targets = reinterpret_cast<Target*>(shared_);
     if (thread < rows_) targets[thread] = target_of(thread, sums + thread * kWidth);
     ptx::block_sync();
     constexpr int32_t kQuads = TileT::kHeadDim / 4;
@@ -216,7 +218,7 @@ class BlockRows {
     Target target{};
     Normalised result;
     if (item_.slot_begin == kWriteThrough) {
-      const int32_t token = params_.plan.query_token(item_.query_begin + place.query);
+      const int32_t token = plan_.query_token(item_.query_begin + place.query);
       const OutputRow output = output_row(attention_, token, place.head);
       result = normalised_with_sink(state, attention_, place.head);
       target.output = output.output;
@@ -236,6 +238,7 @@ class BlockRows {
   }
 
   const KernelParams& params_;
+  const DevicePlan& plan_;
   const AttentionParams& attention_;
   const ItemRecord& item_;
   const int32_t kv_head_, group_, rows_, window_;
@@ -243,6 +246,7 @@ class BlockRows {
   const ptx::SharedAddress queries_;
   const int32_t thread_, lane_, row_warp_, key_warp_;
   const int32_t begin_, keys_, num_tiles_;  // KV positions that are read, in tiles
+  const WholeTiles whole_;
   const Softmax softmax_;
   SoftmaxState state_[kRowBlocks][2];
   float output_[kRowBlocks][kValueBlocks][4];

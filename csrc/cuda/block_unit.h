@@ -19,16 +19,14 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows = BlockRows<TileT, Format>;
 
  public:
-  // item: of the unit, near.
-  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const ItemRecord& item, int32_t kv_head, char* shared)
-      : Rows(params, item, kv_head, shared), ring_(queries_ + TileT::kQueryBytes) {
-    slots_ = params.step.kv_slots + item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
+  // plan: with a near header. item: of the unit, near.
+  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const DevicePlan& plan, const ItemRecord& item,
+                              int32_t kv_head, char* shared)
+      : Rows(params, plan, item, kv_head, shared), ring_(queries_ + TileT::kQueryBytes) {
+    first_slot_ = item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
     const int32_t chunk = thread_ % kChunks;
     k_ = static_cast<const char*>(attention_.k) + kv_head * attention_.k_head_stride * Format::kKvBytes + chunk * 16;
     v_ = static_cast<const char*>(attention_.v) + kv_head * attention_.v_head_stride * Format::kKvBytes + chunk * 16;
-    k_stride_ = static_cast<int32_t>(attention_.k_slot_stride) * Format::kKvBytes;
-    v_stride_ = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
-    copy_to_ = swizzled(thread_ / kChunks, chunk, TileT::kRowBytes);
   }
 
   // next: gets the block's next unit, asked for late, so that no block holds back work that another could do, and early
@@ -36,8 +34,6 @@ class BlockUnit : BlockRows<TileT, Format> {
   PREFIXPACK_DEVICE void run(NextUnit* next) {
     begin_loads();
     this->start_sums();
-    const int32_t ask_at = num_tiles_ - kStages;
-    int32_t ticket = ask_at < 0 ? next->ask(params_) : 0;
     if constexpr (kDimensionsMoved<Format>) {
       ptx::copy_wait<kStages - 2>();
       ptx::block_sync();
@@ -47,7 +43,6 @@ class BlockUnit : BlockRows<TileT, Format> {
       ptx::copy_wait<kStages - 2>();
       ptx::block_sync();
       load_tile(tile + kStages - 1);
-      if (ptx::uniform(tile == ask_at)) ticket = next->ask(params_);
       float scores[kRowBlocks][kKeyBlocks][4];
       multiply_keys(tile, scores);
 #pragma unroll
@@ -56,6 +51,8 @@ class BlockUnit : BlockRows<TileT, Format> {
     }
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
+    const int32_t ticket = next->ask(params_);
+    this->spread_sums();
     const int32_t word = next->ask_for_record(params_, ticket);
     this->store_rows();
     next->keep(ticket, word);
@@ -71,6 +68,7 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::kKeyBlocks;
   using Rows::kRowBlocks;
   using Rows::kRowsPerPass;
+  using Rows::kThreads;
   using Rows::kValueBlocks;
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
 
@@ -90,7 +88,7 @@ class BlockUnit : BlockRows<TileT, Format> {
   // Queries and the first tiles. What is read to find them is read all at once.
   PREFIXPACK_DEVICE void begin_loads() {
     static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
-    const int32_t slot = thread_ < keys_ ? slots_[thread_ - thread_ / kChunks] : -1;
+    const int32_t slot = thread_ < keys_ ? params_.step.kv_slots[first_slot_ - thread_ / kChunks + thread_] : -1;
     const int64_t offset = this->query_offset();
     // In the stage that is filled last.
     auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
@@ -116,13 +114,18 @@ class BlockUnit : BlockRows<TileT, Format> {
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
       const int32_t key = tile * TileT::kKeys + pass * kRowsPerPass;
-      next_slots_[pass] = key + thread_ / kChunks < keys_ ? slots_[key] : -1;
+      next_slots_[pass] = key + thread_ / kChunks < keys_ ? params_.step.kv_slots[first_slot_ + key] : -1;
     }
   }
 
   PREFIXPACK_DEVICE void copy_tile(int32_t tile) const {
     if (ptx::uniform(tile >= num_tiles_)) return;
-    const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to_;
+    // Worked out again for each tile, for want of registers, as what is near is read again.
+    const int32_t thread = ptx::thread_index_here();
+    const int32_t copy_to = swizzled(thread / kChunks, thread % kChunks, TileT::kRowBytes);
+    const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to;
+    const auto k_stride = static_cast<int32_t>(attention_.k_slot_stride) * Format::kKvBytes;
+    const auto v_stride = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
       // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
@@ -131,8 +134,8 @@ class BlockUnit : BlockRows<TileT, Format> {
           (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
       const bool valid = next_slots_[pass] >= 0;
       const int32_t slot = valid ? next_slots_[pass] : 0;
-      ptx::copy_async(place, ptx::at(k_, slot, k_stride_), valid);
-      ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride_), valid);
+      ptx::copy_async(place, ptx::at(k_, slot, k_stride), valid);
+      ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride), valid);
     }
   }
 
@@ -154,10 +157,10 @@ class BlockUnit : BlockRows<TileT, Format> {
       }
     }
     // Matrices of a K fragment: keys 0-7 low half, keys 0-7 high half, keys 8-15 low, keys 8-15 high.
-    const ptx::SharedAddress keys =
-        key_tile(tile) + swizzled(lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2, TileT::kRowBytes);
+    const int32_t lane = ptx::thread_index_here() % 32;
+    const ptx::SharedAddress keys = key_tile(tile) + swizzled(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
     const ptx::SharedAddress queries =
-        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane_ % 16, lane_ / 16, TileT::kQueryRowBytes);
+        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane % 16, lane / 16, TileT::kQueryRowBytes);
 #pragma unroll
     for (int32_t load = 0; load < kLoads; ++load) {
       uint32_t query[kStepsAtOnce][kRowBlocks][4];
@@ -225,10 +228,8 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::shared_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
-  const int32_t* slots_;         // of the row that this thread copies first
-  const char *k_, *v_;           // of this thread's chunk
-  int32_t k_stride_, v_stride_;  // bytes
-  ptx::SharedAddress copy_to_;
+  int32_t first_slot_;  // in the step's, of the row that this thread copies first
+  const char *k_, *v_;  // of this thread's chunk
   int32_t next_slots_[kPasses];
 };
 

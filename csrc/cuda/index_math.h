@@ -61,6 +61,16 @@ PREFIXPACK_BOTH int32_t first_read(int32_t kv_begin, int32_t kv_end, int32_t low
   return first < kv_end ? first : kv_end;
 }
 
+// Tiles of an item, from the first that is read at `begin`, of which every query sees every key.
+struct WholeTiles {
+  int32_t from, to;
+};
+PREFIXPACK_BOTH WholeTiles whole_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
+                                       int32_t window_left, int32_t tile) {
+  const int32_t seen = (kv_end <= lowest ? kv_end : lowest + 1) - begin, left = highest - window_left - begin;
+  return {window_left >= 0 && left > 0 ? (left + tile - 1) / tile : 0, seen / tile};
+}
+
 // Running softmax of a row in base 2: maximum and sum so far.
 struct SoftmaxState {
   float max, sum;

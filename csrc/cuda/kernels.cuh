@@ -7,19 +7,20 @@
 
 namespace prefixpack {
 
+// Before compute capability 9.0 shared memory has room for one block of either kernel, which then may have all
+// registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResidentBlocks = 1, kResidentLoneBlocks = 1;
+#else
+constexpr int kResidentBlocks = kBlocksPerMultiprocessor, kResidentLoneBlocks = kLoneBlocksPerMultiprocessor;
+#endif
+
 template <int HeadDim, class Format>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kBlockThreads<HeadDim>, kResidentBlocks)
     packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks, int32_t few_blocks) {
   extern __shared__ __align__(1024) char shared[];
   run_blocks<HeadDim, Format>(params, shared, blocks, few_blocks);
 }
-
-// Before compute capability 9.0 shared memory has room for one block of warps, which then may have all registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResidentLoneBlocks = 1;
-#else
-constexpr int kResidentLoneBlocks = kLoneBlocksPerMultiprocessor;
-#endif
 
 template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kLoneThreads, kResidentLoneBlocks)
@@ -49,7 +50,7 @@ LaunchSize launch_size_of() {
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
   LaunchSize size{};
-  size.blocks = size.few_blocks = resident(packed_blocks<HeadDim, Format>, kThreads, kLaunchSharedBytes);
+  size.blocks = size.few_blocks = resident(packed_blocks<HeadDim, Format>, kBlockThreads<HeadDim>, kLaunchSharedBytes);
   size.beside = major >= 9;
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     size.warp_blocks = resident(packed_warps<HeadDim, Format>, kLoneThreads, kLoneWarps * kWarpBytes);
@@ -62,7 +63,7 @@ template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
   const int32_t blocks = size.blocks + size.warp_blocks;
   packed_blocks<HeadDim, Format>
-      <<<size.blocks, kThreads, kLaunchSharedBytes, stream>>>(params, blocks, size.few_blocks);
+      <<<size.blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, stream>>>(params, blocks, size.few_blocks);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kWarpsWorkAlone<HeadDim>) {
     // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.

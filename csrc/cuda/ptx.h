@@ -18,6 +18,11 @@ PREFIXPACK_DEVICE int thread_index_here() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
+PREFIXPACK_DEVICE int32_t here(int32_t value) {
+  int32_t copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
 PREFIXPACK_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 PREFIXPACK_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
 PREFIXPACK_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
@@ -42,6 +47,11 @@ PREFIXPACK_DEVICE int32_t shuffle_xor(int32_t value, int lane_mask) {
 template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
+}
+// Of that lane of the sixteen that this one is of.
+template <class T>
+PREFIXPACK_DEVICE T shuffle_in_half(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane, 16);
 }
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 // A condition on which all lanes agree, and a lane's value, in forms from which the compiler sees that all lanes have

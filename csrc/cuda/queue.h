@@ -29,27 +29,27 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 PREFIXPACK_DEVICE BlockState* block_state(char* shared) { return reinterpret_cast<BlockState*>(shared + kSharedBytes); }
 
+// kernel_params: wherever they are read fastest.
 template <class Unit>
-PREFIXPACK_DEVICE void run_unit(char* shared) {
+PREFIXPACK_DEVICE void run_unit(const KernelParams& kernel_params, char* shared) {
   BlockState* state = block_state(shared);
-  const KernelParams& params = state->params;
   ptx::warp_sync();
-  const int32_t kv_head = unit_of(state->ticket, params.attention.kv_heads).head;
-  Unit(params, state->item, kv_head, shared).run(&state->next);
+  const int32_t kv_head = unit_of(state->ticket, kernel_params.attention.kv_heads).head;
+  Unit(kernel_params, state->params.plan, state->item, kv_head, shared).run(&state->next);
 }
 // A function per tile: inlined side by side they would share, and spill, one set of registers.
 template <class Unit>
 PREFIXPACK_DEVICE_CALL void call_unit(char* shared) {
-  run_unit<Unit>(shared);
+  run_unit<Unit>(block_state(shared)->params, shared);
 }
 
 // The widest tile, with products of a warpgroup where there are such. These not in a function of their own: at its
 // begin and end the compiler would take them for under way, and let each wait for the one before it.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_wide_unit(char* shared) {
+PREFIXPACK_DEVICE void run_wide_unit(const KernelParams& kernel_params, char* shared) {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
   if constexpr (HeadDim == 128 && Format::kKvBytes == 2) {
-    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Format>>(shared);
+    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Format>>(kernel_params, shared);
     return;
   }
 #endif
@@ -67,9 +67,9 @@ PREFIXPACK_DEVICE bool take_unit(char* shared) {
   return state->ticket < state->next.num_units;
 }
 
-// Nothing is kept in registers while a unit runs: it needs them all.
+// Nothing is kept in registers while a unit runs: it needs them all. kernel_params: as the kernel has them.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_block_queue(char* shared) {
+PREFIXPACK_DEVICE void run_block_queue(const KernelParams& kernel_params, char* shared) {
   BlockState* state = block_state(shared);
   const KernelParams& params = state->params;
   while (ptx::uniform(take_unit(shared))) {
@@ -79,7 +79,7 @@ PREFIXPACK_DEVICE void run_block_queue(char* shared) {
     } else if (ptx::uniform(rows <= 64)) {
       call_unit<BlockUnit<Tile<HeadDim, 64, Format::kKvBytes>, Format>>(shared);
     } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
-      run_wide_unit<HeadDim, Format>(shared);
+      run_wide_unit<HeadDim, Format>(kernel_params, shared);
     }
     merge_what_is_ready<HeadDim, typename Format::Output>(
         params, state->item, unit_of(state->ticket, params.attention.kv_heads).head, shared);
@@ -118,7 +118,7 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
     ptx::block_sync();
     state->next.keep(ticket, word);
     ptx::block_sync();
-    run_block_queue<HeadDim, Format>(shared);
+    run_block_queue<HeadDim, Format>(kernel_params, shared);
   }
   leave(kernel_params.step, blocks);
 }

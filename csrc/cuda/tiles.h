@@ -15,14 +15,21 @@ constexpr int kBlockStateBytes = 512;  // of which kSharedBytes leaves the syste
 constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
 constexpr int kMaxStages = 4;
 
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
+// Sixteen warps on a multiprocessor hide each other's waits; sums of wider heads leave registers for eight.
+template <int HeadDim>
+constexpr int kBlockWarps = HeadDim > 128 ? 4 : 8;
+template <int HeadDim>
+constexpr int kBlockThreads = 32 * kBlockWarps<HeadDim>;
 
 // Words that a block has room for when it merges: of each partial that it knows at a time its slot, and the lse of the
 // group's heads.
-constexpr int kMergeRoom = kSharedBytes / 4 - 3 * kThreads;
+constexpr int kMergeRoom = kSharedBytes / 4 - 3 * kBlockThreads<64>;
+
+// What a window hides of an item is left out by so many keys at a time, whatever the tile of a block.
+constexpr int kWindowStep = 64;
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
 // the end. From 64 rows on each warp has rows of its own.
@@ -33,12 +40,16 @@ struct Tile {
   static_assert(Rows == 32 || Rows == 64 || Rows == 128, "tile table");
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = Rows;
-  static constexpr int kRowWarps = min_of(kWarps, Rows / 16);
-  static constexpr int kKeyWarps = kWarps / kRowWarps;
-  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;            // blocks of 16 rows per warp
-  static constexpr int kKeys = HeadDim > 128 && Rows > 32 ? 16 : 32;  // what the registers for scores allow
+  static constexpr int kThreads = kBlockThreads<HeadDim>;
+  static constexpr int kRowWarps = min_of(kThreads / 32, Rows / 16);
+  static constexpr int kKeyWarps = kThreads / 32 / kRowWarps;
+  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
+  static constexpr int kRowBytes = HeadDim * KvBytes;       // of K or V
+  // What the registers for scores allow; many where warps share them out, and a chunk for each thread.
+  static constexpr int kKeys = HeadDim > 128   ? (Rows > 32 ? 16 : 32)
+                               : kKeyWarps > 2 ? kWindowStep
+                                               : max_of(16 * kKeyWarps, kThreads * 16 / kRowBytes);
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
-  static constexpr int kRowBytes = HeadDim * KvBytes;  // of K or V
   static constexpr int kQueryRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = Rows * kQueryRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
@@ -54,6 +65,7 @@ struct Tile {
     return (row_warp * kRowBlocks + block) * 16;
   }
 
+  static_assert(kWindowStep % kKeys == 0, "whole tiles are left out");
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
   static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");

@@ -15,13 +15,20 @@ namespace prefixpack::ptx {
 
 // Where an operand lies. Its 16-bit elements fill rows of 128 bytes, eight of which, from a multiple of 1024 bytes on,
 // are an atom; the 16-byte chunks of a row are mixed with its number in the atom (`swizzled` with rows of 128 bytes).
-using MatrixDescriptor = uint64_t;
+struct MatrixDescriptor {
+  uint32_t low, high;
+  PREFIXPACK_DEVICE uint64_t word() const { return static_cast<uint64_t>(high) << 32 | low; }
+};
 
 // stride: bytes from an atom to the one eight rows further on. leading: bytes from an atom to the one with the next 64
 // elements of these rows; used only where rows go along the sum.
 PREFIXPACK_DEVICE MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
-  return uint64_t{1} << 62 | static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
-         static_cast<uint64_t>((address & 0x3ffff) >> 4);
+  return {static_cast<uint32_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4,
+          uint32_t{1} << 30 | static_cast<uint32_t>(stride >> 4)};
+}
+// Of the matrix so many bytes further on, a multiple of 16.
+PREFIXPACK_DEVICE MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
+  return {matrix.low + static_cast<uint32_t>(bytes >> 4), matrix.high};
 }
 
 // What this thread has written to shared memory, or copied there and waited for, is seen by products that are begun
@@ -42,11 +49,6 @@ PREFIXPACK_DEVICE void settle(float (&fragment)[Blocks][4]) {
 #pragma unroll
   for (int32_t i = 0; i < 4 * Blocks; ++i) asm volatile("" : "+f"(fragment[i / 4][i % 4])::"memory");
 }
-template <int Steps>
-PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
-#pragma unroll
-  for (int32_t i = 0; i < 4 * Steps; ++i) asm volatile("" : "+r"(fragment[i / 4][i % 4])::"memory");
-}
 
 #define PREFIXPACK_4(how, c) how(c[0]), how(c[1]), how(c[2]), how(c[3])
 #define PREFIXPACK_16(how, c, i) \
@@ -63,7 +65,7 @@ PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type \
                "." type " " PREFIXPACK_D32 "}, %32, %33, p, 1, 1, 0, 0;\n}"                                     \
                : PREFIXPACK_16(how, c, 0), PREFIXPACK_16(how, c, 4)                                             \
-               : "l"(a), "l"(b)                                                                                 \
+               : "l"(a.word()), "l"(b.word())                                                                   \
                : "memory")
 
 // c = a * b, or c += a * b, for a 64x16 and b 16x64, both with rows of 64 elements along the sum. Fragments of c are as
@@ -90,7 +92,7 @@ PREFIXPACK_DEVICE void multiply_group(float (&c)[8][4], MatrixDescriptor a, Matr
                " " PREFIXPACK_D64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                                    \
                : PREFIXPACK_16("+f", c, 0), PREFIXPACK_16("+f", c, 4), PREFIXPACK_16("+f", c, 8),                   \
                  PREFIXPACK_16("+f", c, 12)                                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word())                                          \
                : "memory")
 
 // c += a * b for a 64x16 in registers, fragments as those of mma.m16n8k16, and b 16x128, whose rows go across the sum.

@@ -135,7 +135,7 @@ class DeviceModel:
             narrow_units=halves,
             narrow_reread=0.4,
             wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
-            wide_flops=450e12,
+            wide_flops=530e12,
         )
 
 

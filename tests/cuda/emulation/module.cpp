@@ -48,7 +48,7 @@ void run_kernels(const KernelParams& params, int blocks, emulation::Copies copie
   emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
   for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
     const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
-    emulation::run(blocks, kThreads, kLaunchSharedBytes, copies, [&](char* shared) {
+    emulation::run(blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, copies, [&](char* shared) {
       run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2);
     });
     if constexpr (kWarpsWorkAlone<HeadDim>) {

@@ -76,6 +76,11 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
 }
+template <class T>
+inline T shuffle_in_half(T value, int lane, int line = __builtin_LINE()) {
+  return shuffle(value, thread_index() % 32 / 16 * 16 + lane, line);
+}
+inline int32_t here(int32_t value) { return value; }
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
   const auto* lanes = emulation::exchange(&word, 1, line);

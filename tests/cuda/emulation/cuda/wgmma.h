@@ -21,6 +21,9 @@ inline MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading
   if (address % 16 != 0 || leading % 16 != 0 || stride % 1024 != 0) emulation::fail("misaligned matrix");
   return {address, leading, stride};
 }
+inline MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
+  return matrix_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
+}
 
 inline void show_to_products() {
   emulation::Fiber& fiber = emulation::self();
@@ -98,7 +101,7 @@ inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescripto
   carry_out(c, Add, [a, b](std::vector<float>& sums) {
     const int thread = thread_index();
     for (int i = 0; i < 32; ++i) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      const int row = thread / 32 % 4 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
       float sum = 0.0f;
       for (int k = 0; k < 16; ++k) sum += along_sum<Element>(a, row, k) * along_sum<Element>(b, column, k);
       sums[i] += sum;
