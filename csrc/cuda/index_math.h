@@ -67,8 +67,9 @@ struct WholeTiles {
 };
 PREFIXPACK_BOTH WholeTiles whole_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
                                        int32_t window_left, int32_t tile) {
-  const int32_t seen = (kv_end <= lowest ? kv_end : lowest + 1) - begin, left = highest - window_left - begin;
-  return {window_left >= 0 && left > 0 ? (left + tile - 1) / tile : 0, seen / tile};
+  const int32_t seen = (kv_end <= lowest ? kv_end : lowest + 1) - begin, ahead = highest - begin;
+  const bool hides = window_left >= 0 && ahead > window_left;
+  return {hides ? (ahead - window_left + tile - 1) / tile : 0, seen / tile};
 }
 
 // Running softmax of a row in base 2: maximum and sum so far.

@@ -18,6 +18,7 @@ PREFIXPACK_DEVICE int thread_index_here() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
+// A value as of this place, likewise.
 PREFIXPACK_DEVICE int32_t here(int32_t value) {
   int32_t copy;
   asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));

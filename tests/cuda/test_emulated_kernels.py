@@ -125,7 +125,7 @@ def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("shared", [64, 127, 128, 129, 320, 500])
 def test_products_of_a_warpgroup(emulation: ModuleType, shared: int, late_copies: bool) -> None:
-    """KV tiles of 64: fewer than there are pieces of the ring, and several times round it."""
+    """KV tiles of 64, of which two are at hand: one, the last whole or not, and several."""
     case = wide_case(shared=shared)
     check(case, emulate(emulation, case, late_copies=late_copies))
 
@@ -212,7 +212,7 @@ def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
     check(case, emulate(emulation, case, late_copies=late_copies))
 
 
-@pytest.mark.parametrize("window", [0, 7, 64, 100])
+@pytest.mark.parametrize("window", [0, 7, 64, 100, 2**31 - 1])
 def test_sliding_window(emulation: ModuleType, window: int) -> None:
     case = make_case(window, window_left=window, max_new_tokens=20)
     check(case, emulate(emulation, case))
