@@ -5,6 +5,7 @@
 #include "cuda/formats.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
+#include "cuda/next_unit.h"
 #include "cuda/ptx.h"
 #include "cuda/results.h"
 #include "cuda/softmax.h"
@@ -137,6 +138,17 @@ class BlockRows {
     float weights[TileT::kKeyWarps];
   };
   static_assert(TileT::kRows * sizeof(Target) <= TileT::kQueryBytes, "targets lie where the queries were");
+
+  // Stores what the unit came to. The next one is asked for first, no earlier, so that no block holds back work that
+  // another could do, and its record while rows are stored.
+  PREFIXPACK_DEVICE void finish(NextUnit* next) {
+    const int32_t ticket = next->ask(params_);
+    spread_sums();
+    const int32_t word = next->ask_for_record(params_, ticket);
+    store_rows();
+    next->keep(ticket, word);
+    ptx::block_sync();
+  }
 
   // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
   // warp order, and rows leave it in one piece.

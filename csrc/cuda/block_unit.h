@@ -29,8 +29,7 @@ class BlockUnit : BlockRows<TileT, Format> {
     v_ = static_cast<const char*>(attention_.v) + kv_head * attention_.v_head_stride * Format::kKvBytes + chunk * 16;
   }
 
-  // next: gets the block's next unit, asked for late, so that no block holds back work that another could do, and early
-  // enough to be here when it is needed.
+  // next: gets the block's next unit.
   PREFIXPACK_DEVICE void run(NextUnit* next) {
     begin_loads();
     this->start_sums();
@@ -51,12 +50,7 @@ class BlockUnit : BlockRows<TileT, Format> {
     }
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
-    const int32_t ticket = next->ask(params_);
-    this->spread_sums();
-    const int32_t word = next->ask_for_record(params_, ticket);
-    this->store_rows();
-    next->keep(ticket, word);
-    ptx::block_sync();
+    this->finish(next);
   }
 
  private:

@@ -1,4 +1,4 @@
-// What a block does after its present unit, asked for while it is busy with that one.
+// What a block does after its present unit, asked for while it stores what that one came to.
 #pragma once
 
 #include "cuda/index_math.h"

@@ -50,6 +50,12 @@ PREFIXPACK_DEVICE void settle(float (&fragment)[Blocks][4]) {
   for (int32_t i = 0; i < 4 * Blocks; ++i) asm volatile("" : "+f"(fragment[i / 4][i % 4])::"memory");
 }
 
+template <int Steps>
+PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
+#pragma unroll
+  for (int32_t i = 0; i < 4 * Steps; ++i) asm volatile("" : "+r"(fragment[i / 4][i % 4])::"memory");
+}
+
 #define PREFIXPACK_4(how, c) how(c[0]), how(c[1]), how(c[2]), how(c[3])
 #define PREFIXPACK_16(how, c, i) \
   PREFIXPACK_4(how, c[i]), PREFIXPACK_4(how, c[i + 1]), PREFIXPACK_4(how, c[i + 2]), PREFIXPACK_4(how, c[i + 3])

@@ -79,12 +79,7 @@ class WideUnit : BlockRows<TileT, Format> {
     }
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place of the sums, or the next unit's
-    const int32_t ticket = next->ask(params_);
-    this->spread_sums();
-    const int32_t word = next->ask_for_record(params_, ticket);
-    this->store_rows();
-    next->keep(ticket, word);
-    ptx::block_sync();
+    this->finish(next);
   }
 
  private:
@@ -176,6 +171,7 @@ class WideUnit : BlockRows<TileT, Format> {
     uint32_t weights[kSteps][4];
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) pack_weights<Element>(scores, step, weights[step]);
+    ptx::settle(weights);  // before products begin: operands that are written later would be read too early
     ptx::settle(output_[0]);
     ptx::products_begin();
 #pragma unroll
