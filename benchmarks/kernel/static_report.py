@@ -1,4 +1,4 @@
-"""What the compiler says of the GPU kernels: registers, spills and shared memory per instantiation. Needs nvcc, no GPU.
+"""What the compiler says of the GPU kernels: registers, spills, size of the code. Needs nvcc, no GPU.
 
     python benchmarks/kernel/static_report.py --archs 80 90a
 
@@ -27,6 +27,7 @@ SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
 FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function ')\s*'?(\w+)")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
+SECTION = re.compile(r"\.text\.(\w+)\s+PROGBITS\s+\w+\s+\w+\s+([0-9a-f]+)")  # of a kernel and what it calls
 
 
 def readable(symbol: str) -> str:
@@ -37,7 +38,7 @@ def readable(symbol: str) -> str:
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(packed_blocks|packed_warps|merge)(?:_what_is_ready)?ILi(\d+)E", symbol)
+    kernel = re.search(r"(packed_blocks|packed_warps|finish_unit)ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 
@@ -56,16 +57,19 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         size = cubin.stat().st_size
+        sections = subprocess.run(["readelf", "-SW", str(cubin)], capture_output=True, text=True, check=True).stdout
+    code_bytes = {readable(symbol): int(code, 16) for symbol, code in SECTION.findall(sections)}
     rows: list[dict[str, object]] = []
     for line in done.stderr.splitlines():
         if match := FUNCTION.search(line):
             name = readable(match.group(1))
             if not rows or rows[-1]["function"] != name:
-                rows.append({"source": source.name, "arch": arch, "function": name, "registers": None})
+                rows.append({"source": source.name, "arch": arch, "function": name, "registers": None,
+                             "code_bytes": code_bytes.get(name)})
         elif match := SPILL.search(line):
             rows[-1].update(spill_store_bytes=int(match.group(2)), spill_load_bytes=int(match.group(3)))
         elif match := REGISTERS.search(line):
-            entry = next(row for row in reversed(rows) if str(row["function"]).startswith(("packed", "merge"))
+            entry = next(row for row in reversed(rows) if str(row["function"]).startswith("packed")
                          and row["registers"] is None)
             entry["registers"] = int(match.group(1))
     serialized = sum("wgmma" in line and "serialized" in line for line in done.stderr.splitlines())
@@ -89,10 +93,10 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = pool.map(lambda task: compile_report(nvcc, *task), tasks)
         rows = [row for report in tqdm(reports, total=len(tasks), unit="source", file=sys.stderr) for row in report]
-    print(f"{'arch':>5}  {'function':<28} {'registers':>9} {'spilled bytes':>13}")
+    print(f"{'arch':>5}  {'function':<28} {'registers':>9} {'spilled bytes':>13} {'code bytes':>10}")
     for row in rows:
         spilled = f"{row['spill_store_bytes']}/{row['spill_load_bytes']}"
-        print(f"{row['arch']:>5}  {row['function']:<28} {row['registers'] or '':>9} {spilled:>13}")
+        print(f"{row['arch']:>5}  {row['function']:<28} {row['registers'] or '':>9} {spilled:>13} {row['code_bytes'] or '':>10}")
     spilling = [row for row in rows if row["spill_store_bytes"] or row["spill_load_bytes"]]
     waiting = sorted({f"{row['source']} for {row['arch']}" for row in rows if row["serialized_products"]})
     if waiting:

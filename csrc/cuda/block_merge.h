@@ -1,6 +1,7 @@
-// What a block does once the partials of an item are written.
+// How a block merges partials of its unit's queries.
 #pragma once
 
+#include "cuda/block_state.h"
 #include "cuda/kernel_params.h"
 #include "cuda/ptx.h"
 #include "cuda/results.h"
@@ -8,83 +9,103 @@
 
 namespace prefixpack {
 
-// Merges the queries whose last partial the unit's were, if they have others. All threads have met since their partials
-// were written, and meet again before this returns. A function of its own: products leave no registers to do it in.
+// A row of a block's unit, finished: what its sums are multiplied by, and where the products go.
+struct RowResult {
+  void* target;  // [head_dim] of a partial, float, or, if the unit has no others, of the output
+  float weights[kMaxKeyWarps];
+  float lse;  // to base 2
+};
+
+// The heads of a query whose partials are counted together. The parts of a unit's queries follow each other.
+struct QueryPart {
+  int32_t token;
+  MergeList list;
+  bool ready;  // to be merged here
+};
+static_assert(sizeof(RowResult) + sizeof(QueryPart) <= kRowStateBytes, "room for each row");
+
+// A query has one part or two.
+PREFIXPACK_DEVICE int32_t query_of_part(const BlockState& state, int32_t part) {
+  return state.group.parts > 1 ? part >> 1 : part;
+}
+
+PREFIXPACK_DEVICE int32_t* arrivals_of_part(const BlockState& state, int32_t part) {
+  const int32_t query = query_of_part(state, part), parts = state.group.parts;
+  return arrivals_of(state.params, state.item.merge_begin + query, state.kv_head * parts + part - query * parts,
+                     state.params.attention.kv_heads * parts);
+}
+
+// What a block has of its unit, in shared memory.
+struct UnitResults {
+  const RowResult* rows;
+  const QueryPart* parts;
+  const float* sums;  // [rows][kSumWidth] the unit's own partial
+  char* scratch;      // kMergeRoom words
+};
+
+// Merges the parts that are ready. All threads have met since results were written, and meet again before this returns.
 //
 // A block may come last for all of its queries, when nothing else is left to do. So memory is asked in few trips, each
 // for all that can be known by then; and the code is short, for it comes from memory too.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, const ItemRecord& item, int32_t kv_head,
-                                                char* shared) {
-  if (item.slot_begin == kWriteThrough) return;
-  const AttentionParams& attention = params.attention;
-  const DevicePlan& plan = params.plan;
-  const int32_t thread = ptx::thread_index(), group = attention.q_heads / attention.kv_heads;
-  const int32_t first_head = kv_head * group;
-  const int32_t parts_of_query = units_of_group(group), heads_of_part = group / parts_of_query;
+PREFIXPACK_DEVICE void merge_parts(const BlockState& state, const UnitResults& own) {
   constexpr int kThreads = kBlockThreads<HeadDim>;
-  // The heads of a query whose partials are counted together.
-  struct Part {
-    int32_t token;  // -1 if it is not ready
-    MergeList list;
-  };
-  constexpr int32_t kPartBytes = kThreads * sizeof(Part);  // an item has no more rows than the block threads
-  auto* parts = reinterpret_cast<Part*>(shared);
-  auto* lse = reinterpret_cast<float*>(shared + kPartBytes);  // [entries][group]
-  static_assert(kPartBytes + kMergeRoom * sizeof(float) <= kSharedBytes, "room beside the parts");
-  const int32_t num_parts = item.query_count * parts_of_query;
-  bool last = false;
-  if (thread < num_parts) {
-    const int32_t query = thread / parts_of_query, merge = item.merge_begin + query;
-    const int32_t token = plan.query_token(item.query_begin + query);
-    const MergeList list = merge_list(plan, merge);
-    int32_t* arrivals = arrivals_of(params, merge, kv_head * parts_of_query + thread - query * parts_of_query,
-                                    attention.kv_heads * parts_of_query);
-    last = ptx::atomic_add_release(arrivals, 1) == list.count - 1;
-    if (last) *arrivals = 0;
-    parts[thread] = {last ? token : -1, list};
-  }
-  if (!ptx::block_any(last)) return;
-  // As many parts at a time as there is room for what is read of their partials: nearly always all. For one there is.
+  const AttentionParams& attention = state.params.attention;
+  const ItemRecord& item = state.item;
+  const int32_t thread = ptx::thread_index_here();
+  const int32_t group = state.group.heads.number, first_head = state.kv_head * group;
+  const int32_t num_parts = item.query_count * state.group.parts;
+  const float* lse_of_head = attention.partial_lse + first_head;
+  const int32_t partial_stride = attention.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));
+  const int32_t most_entries = static_cast<int32_t>(uint32_t{kMergeRoom} / static_cast<uint32_t>(group + 1));
+  // As many parts at a time as there is room for what is read of their partials: nearly always all. Of a single one
+  // with very many of them only the slots are kept.
   const auto entries_to = [&](int32_t first, int32_t end) {
-    return parts[end - 1].list.first + parts[end - 1].list.count - parts[first].list.first;
+    return own.parts[end - 1].list.first + own.parts[end - 1].list.count - own.parts[first].list.first;
   };
+#pragma unroll 1
   for (int32_t part = 0, end; ptx::uniform(part < num_parts); part = end) {
     end = num_parts;
-    while (ptx::uniform(entries_to(part, end) > kMergeRoom / (group + 1) && end > part + 1)) --end;
-    const int32_t first_entry = parts[part].list.first, entries = entries_to(part, end);
-    auto* slots = reinterpret_cast<int32_t*>(lse + entries * group);
-    for (int32_t entry = thread; entry < entries; entry += kThreads) {
-      const int32_t slot = plan.merge_slot(first_entry + entry);
-      slots[entry] = slot;
-      const float* from = partial_row(attention, slot, first_head).lse;
-      constexpr int kLseAtOnce = 4;
 #pragma unroll 1
-      for (int32_t head = 0; head < group; head += kLseAtOnce) {
-        float value[kLseAtOnce];
-#pragma unroll
-        for (int32_t i = 0; i < kLseAtOnce; ++i) {
-          value[i] = ptx::load_shared_result(from + (head + i < group ? head + i : head));
-        }
-#pragma unroll
-        for (int32_t i = 0; i < kLseAtOnce; ++i) {
-          if (head + i < group) lse[entry * group + head + i] = value[i];
-        }
-      }
+    while (ptx::uniform(entries_to(part, end) > most_entries && end > part + 1)) --end;
+    const int32_t first_entry = own.parts[part].list.first, entries = entries_to(part, end);
+    const bool keeps_lse = entries <= most_entries;
+    auto* slots = reinterpret_cast<int32_t*>(own.scratch);        // [entries]
+    auto* lse = reinterpret_cast<float*>(own.scratch) + entries;  // [entries][group]
+#pragma unroll 1
+    for (int32_t entry = thread; entry < entries; entry += kThreads) {
+      slots[entry] = state.plan().merge_slot(first_entry + entry);
     }
     ptx::block_sync();
-    const int32_t rows = (end - part) * heads_of_part, lane = thread % kMergeLanes;
+    const auto lse_of = [&](int32_t slot, int32_t in_group) {
+      const int32_t query = slot - item.slot_begin;
+      if (query >= 0 && query < item.query_count) return own.rows[query * group + in_group].lse;
+      return ptx::load_shared_result(lse_of_head + int64_t{slot} * attention.q_heads + in_group);
+    };
+    if (ptx::uniform(keeps_lse)) {
+#pragma unroll 1
+      for (int32_t i = thread; i < entries * group; i += kThreads) {
+        const int32_t entry = state.group.heads.quotient(i);
+        lse[i] = lse_of(slots[entry], i - entry * group);
+      }
+      ptx::block_sync();
+    }
+    const int32_t heads = state.group.heads_of_part.number, rows = (end - part) * heads, lane = thread % kMergeLanes;
     // Eight lanes have a row. Whole warps go round: lanes exchange what they have read.
 #pragma unroll 1
     for (int32_t begin = thread / 32 * (32 / kMergeLanes); begin < rows; begin += kThreads / kMergeLanes) {
-      const int32_t row = begin + thread % 32 / kMergeLanes, part_of_row = row < rows ? row / heads_of_part : 0;
-      const Part& mine = parts[part + part_of_row];
-      const int32_t in_part = row < rows ? row - part_of_row * heads_of_part : 0;
-      const int32_t in_group = (part + part_of_row) % parts_of_query * heads_of_part + in_part;
-      const int32_t head = first_head + in_group;
-      const int32_t count = row < rows && mine.token >= 0 ? mine.list.count : 0;
-      const int32_t first = mine.list.first - first_entry;
-      const float* lse_of = lse + first * group + in_group;
+      const int32_t row = begin + thread % 32 / kMergeLanes < rows ? begin + thread % 32 / kMergeLanes : begin;
+      const int32_t of_part = part + state.group.heads_of_part.quotient(row), query = query_of_part(state, of_part);
+      const int32_t in_group = part * heads + row - query * group, head = first_head + in_group;
+      const QueryPart& mine = own.parts[of_part];
+      const int32_t count = mine.ready ? mine.list.count : 0;
+      if (!ptx::any(count > 0)) continue;
+      const int32_t first = mine.list.first - first_entry, own_slot = item.slot_begin + query;
+      const auto lse_at = [&](int32_t i) {
+        return keeps_lse ? lse[(first + i) * group + in_group] : lse_of(slots[first + i], in_group);
+      };
+      const auto* partials_of_row = reinterpret_cast<const char*>(attention.partial_o + head * HeadDim + lane * 4);
+      const float* own_row = own.sums + (query * group + in_group) * kSumWidth<HeadDim> + lane * 4;
       constexpr int kQuads = HeadDim / 32;
       float sums[kQuads][4] = {};
       MergeWeights weights{};
@@ -94,22 +115,23 @@ PREFIXPACK_DEVICE_CALL void merge_what_is_ready(const KernelParams& params, cons
         float partials[kMergeAtOnce][kQuads][4];
 #pragma unroll
         for (int32_t i = 0; i < kMergeAtOnce; ++i) {
-          const int32_t slot = slots[first + (done + i < count ? done + i : 0)];
-          const float* from = partial_row(attention, slot, head).output + lane * 4;
+          const int32_t slot = done + i < count ? slots[first + done + i] : own_slot;
+          const auto* from = reinterpret_cast<const float*>(ptx::at(partials_of_row, slot, partial_stride));
+          if (slot == own_slot) from = own_row;
 #pragma unroll
-          for (int32_t quad = 0; quad < kQuads; ++quad) ptx::load_shared_result(from + quad * 32, partials[i][quad]);
+          for (int32_t quad = 0; quad < kQuads; ++quad) ptx::load_result(from + quad * 32, partials[i][quad]);
         }
         if (ptx::uniform(done == 0)) {
-          SoftmaxState state = softmax_start();
+          SoftmaxState joined = softmax_start();
 #pragma unroll 1
-          for (int32_t i = lane; i < count; i += kMergeLanes) state = with_partial(state, lse_of[i * group]);
+          for (int32_t i = lane; i < count; i += kMergeLanes) joined = with_partial(joined, lse_at(i));
           ptx::warp_sync();
-          weights = merge_weights(attention, head, state,
+          weights = merge_weights(attention, head, joined,
                                   [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
         }
 #pragma unroll
         for (int32_t i = 0; i < kMergeAtOnce; ++i) {
-          const float weight = done + i < count ? weights.of(lse_of[(done + i) * group]) : 0.0f;
+          const float weight = done + i < count ? weights.of(lse_at(done + i)) : 0.0f;
 #pragma unroll
           for (int32_t j = 0; j < 4 * kQuads; ++j) {
             sums[j / 4][j % 4] = ptx::fma(weight, partials[i][j / 4][j % 4], sums[j / 4][j % 4]);

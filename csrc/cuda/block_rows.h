@@ -2,12 +2,11 @@
 // and where these go when the unit is done.
 #pragma once
 
+#include "cuda/block_state.h"
 #include "cuda/formats.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
-#include "cuda/next_unit.h"
 #include "cuda/ptx.h"
-#include "cuda/results.h"
 #include "cuda/softmax.h"
 #include "cuda/tiles.h"
 
@@ -18,16 +17,13 @@ namespace prefixpack {
 template <class TileT, class Format>
 class BlockRows {
  protected:
-  // params: wherever they are read fastest. plan: with a near header. item: of the unit, near.
-  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const DevicePlan& plan, const ItemRecord& item,
-                              int32_t kv_head, char* shared)
+  // params: wherever they are read fastest.
+  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const BlockState& state, char* shared)
       : params_(params),
-        plan_(plan),
+        state_of_block_(state),
         attention_(params.attention),
-        item_(item),
-        kv_head_(kv_head),
-        group_(params.attention.q_heads / params.attention.kv_heads),
-        rows_(item_.query_count * group_),
+        item_(state.item),
+        rows_(item_.query_count * state.group.heads.number),
         window_(params.attention.window_left),
         shared_(shared),
         queries_(ptx::shared_address(shared)),
@@ -54,8 +50,8 @@ class BlockRows {
   // Where the thread's row of queries begins, in elements, or -1: read at once with all else that a unit begins with.
   PREFIXPACK_DEVICE int64_t query_offset() const {
     const bool valid = thread_ < rows_;
-    const Row place = row_of(valid ? thread_ : 0, kv_head_, group_);
-    const int64_t token = plan_.query_token(item_.query_begin + place.query);
+    const Row place = row_of(valid ? thread_ : 0, state_of_block_.kv_head, state_of_block_.group.heads);
+    const int64_t token = state_of_block_.plan().query_token(item_.query_begin + place.query);
     return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 
@@ -63,7 +59,7 @@ class BlockRows {
   PREFIXPACK_DEVICE void copy_queries(const int64_t* offsets) const {
     const int32_t chunk = thread_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
-#pragma unroll 4
+#pragma unroll 2
     for (int32_t row = thread_ / kQueryChunks; row < TileT::kRows; row += kThreads / kQueryChunks) {
       const int64_t offset = offsets[row];
       ptx::copy_async(queries_ + TileT::query_place(row, chunk), q + (offset < 0 ? 0 : offset), offset >= 0);
@@ -100,7 +96,8 @@ class BlockRows {
 
   // Read when a mask needs it, which is seldom; kept, it would cost the widest tile registers that it has not.
   PREFIXPACK_DEVICE int32_t position_of(int32_t row) const {
-    return row < rows_ ? params_.step.query_position[item_.query_begin + row / group_] : item_.highest;
+    const int32_t query = state_of_block_.group.heads.quotient(row);
+    return row < rows_ ? params_.step.query_position[item_.query_begin + query] : item_.highest;
   }
 
   PREFIXPACK_DEVICE void start_sums() {
@@ -131,30 +128,12 @@ class BlockRows {
 
   // Results --------------------------------------------------------------------------------------------------------
 
-  // Where a row goes.
-  struct Target {
-    float* partial;    // [head_dim], nullptr if the row has no other partial: then
-    uint16_t* output;  // [head_dim]
-    float weights[TileT::kKeyWarps];
-  };
-  static_assert(TileT::kRows * sizeof(Target) <= TileT::kQueryBytes, "targets lie where the queries were");
-
-  // Stores what the unit came to. The next one is asked for first, no earlier, so that no block holds back work that
-  // another could do, and its record while rows are stored.
-  PREFIXPACK_DEVICE void finish(NextUnit* next) {
-    const int32_t ticket = next->ask(params_);
-    spread_sums();
-    const int32_t word = next->ask_for_record(params_, ticket);
-    store_rows();
-    next->keep(ticket, word);
-    ptx::block_sync();
-  }
-
   // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
-  // warp order, and rows leave it in one piece.
-  PREFIXPACK_DEVICE void spread_sums() {
+  // warp order, and rows leave it in one piece. Asks for the next unit and returns its ticket.
+  PREFIXPACK_DEVICE int32_t spread_sums() {
+    const int32_t ticket = state_of_block_.next.ask(params_);
     const int32_t thread = ptx::thread_index_here(), lane = thread % 32;
-    constexpr int32_t kWidth = TileT::kSumWidth;
+    constexpr int32_t kWidth = kSumWidth<TileT::kHeadDim>;
     auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
@@ -167,36 +146,8 @@ class BlockRows {
       }
     }
     ptx::block_sync();
+    return ticket;
   }
-  PREFIXPACK_DEVICE void store_rows() const {
-    const int32_t thread = ptx::thread_index_here();
-    constexpr int32_t kWidth = TileT::kSumWidth;
-    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
-    auto* targets = reinterpret_cast<Target*>(shared_);
-    if (thread < rows_) targets[thread] = target_of(thread, sums + thread * kWidth);
-    ptx::block_sync();
-    constexpr int32_t kQuads = TileT::kHeadDim / 4;
-    const int32_t count = rows_ * kQuads;
-#pragma unroll 4
-    for (int32_t i = thread; i < count; i += kThreads) {
-      const int32_t row = i / kQuads, column = i % kQuads * 4;
-      float quad[4] = {};
-#pragma unroll
-      for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
-        const float* theirs = sums + (warp * TileT::kRows + row) * kWidth + column;
-        const float weight = targets[row].weights[warp];
-#pragma unroll
-        for (int32_t j = 0; j < 4; ++j) quad[j] = ptx::fma(theirs[j], weight, quad[j]);
-      }
-      if (targets[row].partial != nullptr) {
-        ptx::store_quad(targets[row].partial + column, quad);
-      } else {
-        using Output = typename Format::Output;
-        ptx::store_words(targets[row].output + column, Output::pack(quad[0], quad[1]), Output::pack(quad[2], quad[3]));
-      }
-    }
-  }
-
   // Sums of one row of a row block.
   static PREFIXPACK_DEVICE void store_sums(float* row, int32_t lane, const float (&output)[kValueBlocks][4],
                                            int32_t half) {
@@ -213,47 +164,11 @@ class BlockRows {
     }
   }
 
-  // Joins what the key warps have of a row, and stores its lse. sums: of the first key warp.
-  PREFIXPACK_DEVICE Target target_of(int32_t row, const float* sums) const {
-    const Row place = row_of(row, kv_head_, group_);
-    const auto state_of = [&](int32_t warp) {
-      const float* theirs = sums + warp * TileT::kRows * TileT::kSumWidth + TileT::kHeadDim;
-      return SoftmaxState{theirs[0], theirs[1]};
-    };
-    const auto exp2 = [](float x) { return ptx::exp2(x); };
-    SoftmaxState state = state_of(0);
-    float keep, add;
-#pragma unroll
-    for (int32_t warp = 1; warp < TileT::kKeyWarps; ++warp) {
-      state = softmax_join(state, state_of(warp), exp2, &keep, &add);
-    }
-    Target target{};
-    Normalised result;
-    if (item_.slot_begin == kWriteThrough) {
-      const int32_t token = plan_.query_token(item_.query_begin + place.query);
-      const OutputRow output = output_row(attention_, token, place.head);
-      result = normalised_with_sink(state, attention_, place.head);
-      target.output = output.output;
-      store_lse(output.lse, result.lse);
-    } else {
-      const PartialRow partial = partial_row(attention_, item_.slot_begin + place.query, place.head);
-      result = normalised(state);
-      target.partial = partial.output;
-      *partial.lse = result.lse;
-    }
-    const float factor = result.factor * attention_.v_scale;
-#pragma unroll
-    for (int32_t warp = 0; warp < TileT::kKeyWarps; ++warp) {
-      target.weights[warp] = exp2(state_of(warp).max - safe_max(state.max)) * factor;
-    }
-    return target;
-  }
-
   const KernelParams& params_;
-  const DevicePlan& plan_;
+  const BlockState& state_of_block_;
   const AttentionParams& attention_;
   const ItemRecord& item_;
-  const int32_t kv_head_, group_, rows_, window_;
+  const int32_t rows_, window_;
   char* const shared_;
   const ptx::SharedAddress queries_;
   const int32_t thread_, lane_, row_warp_, key_warp_;

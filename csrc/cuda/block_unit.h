@@ -7,7 +7,6 @@
 #include "cuda/block_rows.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
-#include "cuda/next_unit.h"
 #include "cuda/ptx.h"
 #include "cuda/softmax.h"
 #include "cuda/tiles.h"
@@ -19,18 +18,18 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows = BlockRows<TileT, Format>;
 
  public:
-  // plan: with a near header. item: of the unit, near.
-  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const DevicePlan& plan, const ItemRecord& item,
-                              int32_t kv_head, char* shared)
-      : Rows(params, plan, item, kv_head, shared), ring_(queries_ + TileT::kQueryBytes) {
+  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const BlockState& state, char* shared)
+      : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {
     first_slot_ = item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
     const int32_t chunk = thread_ % kChunks;
-    k_ = static_cast<const char*>(attention_.k) + kv_head * attention_.k_head_stride * Format::kKvBytes + chunk * 16;
-    v_ = static_cast<const char*>(attention_.v) + kv_head * attention_.v_head_stride * Format::kKvBytes + chunk * 16;
+    k_ = static_cast<const char*>(attention_.k) + state.kv_head * attention_.k_head_stride * Format::kKvBytes +
+         chunk * 16;
+    v_ = static_cast<const char*>(attention_.v) + state.kv_head * attention_.v_head_stride * Format::kKvBytes +
+         chunk * 16;
   }
 
-  // next: gets the block's next unit.
-  PREFIXPACK_DEVICE void run(NextUnit* next) {
+  // Returns the ticket of the block's next unit, see finish_unit.
+  PREFIXPACK_DEVICE int32_t run() {
     begin_loads();
     this->start_sums();
     if constexpr (kDimensionsMoved<Format>) {
@@ -50,7 +49,7 @@ class BlockUnit : BlockRows<TileT, Format> {
     }
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
-    this->finish(next);
+    return this->spread_sums();
   }
 
  private:
@@ -220,6 +219,7 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::queries_;
   using Rows::row_warp_;
   using Rows::shared_;
+  using Rows::state_of_block_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
   int32_t first_slot_;  // in the step's, of the row that this thread copies first

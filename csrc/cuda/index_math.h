@@ -28,15 +28,45 @@ PREFIXPACK_BOTH int32_t units_of_group(int32_t group) { return group > kWarpRows
 PREFIXPACK_BOTH int32_t narrow_rows(int32_t group) { return kWarpRows * units_of_group(group); }
 
 // Neighbouring units read neighbouring heads of the same tokens.
-PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t heads) { return {ticket / heads, ticket % heads}; }
+PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t heads) {
+  const uint32_t item = static_cast<uint32_t>(ticket) / static_cast<uint32_t>(heads);
+  return {static_cast<int32_t>(item), ticket - static_cast<int32_t>(item) * heads};
+}
+
+// Division by a number that is known for long, of numbers that times it are below 2^31: a multiplication.
+struct Divisor {
+  int32_t number;
+  uint32_t inverse;  // 2^31 / number, rounded up
+
+  PREFIXPACK_BOTH int32_t quotient(int32_t dividend) const {
+    return static_cast<int32_t>(uint64_t{2u * static_cast<uint32_t>(dividend)} * inverse >> 32);
+  }
+};
+
+PREFIXPACK_BOTH Divisor divisor(int32_t number) {
+  return {number, (0x80000000u + static_cast<uint32_t>(number) - 1) / static_cast<uint32_t>(number)};
+}
+
+// Query heads of a KV head.
+struct Group {
+  Divisor heads;
+  int32_t parts;          // units_of_group
+  Divisor heads_of_part;  // whose partials are counted together
+};
+
+PREFIXPACK_BOTH Group group_of(int32_t heads) {
+  const int32_t parts = units_of_group(heads);
+  return {divisor(heads), parts, divisor(heads / parts)};
+}
 
 struct Row {
   int32_t query;  // offset into the item's queries
   int32_t head;   // query head
 };
 
-PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, int32_t group) {
-  return {row / group, kv_head * group + row % group};
+PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, const Divisor& group) {
+  const int32_t query = group.quotient(row);
+  return {query, kv_head * group.number + row - query * group.number};
 }
 
 // What the index of a 16-byte chunk of row `row` is mixed with in shared memory (exclusive or), so that the eight rows
@@ -51,6 +81,15 @@ PREFIXPACK_BOTH int32_t swizzled(int32_t row, int32_t chunk, int32_t row_bytes) 
 // Which KV positions a query at `position` sees.
 PREFIXPACK_BOTH bool visible(int32_t kv_position, int32_t position, int32_t window_left) {
   return kv_position <= position && (window_left < 0 || kv_position >= position - window_left);
+}
+
+// Of the keys behind position `first`, counted from it, those that exist and are seen.
+struct Visible {
+  int32_t begin, end;
+};
+PREFIXPACK_BOTH Visible visible_from(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
+  const int32_t end = kv_end <= position ? kv_end : position + 1;
+  return {window_left < 0 ? INT32_MIN : position - window_left - first, end - first};
 }
 
 // First position that any query of the item sees, rounded down to a whole KV tile of the item.

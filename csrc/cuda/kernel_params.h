@@ -32,24 +32,31 @@ constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // w
 
 struct DevicePlan {
   const int32_t* words;
-  const PlanHeader* near_header = nullptr;  // a copy in shared memory, once a block has made one
+};
 
-  PREFIXPACK_BOTH const PlanHeader& header() const {
-    return near_header != nullptr ? *near_header : *reinterpret_cast<const PlanHeader*>(words);
-  }
+// Reads a plan. header: of its words, or a copy that is nearer.
+struct PlanReader {
+  const int32_t* words;
+  const PlanHeader& header;
+
+  PREFIXPACK_BOTH explicit PlanReader(const DevicePlan& plan)
+      : PlanReader(plan, *reinterpret_cast<const PlanHeader*>(plan.words)) {}
+  PREFIXPACK_BOTH PlanReader(const DevicePlan& plan, const PlanHeader& near_header)
+      : words(plan.words), header(near_header) {}
+
   PREFIXPACK_BOTH const WorkItem& item(int32_t index) const {
-    return reinterpret_cast<const WorkItem*>(words + header().items_at)[index];
+    return reinterpret_cast<const WorkItem*>(words + header.items_at)[index];
   }
-  PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header().item_slots_at + index]; }
+  PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header.item_slots_at + index]; }
   PREFIXPACK_BOTH int32_t item_merge(int32_t index) const {
-    return words[header().item_slots_at + header().num_items + index];
+    return words[header.item_slots_at + header.num_items + index];
   }
-  PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header().query_token_at + query]; }
-  PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header().query_request_at + query]; }
-  PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header().query_back_at + query]; }
-  PREFIXPACK_BOTH int32_t merge_query(int32_t merge) const { return words[header().merge_query_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_offset(int32_t merge) const { return words[header().merge_offset_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_slot(int32_t index) const { return words[header().merge_slot_at + index]; }
+  PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header.query_token_at + query]; }
+  PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header.query_request_at + query]; }
+  PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header.query_back_at + query]; }
+  PREFIXPACK_BOTH int32_t merge_query(int32_t merge) const { return words[header.merge_query_at + merge]; }
+  PREFIXPACK_BOTH int32_t merge_offset(int32_t merge) const { return words[header.merge_offset_at + merge]; }
+  PREFIXPACK_BOTH int32_t merge_slot(int32_t index) const { return words[header.merge_slot_at + index]; }
 };
 
 // A work item at this step's lengths, all that the layers need of it in one place.

@@ -15,9 +15,11 @@ struct NextUnit {
   int32_t ticket;
   int32_t record[kRecordWords];
 
-  // The ticket, in the first lane, once it is here.
+  // The ticket, in the first lane, once it is here. Asked for when the present unit is done but for its results, no
+  // earlier, so that no block holds back work that another could do.
   PREFIXPACK_DEVICE int32_t ask(const KernelParams& params) const {
-    return ptx::thread_index() == 0 ? dealt + ptx::atomic_add(&params.step.tickets[0], 1) : 0;
+    if (dealt >= num_units) return num_units;
+    return ptx::thread_index_here() == 0 ? dealt + ptx::atomic_add(&params.step.tickets[0], 1) : 0;
   }
   // A word of the item's record for each lane.
   PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {

@@ -16,6 +16,7 @@ PREFIXPACK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 PREFIXPACK_DEVICE int thread_index_here() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0 && index < 1024);
   return index;
 }
 // A value as of this place, likewise.
@@ -89,6 +90,13 @@ PREFIXPACK_DEVICE void load_shared_result(const float* address, float (&out)[4])
                : "l"(address)
                : "memory");
 }
+// From global memory, as above, or from shared memory.
+PREFIXPACK_DEVICE void load_result(const float* address, float (&out)[4]) {
+  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+               : "l"(address)
+               : "memory");
+}
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // a * b + c * d, the same bits with the pairs exchanged.
 PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {
@@ -99,6 +107,10 @@ PREFIXPACK_DEVICE void store_pair(float* address, float left, float right) {
 }
 PREFIXPACK_DEVICE void store_quad(float* address, const float (&quad)[4]) {
   *reinterpret_cast<float4*>(address) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+}
+PREFIXPACK_DEVICE void load_quad(const float* address, float (&quad)[4]) {
+  const float4 value = *reinterpret_cast<const float4*>(address);
+  quad[0] = value.x, quad[1] = value.y, quad[2] = value.z, quad[3] = value.w;
 }
 PREFIXPACK_DEVICE void store_words(uint16_t* address, uint32_t low, uint32_t high) {
   *reinterpret_cast<uint2*>(address) = make_uint2(low, high);

@@ -3,57 +3,71 @@
 // in the result: every unit has output or partial slots of its own.
 #pragma once
 
-#include "cuda/block_merge.h"
+#include <type_traits>
+
+#include "cuda/block_results.h"
+#include "cuda/block_state.h"
 #include "cuda/block_unit.h"
 #include "cuda/warp_units.h"
 #include "cuda/wide_unit.h"
 
 namespace prefixpack {
 
-// What a block keeps in shared memory behind the tiles. Parameters and header are read often, by code that is called
-// and so cannot read them from where a kernel's parameters lie.
-struct BlockState {
-  KernelParams params;
-  PlanHeader header;
-  int32_t ticket;
-  ItemRecord item;
-  NextUnit next;
-};
-static_assert(sizeof(BlockState) <= kBlockStateBytes, "shared memory for the block's state");
-
 PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
+#pragma unroll 1  // short code is there sooner
   for (int32_t i = ptx::thread_index(); i < bytes / 4; i += ptx::block_size()) {
     static_cast<int32_t*>(to)[i] = static_cast<const int32_t*>(from)[i];
   }
 }
 
-PREFIXPACK_DEVICE BlockState* block_state(char* shared) { return reinterpret_cast<BlockState*>(shared + kSharedBytes); }
-
 // kernel_params: wherever they are read fastest.
 template <class Unit>
-PREFIXPACK_DEVICE void run_unit(const KernelParams& kernel_params, char* shared) {
-  BlockState* state = block_state(shared);
+PREFIXPACK_DEVICE int32_t run_unit(const KernelParams& kernel_params, char* shared) {
   ptx::warp_sync();
-  const int32_t kv_head = unit_of(state->ticket, kernel_params.attention.kv_heads).head;
-  Unit(kernel_params, state->params.plan, state->item, kv_head, shared).run(&state->next);
+  return Unit(kernel_params, *block_state(shared), shared).run();
 }
 // A function per tile: inlined side by side they would share, and spill, one set of registers.
 template <class Unit>
-PREFIXPACK_DEVICE_CALL void call_unit(char* shared) {
-  run_unit<Unit>(block_state(shared)->params, shared);
+PREFIXPACK_DEVICE_CALL int32_t call_unit(char* shared) {
+  return run_unit<Unit>(block_state(shared)->params, shared);
 }
 
-// The widest tile, with products of a warpgroup where there are such. These not in a function of their own: at its
-// begin and end the compiler would take them for under way, and let each wait for the one before it.
+// The tiles of a kernel, for up to so many rows. With products of a warpgroup one is for all of more than 32.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_wide_unit(const KernelParams& kernel_params, char* shared) {
+struct Tiles {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
-  if constexpr (HeadDim == 128 && Format::kKvBytes == 2) {
-    run_unit<WideUnit<WideTile<HeadDim, kSharedBytes>, Format>>(kernel_params, shared);
-    return;
-  }
+  static constexpr bool kWarpgroups = HeadDim == 128 && Format::kKvBytes == 2;
+#else
+  static constexpr bool kWarpgroups = false;
 #endif
-  call_unit<BlockUnit<Tile<HeadDim, 128, Format::kKvBytes>, Format>>(shared);
+  static constexpr int kMiddleRows = kWarpgroups ? 32 : 64, kWideRows = kMaxTileRows<HeadDim>;
+  using Narrow = Tile<HeadDim, 32, Format::kKvBytes>;
+  using Middle = Tile<HeadDim, kMiddleRows, Format::kKvBytes>;
+  using Wide =
+      std::conditional_t<kWarpgroups, WideTile<HeadDim, kSharedBytes>, Tile<HeadDim, kWideRows, Format::kKvBytes>>;
+
+  PREFIXPACK_DEVICE static BlockSums sums(int32_t rows) {
+    return rows <= 32 ? Narrow::sums() : rows <= kMiddleRows ? Middle::sums() : Wide::sums();
+  }
+};
+
+// Runs the block's present unit as far as its sums, and returns the ticket of the next. kernel_params: as the kernel
+// has them.
+template <int HeadDim, class Format>
+PREFIXPACK_DEVICE int32_t run_present_unit(const KernelParams& kernel_params, char* shared) {
+  using Tiles = Tiles<HeadDim, Format>;
+  const int32_t rows = block_state(shared)->item.tile_rows;
+  if (ptx::uniform(rows <= 32)) return call_unit<BlockUnit<typename Tiles::Narrow, Format>>(shared);
+  if constexpr (Tiles::kMiddleRows > 32 && Tiles::kMiddleRows < Tiles::kWideRows) {
+    if (ptx::uniform(rows <= Tiles::kMiddleRows)) return call_unit<BlockUnit<typename Tiles::Middle, Format>>(shared);
+  }
+  // Products of warpgroups not in a function of their own: at its begin and end the compiler would take them for under
+  // way, and let each wait for the one before it.
+  if constexpr (Tiles::kWarpgroups) {
+    return run_unit<WideUnit<typename Tiles::Wide, Format>>(kernel_params, shared);
+  } else {
+    return call_unit<BlockUnit<typename Tiles::Wide, Format>>(shared);
+  }
 }
 
 // The unit that was asked for becomes the present one; false if there is none.
@@ -61,7 +75,10 @@ PREFIXPACK_DEVICE bool take_unit(char* shared) {
   BlockState* state = block_state(shared);
   // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
   const int32_t thread = ptx::thread_index_here();
-  if (thread < 32) state->ticket = state->next.ticket;
+  if (thread < 32) {
+    state->ticket = state->next.ticket;
+    state->kv_head = unit_of(state->next.ticket, state->params.attention.kv_heads).head;
+  }
   if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
   ptx::block_sync();
   return state->ticket < state->next.num_units;
@@ -71,18 +88,10 @@ PREFIXPACK_DEVICE bool take_unit(char* shared) {
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_block_queue(const KernelParams& kernel_params, char* shared) {
   BlockState* state = block_state(shared);
-  const KernelParams& params = state->params;
   while (ptx::uniform(take_unit(shared))) {
-    const int32_t rows = state->item.tile_rows;
-    if (ptx::uniform(rows <= 32)) {
-      call_unit<BlockUnit<Tile<HeadDim, 32, Format::kKvBytes>, Format>>(shared);
-    } else if (ptx::uniform(rows <= 64)) {
-      call_unit<BlockUnit<Tile<HeadDim, 64, Format::kKvBytes>, Format>>(shared);
-    } else if constexpr (kMaxTileRows<HeadDim> >= 128) {
-      run_wide_unit<HeadDim, Format>(kernel_params, shared);
-    }
-    merge_what_is_ready<HeadDim, typename Format::Output>(
-        params, state->item, unit_of(state->ticket, params.attention.kv_heads).head, shared);
+    const int32_t next_ticket = run_present_unit<HeadDim, Format>(kernel_params, shared);
+    const BlockSums sums = Tiles<HeadDim, Format>::sums(state->item.tile_rows);
+    finish_unit<HeadDim, typename Format::Output>(shared, sums, next_ticket);
     ptx::block_sync();
   }
 }
@@ -98,24 +107,25 @@ PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
 // blocks: of both kernels. few_blocks: as in LaunchSize. shared: kLaunchSharedBytes.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks, int32_t few_blocks) {
-  ptx::let_next_launch_begin();
   BlockState* state = block_state(shared);
   // Beside the header, which says whether there is such a unit.
   const int32_t ticket = ptx::block_index(), word = NextUnit::record_word(kernel_params, ticket);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
+  const Group group = group_of(kernel_params.attention.q_heads / kernel_params.attention.kv_heads);
+  if (ptx::thread_index() < 32) state->group = group;
   ptx::block_sync();
+  // No sooner: a launch's code is fetched ahead of it only when that is done for the launch before.
+  ptx::let_next_launch_begin();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
   const int32_t num_units = num_items * kernel_params.attention.kv_heads;
   // Warps then have the other half of each multiprocessor from the start: memory is busy while blocks compute.
   const int32_t active = state->header.narrow_prevails ? few_blocks : ptx::grid_size();
   if (ptx::uniform(ticket < (num_units < active ? num_units : active))) {
     if (ptx::thread_index() < 32) {
-      state->params.plan.near_header = &state->header;
       state->next.num_units = num_units;
       state->next.dealt = active;
     }
-    ptx::block_sync();
     state->next.keep(ticket, word);
     ptx::block_sync();
     run_block_queue<HeadDim, Format>(kernel_params, shared);

@@ -59,7 +59,7 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
 
 constexpr int32_t kMergeLanes = 8;
 // Partials whose rows are read together, by a block and by a warp, whose code is run for every tail.
-constexpr int32_t kMergeAtOnce = 4;
+constexpr int32_t kMergeAtOnce = 3;
 constexpr int32_t kMergeAtOnceByWarp = 2;
 
 // The weights of a row's partials are 2^(lse - base) * factor.
@@ -99,7 +99,7 @@ struct MergeList {
   int32_t first, count;
 };
 
-PREFIXPACK_DEVICE MergeList merge_list(const DevicePlan& plan, int32_t merge) {
+PREFIXPACK_DEVICE MergeList merge_list(const PlanReader& plan, int32_t merge) {
   const int32_t first = plan.merge_offset(merge);
   return {first, plan.merge_offset(merge + 1) - first};
 }

@@ -11,12 +11,11 @@ namespace prefixpack {
 template <int KeyBlocks>
 PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
                             int32_t position, int32_t window_left) {
+  const Visible seen = visible_from(first, kv_end, position, window_left);
 #pragma unroll
   for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
-    const int32_t kv_position = first + i / 2 * 8 + i % 2;
-    if (kv_position >= kv_end || !visible(kv_position, position, window_left)) {
-      scores[i / 2][2 * half + i % 2] = kMinusInfinity;
-    }
+    const int32_t key = i / 2 * 8 + i % 2;
+    if (key >= seen.end || key < seen.begin) scores[i / 2][2 * half + i % 2] = kMinusInfinity;
   }
 }
 

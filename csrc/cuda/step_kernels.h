@@ -11,17 +11,17 @@ namespace prefixpack {
 // nothing that the scheduler may change. One block per item, in turn.
 PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const AttentionParams& attention = params.attention;
-  const DevicePlan& plan = params.plan;
+  const PlanReader plan(params.plan);
   const StepState& step = params.step;
   const int32_t thread = ptx::thread_index();
   const auto position_of = [&](int32_t query) {
     return static_cast<int32_t>(attention.seq_lens[plan.query_request(query)]) - 1 - plan.query_back(query);
   };
-  for (int32_t query = ptx::block_index() * ptx::block_size() + thread; query < plan.header().num_queries;
+  for (int32_t query = ptx::block_index() * ptx::block_size() + thread; query < plan.header.num_queries;
        query += ptx::grid_size() * ptx::block_size()) {
     step.query_position[query] = position_of(query);
   }
-  for (int32_t index = ptx::block_index(); index < plan.header().num_items; index += ptx::grid_size()) {
+  for (int32_t index = ptx::block_index(); index < plan.header.num_items; index += ptx::grid_size()) {
     const WorkItem item = plan.item(index);
     const int32_t last = item.query_begin + item.query_count - 1;
     const int32_t end = item.kv_end == kOpenEnd ? position_of(last) + 1 : item.kv_end;

@@ -22,11 +22,36 @@ template <int HeadDim>
 constexpr int kBlockThreads = 32 * kBlockWarps<HeadDim>;
 
 // Words that a block has room for when it merges: of each partial that it knows at a time its slot, and the lse of the
-// group's heads.
-constexpr int kMergeRoom = kSharedBytes / 4 - 3 * kBlockThreads<64>;
+// group's heads; at least the slots of one query's partials.
+constexpr int kMergeRoom = 6 * 1024;
 
 // What a window hides of an item is left out by so many keys at a time, whatever the tile of a block.
 constexpr int kWindowStep = 64;
+
+// Of a row's sums: whole 16-byte words, banks shifted from row to row. The maximum and the sum are behind the values.
+template <int HeadDim>
+constexpr int kSumWidth = HeadDim + 8;
+constexpr int kMaxKeyWarps = 4;
+constexpr int kRowStateBytes = 64;  // that a block keeps of a row whose sums are finished
+
+// How a unit leaves its sums in shared memory, of `key_warps` warps that had different keys of the same rows one after
+// the other: [key_warps][rows][kSumWidth]. Bytes before and behind those of the first are free then.
+struct BlockSums {
+  int32_t at;  // in bytes
+  int32_t rows, key_warps;
+  int32_t scratch_at;  // in bytes, room for kMergeRoom words
+};
+
+// In front, where the queries were, is room for the states of the rows, and for more if it is wide.
+template <int HeadDim, int Rows, int KeyWarps, int QueryBytes>
+constexpr BlockSums block_sums() {
+  static_assert(Rows * kRowStateBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
+  constexpr bool kInFront = Rows * kRowStateBytes + kMergeRoom * 4 <= QueryBytes;
+  constexpr int kBehind = QueryBytes + Rows * kSumWidth<HeadDim> * 4;
+  static_assert(kInFront || kBehind + kMergeRoom * 4 <= kSharedBytes, "room for merging");
+  static_assert(QueryBytes + KeyWarps * Rows * kSumWidth<HeadDim> * 4 <= kSharedBytes, "sums of all key warps");
+  return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowStateBytes : kBehind};
+}
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
@@ -54,8 +79,7 @@ struct Tile {
   static constexpr int kQueryBytes = Rows * kQueryRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
-  static constexpr int kSumWidth = HeadDim + 8;  // of a row's sums: whole 16-byte words, banks shifted from row to row
-  static constexpr int kSumBytes = kKeyWarps * Rows * kSumWidth * 4;
+  PREFIXPACK_BOTH static constexpr BlockSums sums() { return block_sums<HeadDim, Rows, kKeyWarps, kQueryBytes>(); }
 
   PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
     return swizzled(row, chunk, kQueryRowBytes);
@@ -68,7 +92,6 @@ struct Tile {
   static_assert(kWindowStep % kKeys == 0, "whole tiles are left out");
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
-  static_assert(kSumBytes <= kSharedBytes - kQueryBytes, "the sums lie where the stages were");
 };
 
 // A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such

@@ -8,7 +8,6 @@
 #include "cuda/block_rows.h"
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
-#include "cuda/next_unit.h"
 #include "cuda/ptx.h"
 #include "cuda/softmax.h"
 #include "cuda/tiles.h"
@@ -35,7 +34,7 @@ struct WideTile {
   static constexpr int kQuerySlabBytes = kRows * kSlabRowBytes;
   static constexpr int kPieceBytes = kKeys * kRowBytes;  // K or V of a tile
   static constexpr int kSlabBytes = kKeys * kSlabRowBytes;
-  static constexpr int kSumWidth = HeadDim + 8;  // as in Tile
+  PREFIXPACK_BOTH static constexpr BlockSums sums() { return block_sums<HeadDim, kRows, kKeyWarps, kQueryBytes>(); }
 
   PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
     return chunk / 8 * kQuerySlabBytes + swizzled(row, chunk % 8, kSlabRowBytes);
@@ -44,7 +43,6 @@ struct WideTile {
 
   static_assert(HeadDim == 128, "products of 64 by 128 values");
   static_assert(kQueryBytes + 4 * kPieceBytes + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
-  static_assert(kQueryBytes + kRows * kSumWidth * 4 <= SharedBytes, "the sums lie where the tiles were");
 };
 
 // KV of the format of products.
@@ -54,18 +52,24 @@ class WideUnit : BlockRows<TileT, Format> {
   using Element = typename Format::Product;
 
  public:
-  // plan: with a near header. item: of the unit, near.
-  PREFIXPACK_DEVICE WideUnit(const KernelParams& params, const DevicePlan& plan, const ItemRecord& item,
-                             int32_t kv_head, char* shared)
-      : Rows(params, plan, item, kv_head, shared), ring_(queries_ + TileT::kQueryBytes) {
+  PREFIXPACK_DEVICE WideUnit(const KernelParams& params, const BlockState& state, char* shared)
+      : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes), kv_head_(state.kv_head) {
     first_slot_ = item_.slots_at + (begin_ - item_.kv_begin);
   }
 
-  // next: as for BlockUnit.
-  PREFIXPACK_DEVICE void run(NextUnit* next) {
+  // Returns the ticket of the block's next unit, see finish_unit.
+  PREFIXPACK_DEVICE int32_t run() {
     begin_loads();
     this->start_sums();
-    for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
+    // A warpgroup of which no row is only copies.
+    const int32_t work = ptx::uniform(warpgroup_ * 64 >= rows_) ? 0 : num_tiles_;
+    for (int32_t tile = work; ptx::uniform(tile < num_tiles_); ++tile) {
+      ptx::copy_wait<0>();
+      ptx::show_to_products();
+      ptx::block_sync();
+      load_tile(tile + 1);
+    }
+    for (int32_t tile = 0; ptx::uniform(tile < work); ++tile) {
       ptx::copy_wait<0>();
       ptx::show_to_products();
       ptx::block_sync();
@@ -79,7 +83,7 @@ class WideUnit : BlockRows<TileT, Format> {
     }
     ptx::copy_wait<0>();
     ptx::block_sync();  // the ring becomes the place of the sums, or the next unit's
-    this->finish(next);
+    return this->spread_sums();
   }
 
  private:
@@ -187,15 +191,17 @@ class WideUnit : BlockRows<TileT, Format> {
   using Rows::begin_;
   using Rows::item_;
   using Rows::keys_;
-  using Rows::kv_head_;
   using Rows::lane_;
   using Rows::num_tiles_;
   using Rows::output_;
   using Rows::params_;
   using Rows::queries_;
+  using Rows::rows_;
   using Rows::shared_;
+  using Rows::state_of_block_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
+  const int32_t kv_head_;
   int32_t first_slot_;                                          // in the step's
   const int32_t warpgroup_ = ptx::broadcast(thread_ / 128, 0);  // seen to be the same for all lanes
   int32_t next_slots_;

@@ -16,16 +16,12 @@ DTYPES = {torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 
-def unmergeable(plan: Plan, group: int) -> str | None:
-    """Why the kernels cannot merge a plan's partial results, in words; None if they can. group: query heads of a KV
-    head."""
-    most, room = int(np.diff(plan.merge_offset).max(initial=0)), _native.merge_room // (group + 1)
-    if most <= room:
+def unmergeable(plan: Plan) -> str | None:
+    """Why the kernels cannot merge a plan's partial results, in words; None if they can."""
+    most = int(np.diff(plan.merge_offset).max(initial=0))
+    if most <= _native.merge_room:
         return None
-    return (
-        f"the plan has {most} partial results of one query; with {group} query heads for each KV head the GPU kernels "
-        f"merge at most {room}"
-    )
+    return f"the plan has {most} partial results of one query; the GPU kernels merge at most {_native.merge_room}"
 
 
 class GpuStep(StepBuffers):
@@ -94,7 +90,7 @@ class GpuStep(StepBuffers):
                 f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
                 f"at most {self._widest_tile}: see DeviceModel.gpu"
             )
-        obstacle = unmergeable(plan, self.shape.group)
+        obstacle = unmergeable(plan)
         if obstacle is not None:
             raise PlanTooLarge(obstacle)
         super().load(plan, seq_lens, growth)

@@ -120,7 +120,7 @@ def native_obstacle(
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():
         if rows not in table:
             return f"the plan has tiles of {rows} rows, made for another device: see DeviceModel.gpu"
-    return gpu.unmergeable(plan, group)
+    return gpu.unmergeable(plan)
 
 
 def _triton_step(obstacle: str) -> MakeStep:

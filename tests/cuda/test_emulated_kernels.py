@@ -170,6 +170,13 @@ def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleTyp
     check(case, emulate(emulation, case))
 
 
+def test_more_partials_of_a_query_than_a_block_has_room_for_their_lse(emulation: ModuleType) -> None:
+    batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
+    case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
+    assert case.plan.num_slots * 65 > _native.merge_room > case.plan.num_slots  # a slot and 64 lse each
+    check(case, emulate(emulation, case))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=70)

@@ -109,6 +109,8 @@ inline void load_shared_result(const float* address, float (&out)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte load");
   for (int i = 0; i < 4; ++i) out[i] = address[i];
 }
+inline void load_quad(const float* address, float (&quad)[4]) { load_shared_result(address, quad); }
+inline void load_result(const float* address, float (&out)[4]) { load_shared_result(address, out); }
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 using SharedAddress = uint32_t;
