@@ -96,7 +96,8 @@ def main() -> int:
     print(f"{'arch':>5}  {'function':<28} {'registers':>9} {'spilled bytes':>13} {'code bytes':>10}")
     for row in rows:
         spilled = f"{row['spill_store_bytes']}/{row['spill_load_bytes']}"
-        print(f"{row['arch']:>5}  {row['function']:<28} {row['registers'] or '':>9} {spilled:>13} {row['code_bytes'] or '':>10}")
+        numbers = f"{row['registers'] or '':>9} {spilled:>13} {row['code_bytes'] or '':>10}"
+        print(f"{row['arch']:>5}  {row['function']:<28} {numbers}")
     spilling = [row for row in rows if row["spill_store_bytes"] or row["spill_load_bytes"]]
     waiting = sorted({f"{row['source']} for {row['arch']}" for row in rows if row["serialized_products"]})
     if waiting:
