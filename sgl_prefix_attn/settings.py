@@ -79,7 +79,7 @@ class Settings(BaseModel):
         "step where its predicted time is the lower one; on a CPU, packed unless route_profile is set.",
     )
     route_margin: int = Field(
-        15,
+        10,
         ge=0,
         le=1000,
         description="Percent by which packed has to be predicted faster before steps that run on the inner backend "
