@@ -26,7 +26,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
-def emulate(emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: bool = True) -> Result:
+def emulate(
+    emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: bool = True, warps_first: bool = False
+) -> Result:
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
     pool, sinks = case.pool, case.variant["sinks"]
@@ -34,6 +36,7 @@ def emulate(emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: 
         case.plan, bits(case.q), bits(pool.k_cache), bits(pool.v_cache), bits(out), lse.numpy(),
         pool.req_to_token.numpy(), pool.req_pool_indices.numpy(), case.planned_lens, pool.seq_lens.numpy(),
         growth=GROWTH, bfloat16=case.q.dtype == torch.bfloat16, blocks=blocks, late_copies=late_copies,
+        warps_first=warps_first,
         **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
     )
     return out, lse
@@ -44,6 +47,29 @@ def emulate(emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: 
 def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
     case = make_case(heads[0], heads=heads)
     check(case, emulate(emulation, case, late_copies=late_copies))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (11, 1), (64, 2)], ids=str)
+def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
+    emulation: ModuleType, heads: tuple[int, int], head_dim: int
+) -> None:
+    """Blocks before warps: these merge. Warps before blocks: blocks do, of what is in memory and what is still near."""
+    case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim)
+    out, lse = emulate(emulation, case)
+    check(case, (out, lse))
+    again, again_lse = emulate(emulation, case, warps_first=True)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, again_lse)
+
+
+def test_division_by_a_known_number(emulation: ModuleType) -> None:
+    for number in (*range(1, 130), 1000, 2**16):
+        most = (2**31 - 1) // number
+        last = most // number * number  # the largest multiple
+        for dividend in (0, 1, number - 1, number, number + 1, last - 1, last, most):
+            if 0 <= dividend <= most:
+                assert emulation.quotient(dividend, number) == dividend // number, (dividend, number)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

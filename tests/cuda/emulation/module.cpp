@@ -43,30 +43,44 @@ Plan copy_plan(const py::object& source) {
   return plan;
 }
 
+// How a launch goes.
+struct Run {
+  int blocks;
+  emulation::Copies copies;
+  bool warps_first;  // whether the second kernel is done before the first begins, as if that were slow
+};
+
 template <int HeadDim, class Format>
-void run_kernels(const KernelParams& params, int blocks, emulation::Copies copies) {
-  emulation::run(2, 128, 0, copies, [&](char*) { prepare_step(params); });
-  for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
-    const int warp_blocks = kWarpsWorkAlone<HeadDim> ? blocks + 1 : 0;
-    emulation::run(blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, copies, [&](char* shared) {
-      run_blocks<HeadDim, Format>(params, shared, blocks + warp_blocks, (blocks + 1) / 2);
+void run_kernels(const KernelParams& params, const Run& run) {
+  emulation::run(2, 128, 0, run.copies, [&](char*) { prepare_step(params); });
+  const int warp_blocks = kWarpsWorkAlone<HeadDim> ? run.blocks + 1 : 0, all_blocks = run.blocks + warp_blocks;
+  const auto blocks = [&] {
+    emulation::run(run.blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, run.copies, [&](char* shared) {
+      run_blocks<HeadDim, Format>(params, shared, all_blocks, (run.blocks + 1) / 2);
     });
+  };
+  const auto warps = [&] {
     if constexpr (kWarpsWorkAlone<HeadDim>) {
-      emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, copies,
-                     [&](char* shared) { run_warps<HeadDim, Format>(params, shared, blocks + warp_blocks); });
+      emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, run.copies,
+                     [&](char* shared) { run_warps<HeadDim, Format>(params, shared, all_blocks); });
     }
+  };
+  for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
+    if (run.warps_first) warps();
+    blocks();
+    if (!run.warps_first) warps();
   }
 }
 
 template <class Format>
-void run_head_dim(const KernelParams& params, int blocks, emulation::Copies copies) {
+void run_head_dim(const KernelParams& params, const Run& run) {
   switch (params.attention.head_dim) {
     case 64:
-      return run_kernels<64, Format>(params, blocks, copies);
+      return run_kernels<64, Format>(params, run);
     case 128:
-      return run_kernels<128, Format>(params, blocks, copies);
+      return run_kernels<128, Format>(params, run);
     case 256:
-      return run_kernels<256, Format>(params, blocks, copies);
+      return run_kernels<256, Format>(params, run);
   }
   throw std::invalid_argument("head_dim must be 64, 128 or 256");
 }
@@ -77,7 +91,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
-               const py::object& sinks, bool bfloat16, int blocks, bool late_copies) {
+               const py::object& sinks, bool bfloat16, int blocks, bool late_copies, bool warps_first) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   PlanWords words = plan_words(plan, planned_lens.data(), growth, q_heads / kv_heads);
@@ -120,14 +134,14 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
   params.step = {items.data(), positions.data(), slots.data(), tickets.data(), arrivals.data()};
-  const auto copies = late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly;
+  const Run run{blocks, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
   const bool float8 = k.itemsize() == 1;
   if (bfloat16) {
-    float8 ? run_head_dim<Float8Format<ptx::BFloat16>>(params, blocks, copies)
-           : run_head_dim<SameFormat<ptx::BFloat16>>(params, blocks, copies);
+    float8 ? run_head_dim<Float8Format<ptx::BFloat16>>(params, run)
+           : run_head_dim<SameFormat<ptx::BFloat16>>(params, run);
   } else {
-    float8 ? run_head_dim<Float8Format<ptx::Float16>>(params, blocks, copies)
-           : run_head_dim<SameFormat<ptx::Float16>>(params, blocks, copies);
+    float8 ? run_head_dim<Float8Format<ptx::Float16>>(params, run)
+           : run_head_dim<SameFormat<ptx::Float16>>(params, run);
   }
   for (const auto& counters : {tickets, arrivals}) {
     for (int32_t counter : counters) {
@@ -143,5 +157,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
-        py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"));
+        py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"),
+        py::arg("warps_first"));
+  m.def("quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
+        py::arg("dividend"), py::arg("number"));
 }
