@@ -16,7 +16,7 @@ from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.fit import fit_profile
 from sgl_prefix_attn.routing.measured import inner_kernel, read_results
 from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
-from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile
+from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
 
 BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
@@ -90,7 +90,8 @@ def _fit(args: argparse.Namespace) -> None:
         profile.save(args.out)
     except OSError as error:
         raise ValueError(f"{args.out}: cannot write the profile: {error.strerror}") from error
-    print(f"{args.out}: {profile.machine}, commit {profile.commit}, measured {profile.measured}")
+    kv = f"{8 * profile.kv_bytes}-bit KV"
+    print(f"{args.out}: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print("error: root mean square of log(predicted / measured); then of each family, left out of the fit")
     for kind, fits in (("packed", profile.packed), ("inner", profile.inner)):
         for kernel, fitted in fits.items():
@@ -142,14 +143,18 @@ def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    profile = shipped_profile() if args.profile is None else load_profile(args.profile)
     shape = model_shape(args)
+    kernel = inner_kernel(args.inner, shape)
+    if args.profile is not None:
+        profile = load_profile(args.profile)
+    else:
+        profile = shipped_profile_of(args.packed, kernel, shape.kv_bytes)
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
-    kernel = inner_kernel(args.inner, shape)
     packed, inner = _cost(profile, "packed", args.packed), _cost(profile, "inner", kernel)
     decision = CostPolicy(packed, inner, shape, args.margin / 100).decide(step)
-    print(f"profile: {profile.machine}, commit {profile.commit}, measured {profile.measured}")
+    kv = f"{8 * profile.kv_bytes}-bit KV"
+    print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
     _print_parts(args.packed, packed, step, shape, decision.packed_us)
     _print_parts(kernel, inner, step, shape, decision.inner_us)

@@ -11,7 +11,7 @@ from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.fit import fit_profile
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, inner_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 from sgl_prefix_attn.settings import Settings
 
 Choose = Callable[[MeasuredCase], Route]
@@ -99,8 +99,17 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     margin = int(margin_text) / 100
     if name == "left-out":
         return Candidate(text, _left_out(results, packed, backend, margin))
-    profile = shipped_profile() if name == "shipped" else load_profile(name)
-    return Candidate(text, profile_choice(profile, packed, backend, margin))
+    if name == "shipped":
+        return Candidate(text, _shipped_choice(results, packed, backend, margin))
+    return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
+
+
+def _shipped_choice(results: Results, packed: str, backend: str, margin: float) -> Choose:
+    choices = {
+        kernel: profile_choice(shipped_profile_of(packed, kernel, results.kv_bytes), packed, backend, margin)
+        for kernel in {inner_kernel(backend, case.shape) for case in results.cases}
+    }
+    return lambda case: choices[inner_kernel(backend, case.shape)](case)
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: float) -> Choose:

@@ -39,6 +39,7 @@ def fit_profile(results: Results) -> Profile:
         measured=results.measured,
         source=results.source,
         method=METHOD,
+        kv_bytes=results.kv_bytes,
         packed=packed,
         inner=inner,
     )

@@ -57,6 +57,7 @@ class Results:
     machine: str
     commit: str
     measured: str
+    kv_bytes: int
     cases: list[MeasuredCase]
 
 
@@ -90,7 +91,7 @@ def read_results(path: str | Path) -> Results:
                     f"{path}: row {row['key']} does not say what its step looks like: measure again with this version"
                 )
         cases = [_case(row, head_dim, kv_bytes) for row in rows]
-        return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), cases)
+        return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases)
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
     except json.JSONDecodeError as error:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 
 VERSION = 1
-SHIPPED = "h200.json"
+SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # by the bytes of a KV element
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -48,6 +48,7 @@ class Profile(BaseModel):
         inner: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
             `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads.
         source: what it was fitted on.
+        kv_bytes: of a KV element of the steps that it was fitted on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,6 +59,7 @@ class Profile(BaseModel):
     measured: str
     source: str
     method: str
+    kv_bytes: int = 2
     packed: dict[str, Fit]
     inner: dict[str, Fit]
 
@@ -109,9 +111,17 @@ def load_profile(path: str | Path) -> Profile:
         raise ProfileError(f"{path}: the profile is not UTF-8 text: {error.reason}") from error
 
 
-def shipped_profile() -> Profile:
-    """The profile that comes with the package, of an NVIDIA H200."""
-    return _parsed(resources.files(__package__).joinpath("profiles", SHIPPED).read_text(encoding="utf-8"), SHIPPED)
+def shipped_profile(kv_bytes: int = 2) -> Profile:
+    """The profile that comes with the package, of an NVIDIA H200. kv_bytes: of a KV element, 2 or 1."""
+    name = SHIPPED[kv_bytes]
+    return _parsed(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
+
+
+def shipped_profile_of(packed: str, inner: str, kv_bytes: int) -> Profile:
+    """The shipped profile of these kernels: of KV elements of that size, if it knows both; else that of 16-bit KV."""
+    profile = shipped_profile(kv_bytes if kv_bytes in SHIPPED else 2)
+    known = packed in profile.packed and inner in profile.inner
+    return profile if known else shipped_profile()
 
 
 def _parsed(text: str, name: str) -> Profile:

@@ -14,7 +14,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import inner_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile, shipped_profile_of
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.counters import Counters
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, Executor
@@ -44,6 +44,7 @@ class StepRoutes:
         self._executor = executor
         self._inner_name, self._inner = inner_name, inner
         self._profile: Profile | None = None
+        self._own_profile = settings.route_profile is not None
         self._router: Router | None = None
         self._inner_paths: StepPaths | None = None  # of the last step, if that was routed to the inner backend
         self._age = 0
@@ -116,9 +117,11 @@ class StepRoutes:
 
     def _make_router(self, profile: Profile, shape: ModelShape) -> Router | None:
         """None, and no more decisions, if the profile does not know the kernels."""
-        tensor_cores = getattr(self._inner, "decode_use_tensor_cores", None)
+        kernel = inner_kernel(self._inner_name, shape, getattr(self._inner, "decode_use_tensor_cores", None))
+        if not self._own_profile:
+            profile = self._profile = shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
         packed = self._cost(profile, "packed", self._executor.kernels)
-        inner = self._cost(profile, "inner", inner_kernel(self._inner_name, shape, tensor_cores))
+        inner = self._cost(profile, "inner", kernel)
         if packed is None or inner is None:
             self._profile = None
             return None
@@ -129,8 +132,12 @@ class StepRoutes:
             profile.commit,
             self._margin_percent,
         )
-        if shape.kv_bytes == 1:
-            logger.info("prefixpack: the profile was measured with 16-bit KV; with 8 bits, bytes of KV count half")
+        if shape.kv_bytes != profile.kv_bytes:
+            logger.info(
+                "prefixpack: the profile was measured with %d-bit KV; of %d bits, predictions know the bytes alone",
+                8 * profile.kv_bytes,
+                8 * shape.kv_bytes,
+            )
         return Router(CostPolicy(packed, inner, shape, self._margin_percent / 100))
 
     def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:

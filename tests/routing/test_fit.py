@@ -11,14 +11,16 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.compare import Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.routing.compare import Candidate, Verdict, candidate, judge, outcomes, profile_choice
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.fit import fit_kernel, fit_profile, non_negative_least_squares
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, inner_kernel, read_results
 from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json"
+RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = RESULTS_FOLDER / "gpu_attention.json"
+RESULTS_OF_FP8_KV = RESULTS_FOLDER / "gpu_attention_fp8.json"
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 
 
@@ -106,17 +108,31 @@ class TestMeasuredSteps:
         assert len(alone) == 24
         assert judge(alone).worst_loss[0] <= 0.02
 
+    @pytest.mark.parametrize("policy", ["shipped", "left-out"])
+    def test_fp8_kv_has_a_profile_of_its_own(self, policy: str) -> None:
+        """flashinfer alone takes it. By 16-bit KV's profile a fifth of the time would be lost."""
+        fp8 = read_results(RESULTS_OF_FP8_KV)
+        verdict = self.verdict(fp8, policy, "flashinfer")
+        assert verdict.steps == 171
+        assert verdict.regret < 0.02
+        assert verdict.mean_regret < 0.03
+        assert verdict.worst_loss[0] < 0.1
+        other = profile_choice(shipped_profile(), "native", "flashinfer", 0.1)
+        assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.1
+
     def test_no_single_threshold_does_as_well(self, measured: Results) -> None:
         thresholds = [*(f"batch>={2**n}" for n in range(11)), *(f"reuse>={x}" for x in (1.3, 2, 3, 4, 8))]
         best = min(self.verdict(measured, threshold).mean_regret for threshold in thresholds)
         assert self.verdict(measured, "shipped").mean_regret < best
 
+    @pytest.mark.parametrize(("results", "kv_bytes"), [(RESULTS, 2), (RESULTS_OF_FP8_KV, 1)])
     def test_the_shipped_profile_is_what_the_command_makes_of_the_results(
-        self, measured: Results, tmp_path: Path
+        self, results: Path, kv_bytes: int, tmp_path: Path
     ) -> None:
-        assert main(["route", "fit", str(RESULTS), "--out", str(tmp_path / "p.json")]) == 0
+        assert main(["route", "fit", str(results), "--out", str(tmp_path / "p.json")]) == 0
         made = load_profile(tmp_path / "p.json")
-        shipped = shipped_profile()
+        shipped = shipped_profile(kv_bytes)
+        assert made.kv_bytes == shipped.kv_bytes == kv_bytes
         assert (made.commit, made.measured) == (shipped.commit, shipped.measured), "fit the shipped profile anew"
         for kind in ("packed", "inner"):
             for kernel, fitted in getattr(shipped, kind).items():

@@ -16,7 +16,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, shipped_profile
+from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, shipped_profile, shipped_profile_of
 from tests.routing.profiles import profile
 
 LLAMA_8B = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
@@ -80,7 +80,7 @@ class TestShippedProfile:
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton"])
     def test_with_fp8_kv_what_is_clear_stays_clear(self, backend: str) -> None:
-        """The profile was measured with 16-bit KV; half the bytes make both sides cheaper and no step absurd."""
+        """Where 16-bit KV's profile has to do: half the bytes make both sides cheaper and no step absurd."""
         fp8 = dataclasses.replace(LLAMA_8B, kv_bytes=1)
         samples = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
         assert self.route(samples, [4096 + 160] * 1024, backend, fp8) is Route.PACKED
@@ -94,6 +94,16 @@ class TestShippedProfile:
             assert {name: narrow[name] / wide[name] for name in wide if narrow[name] != wide[name]} == {
                 name: pytest.approx(0.5) for name in wide if name.endswith("_mb") and name != "row_mb" and wide[name]
             }
+
+    @pytest.mark.parametrize(
+        ("kernels", "backend", "kv_bytes", "measured_with"),
+        [("native", "fa3", 2, 2), ("native", "flashinfer_tc", 1, 1), ("triton", "flashinfer_cc", 1, 1),
+         ("native", "fa3", 1, 2), ("native", "triton", 1, 2), ("cpu", "torch_native", 4, 2)],
+    )  # fmt: skip
+    def test_the_one_for_the_bytes_of_kv_is_taken_if_it_knows_the_kernels(
+        self, kernels: str, backend: str, kv_bytes: int, measured_with: int
+    ) -> None:
+        assert shipped_profile_of(kernels, backend, kv_bytes).kv_bytes == measured_with
 
     def test_it_knows_every_kernel_that_a_gpu_server_may_use(self) -> None:
         shipped = shipped_profile()

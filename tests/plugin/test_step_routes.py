@@ -1,0 +1,32 @@
+"""Which profile decode steps are routed by."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.profile import shipped_profile
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.counters import Counters
+from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
+
+
+@pytest.mark.parametrize(
+    ("inner_name", "kv_bytes", "profile_of"),
+    [("flashinfer", 2, 2), ("flashinfer", 1, 1), ("triton", 1, 2)],
+    ids=["16-bit KV", "fp8 KV", "fp8 KV over a kernel that was measured with 16 bits only"],
+)
+def test_the_profile_is_of_the_servers_kv(
+    inner_name: str, kv_bytes: int, profile_of: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
+    executor: Any = SimpleNamespace(kernels="native", planners=[planner])
+    routes = StepRoutes(Settings(metrics=False), Counters(), executor, inner_name, SimpleNamespace())
+    assert routes.may_change
+    expected = shipped_profile(profile_of)
+    assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
+    assert ("measured with 16-bit KV; of 8 bits" in caplog.text) == (kv_bytes != profile_of)
