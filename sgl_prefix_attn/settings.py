@@ -88,7 +88,7 @@ class Settings(BaseModel):
     route_profile: str | None = Field(
         None,
         description="Profile that route = auto predicts by, from `python -m sgl_prefix_attn route fit`. Unset: on a "
-        "GPU the one in the package, measured on an H200.",
+        "GPU the one in the package for its type of KV, measured on an H200.",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
     )
     cpu_threads: int | None = Field(
