@@ -31,6 +31,7 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     }
     assert all(0 < row["registers"] <= 255 for row in packed)
     # What an H200 fetches of a kernel's code ahead of it; the rest would come while all wait for it.
-    at_once = [row for row in packed if row["arch"] == "90a" and row["function"].endswith((" 128 bf16", " 128 fp16"))]
-    assert len(at_once) == 4
+    ends = tuple(f" {head_dim} {element}" for head_dim in (64, 128) for element in ("bf16", "fp16"))
+    at_once = [row for row in packed if row["arch"] == "90a" and row["function"].endswith(ends)]
+    assert len(at_once) == 8
     assert all(0 < row["code_bytes"] <= 64 << 10 for row in at_once)
