@@ -86,8 +86,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        print("static_report: nvcc is not on PATH", file=sys.stderr)
+    if nvcc is None or shutil.which("readelf") is None:
+        print(f"static_report: {'nvcc' if nvcc is None else 'readelf (binutils)'} is not on PATH", file=sys.stderr)
         return 2
     tasks = [(source, arch) for source in SOURCES for arch in args.archs]
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -62,7 +62,6 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::kRowBlocks;
   using Rows::kRowsPerPass;
   using Rows::kThreads;
-  using Rows::kValueBlocks;
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
 
   PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const {
@@ -219,7 +218,6 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::queries_;
   using Rows::row_warp_;
   using Rows::shared_;
-  using Rows::state_of_block_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
   int32_t first_slot_;  // in the step's, of the row that this thread copies first

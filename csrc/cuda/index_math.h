@@ -89,7 +89,8 @@ struct Visible {
 };
 PREFIXPACK_BOTH Visible visible_from(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
   const int32_t end = kv_end <= position ? kv_end : position + 1;
-  return {window_left < 0 ? INT32_MIN : position - window_left - first, end - first};
+  const int32_t begin = window_left < 0 ? 0 : position - window_left;
+  return {begin > first ? begin - first : 0, end - first};
 }
 
 // First position that any query of the item sees, rounded down to a whole KV tile of the item.

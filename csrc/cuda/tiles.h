@@ -57,7 +57,7 @@ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 // Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
-// the end. From 64 rows on each warp has rows of its own.
+// the end. Where there are sixteen rows for each, it has rows of its own.
 // KvBytes: of a stored element.
 template <int HeadDim, int Rows, int KvBytes>
 struct Tile {

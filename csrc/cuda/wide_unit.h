@@ -1,7 +1,7 @@
-// A unit of the widest tile with products of warpgroups (wgmma).
+// A unit of more than 32 rows with products of warpgroups (wgmma).
 //
-// Two warpgroups share the KV tiles, each has 64 of the 128 rows. While one of the four of a multiprocessor weighs its
-// scores, the tensor cores work for the others. One barrier per KV tile: behind it everybody sees the tile that has
+// Two warpgroups share the KV tiles, each has 64 of up to 128 rows. While one of the four of a multiprocessor weighs
+// its scores, the tensor cores work for the others. One barrier per KV tile: behind it everybody sees the tile that has
 // arrived, and nobody reads the one before it.
 #pragma once
 
@@ -61,7 +61,8 @@ class WideUnit : BlockRows<TileT, Format> {
   PREFIXPACK_DEVICE int32_t run() {
     begin_loads();
     this->start_sums();
-    // A warpgroup of which no row is only copies.
+    // A warpgroup of which no row is only copies. In a loop of its own: a branch round products would make all of them
+    // wait for each other.
     const int32_t work = ptx::uniform(warpgroup_ * 64 >= rows_) ? 0 : num_tiles_;
     for (int32_t tile = work; ptx::uniform(tile < num_tiles_); ++tile) {
       ptx::copy_wait<0>();
@@ -198,7 +199,6 @@ class WideUnit : BlockRows<TileT, Format> {
   using Rows::queries_;
   using Rows::rows_;
   using Rows::shared_;
-  using Rows::state_of_block_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
   const int32_t kv_head_;

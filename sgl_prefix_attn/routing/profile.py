@@ -59,7 +59,7 @@ class Profile(BaseModel):
     measured: str
     source: str
     method: str
-    kv_bytes: int = 2
+    kv_bytes: Annotated[int, Field(ge=1, le=2)] = 2
     packed: dict[str, Fit]
     inner: dict[str, Fit]
 

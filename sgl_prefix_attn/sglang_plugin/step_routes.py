@@ -14,7 +14,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import inner_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.counters import Counters
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK, Executor
@@ -43,16 +43,14 @@ class StepRoutes:
         self._counters = counters
         self._executor = executor
         self._inner_name, self._inner = inner_name, inner
-        self._profile: Profile | None = None
-        self._own_profile = settings.route_profile is not None
+        self._own_profile: Profile | None = None
+        self._profile: Profile | None = None  # in use
         self._router: Router | None = None
         self._inner_paths: StepPaths | None = None  # of the last step, if that was routed to the inner backend
         self._age = 0
-        if settings.route == "auto":
-            if settings.route_profile is not None:
-                self._profile = load_profile(settings.route_profile)
-            elif executor.kernels != "cpu":
-                self._profile = shipped_profile()
+        if settings.route == "auto" and settings.route_profile is not None:
+            self._own_profile = load_profile(settings.route_profile)
+        self._decides = settings.route == "auto" and (self._own_profile is not None or executor.kernels != "cpu")
 
     @property
     def always_inner(self) -> bool:
@@ -111,20 +109,20 @@ class StepRoutes:
         return route
 
     def _usable_router(self) -> Router | None:
-        if self._router is None and self._profile is not None and self._executor.planners:
-            self._router = self._make_router(self._profile, self._executor.planners[0].shape)
+        if self._router is None and self._decides and self._executor.planners:
+            self._router = self._make_router(self._executor.planners[0].shape)
         return self._router
 
-    def _make_router(self, profile: Profile, shape: ModelShape) -> Router | None:
+    def _make_router(self, shape: ModelShape) -> Router | None:
         """None, and no more decisions, if the profile does not know the kernels."""
         kernel = inner_kernel(self._inner_name, shape, getattr(self._inner, "decode_use_tensor_cores", None))
-        if not self._own_profile:
-            profile = self._profile = shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
+        profile = self._own_profile or shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
         packed = self._cost(profile, "packed", self._executor.kernels)
         inner = self._cost(profile, "inner", kernel)
         if packed is None or inner is None:
-            self._profile = None
+            self._decides = False
             return None
+        self._profile = profile
         logger.info(
             "prefixpack: decode steps go where they are predicted to be faster, by a profile of %s (commit %s), margin "
             "%d %%",

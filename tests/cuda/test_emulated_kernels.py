@@ -55,7 +55,12 @@ def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
     emulation: ModuleType, heads: tuple[int, int], head_dim: int
 ) -> None:
     """Blocks before warps: these merge. Warps before blocks: blocks do, of what is in memory and what is still near."""
-    case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim)
+    batch = ([[(0, 0, 160)]] * 12, 160 + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
+    case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
+    group = case.shape.group
+    of_blocks = case.plan.items[:, 6] > 8 * _native.units_of_group(group)
+    assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to merge"
+    assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     out, lse = emulate(emulation, case)
     check(case, (out, lse))
     again, again_lse = emulate(emulation, case, warps_first=True)
