@@ -16,7 +16,7 @@ constexpr int32_t kMinGrowth = 16;
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
 constexpr double kNarrowPrevails = 1;     // times the work of the other items
-constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
+constexpr double kWorthNarrowing = 0.85;  // of the time with tiles twice as wide
 
 // Tiles that are split alike, on their way into the queue: those of a pack, or one of a request's own tail.
 struct QueuedPack {

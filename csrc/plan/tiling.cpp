@@ -9,9 +9,10 @@ namespace {
 
 constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
 constexpr int32_t kPieceAlignment = 16;
-constexpr double kShortestUnit = 2;      // of what it costs to take one up
-constexpr double kFew = 0.2;             // narrow items, of those that all workers do at once
-constexpr double kFewBesideWhole = 0.4;  // for each worker
+constexpr double kShortestUnit = 2;       // of what it costs to take one up
+constexpr double kWorthSplitting = 0.95;  // of the time with fewer partials; predictions err by more than this
+constexpr double kFew = 0.2;              // narrow items, of those that all workers do at once
+constexpr double kFewBesideWhole = 0.4;   // for each worker
 
 }  // namespace
 
@@ -180,7 +181,7 @@ void Tiling::choose_longest_unit() {
     const double candidate = std::max(even * part, kShortestUnit * longest_overhead_);
     if (candidate >= longest_) continue;
     const double finish = finish_time(candidate);
-    if (finish < 0.99 * finish_) {
+    if (finish < kWorthSplitting * finish_) {
       finish_ = finish;
       longest_unit_ = candidate;
     }
