@@ -21,12 +21,12 @@ namespace prefixpack {
 namespace {
 
 py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
-                   int32_t group) {
+                   int32_t group, int32_t kv_heads, int32_t warp_blocks) {
   if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
   }
-  PlanWords made = plan_words(plan, seq_lens.data(), growth, group);
+  PlanWords made = plan_words(plan, seq_lens.data(), growth, group, kv_heads, warp_blocks);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);
 }
@@ -110,6 +110,7 @@ void bind_launches(py::module_& m) {
         attention.q_heads = q_heads;
         attention.kv_heads = kv_heads;
         attention.head_dim = head_dim;
+        params.heads = heads_of(q_heads, kv_heads);
         attention.window_left = window_left;
         attention.scale = scale;
         attention.v_scale = v_scale;
@@ -141,6 +142,7 @@ void bind_devices(py::module_& m) {
 
 void bind_cuda(py::module_& m) {
   m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
+        py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
   m.def("units_of_group", &units_of_group, py::arg("group"), "See csrc/cuda/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;

@@ -12,12 +12,12 @@
 namespace prefixpack {
 
 // Joins what the key warps have of a row, whose maximum and sum of the first of them are at `sums`. Stores its lse.
-// stride: from one key warp to the next.
+// stride: from one key warp to the next. token: of the row, if the unit writes the output.
 PREFIXPACK_DEVICE void finish_row(const BlockState& state, int32_t row, const float* sums, int32_t key_warps,
-                                  int32_t stride, RowResult* result) {
+                                  int32_t stride, int32_t token, RowResult* result) {
   const AttentionParams& attention = state.params.attention;
   const ItemRecord& item = state.item;
-  const Row place = row_of(row, state.kv_head, state.group.heads);
+  const Row place = row_of(row, state.kv_head, state.params.heads.group);
   SoftmaxState joined = softmax_start();
 #pragma unroll 1
   for (int32_t warp = 0; warp < key_warps; ++warp) {
@@ -27,8 +27,7 @@ PREFIXPACK_DEVICE void finish_row(const BlockState& state, int32_t row, const fl
   }
   Normalised normal;
   if (item.slot_begin == kWriteThrough) {
-    const OutputRow output =
-        output_row(attention, state.plan().query_token(item.query_begin + place.query), place.head);
+    const OutputRow output = output_row(attention, token, place.head);
     normal = normalised_with_sink(joined, attention, place.head);
     result->target = output.output;
     store_lse(output.lse, normal.lse);
@@ -47,12 +46,12 @@ PREFIXPACK_DEVICE void finish_row(const BlockState& state, int32_t row, const fl
 }
 
 // Stores what a unit came to, and merges those of its queries of which it was the last partial. All threads have met
-// since the sums were written, and meet again before this returns. ticket: of the next unit, as NextUnit::ask gave it;
-// its record is asked for while rows are stored.
+// since the sums were written, and meet again before this returns. The next unit's record is asked for while rows are
+// stored.
 //
 // A query whose other partials are all there is merged at once: what this unit has of it need not go through memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, int32_t ticket) {
+PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, UnitEnd known) {
   constexpr int kThreads = kBlockThreads<HeadDim>;
   constexpr int kWidth = kSumWidth<HeadDim>;
   BlockState& state = *block_state(shared);
@@ -61,30 +60,30 @@ PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, int32_t 
   auto* results = reinterpret_cast<RowResult*>(shared);
   auto* parts = reinterpret_cast<QueryPart*>(results + layout.rows);
   auto* sums = reinterpret_cast<float*>(shared + layout.at);
-  const int32_t rows = item.query_count * state.group.heads.number, stride = layout.rows * kWidth;
+  const int32_t rows = item.query_count * state.params.heads.group.number, stride = layout.rows * kWidth;
 
   const bool merges = item.slot_begin != kWriteThrough;
-  const bool has_part = merges && thread < item.query_count * state.group.parts;
+  const bool has_part = merges && thread < item.query_count * state.params.heads.parts;
   int32_t* arrivals = nullptr;
   QueryPart part{};
   if (has_part) {
-    arrivals = arrivals_of_part(state, thread);
-    const int32_t arrived = ptx::load_shared_result(arrivals), query = query_of_part(state, thread);
-    part.token = state.plan().query_token(item.query_begin + query);
-    part.list = merge_list(state.plan(), item.merge_begin + query);
-    part.ready = arrived == part.list.count - 1;
+    arrivals = arrivals_of_part(state.params, state, thread);
+    const MergeList list{known.list_begin, known.list_end - known.list_begin};
+    part = {known.token, list, known.arrived == list.count - 1};
     if (part.ready) *arrivals = 0;
     parts[thread] = part;
   }
   if (thread < rows) {
-    finish_row(state, thread, sums + thread * kWidth + HeadDim, layout.key_warps, stride, results + thread);
+    finish_row(state, thread, sums + thread * kWidth + HeadDim, layout.key_warps, stride, known.token,
+               results + thread);
   }
+  const int32_t ticket = state.next.ticket_of(known.asked_before);
   const int32_t word = state.next.ask_for_record(state.params, ticket);
   ptx::block_sync();
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
   const int32_t column = thread % kQuads * 4;
-  const Divisor heads_of_part = state.group.heads_of_part;
+  const Divisor heads_of_part = state.params.heads.of_part;
 #pragma unroll 1
   for (int32_t first = thread / kQuads; first < rows; first += kAtOnce * kRowsApart) {
     float* own = sums + first * kWidth + column;
@@ -122,13 +121,17 @@ PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, int32_t 
   state.next.keep(ticket, word);
   ptx::block_sync();
   if (!merges) return;
+  const UnitResults own{results, parts, sums, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
+  // While it is not known yet which parts are ready: a block that comes last has nothing else to do.
+  const int32_t end = end_of_parts_at_once(own, 0, item.query_count * state.params.heads.parts);
+  bring_slots<HeadDim>(state, own, 0, end);
   if (has_part && !part.ready) {
     part.ready = ptx::atomic_add_release(arrivals, 1) == part.list.count - 1;
     if (part.ready) *arrivals = 0;
     parts[thread].ready = part.ready;
   }
   if (!ptx::block_any(part.ready)) return;
-  merge_parts<HeadDim, Output>(state, {results, parts, sums, shared + layout.scratch_at});
+  merge_parts<HeadDim, Output>(state, own, end);
 }
 
 }  // namespace prefixpack

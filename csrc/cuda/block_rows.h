@@ -9,6 +9,7 @@
 #include "cuda/ptx.h"
 #include "cuda/softmax.h"
 #include "cuda/tiles.h"
+#include "cuda/unit_end.h"
 
 namespace prefixpack {
 
@@ -23,7 +24,7 @@ class BlockRows {
         state_of_block_(state),
         attention_(params.attention),
         item_(state.item),
-        rows_(item_.query_count * state.group.heads.number),
+        rows_(item_.query_count * params.heads.group.number),
         window_(params.attention.window_left),
         shared_(shared),
         queries_(ptx::shared_address(shared)),
@@ -50,7 +51,7 @@ class BlockRows {
   // Where the thread's row of queries begins, in elements, or -1: read at once with all else that a unit begins with.
   PREFIXPACK_DEVICE int64_t query_offset() const {
     const bool valid = thread_ < rows_;
-    const Row place = row_of(valid ? thread_ : 0, state_of_block_.kv_head, state_of_block_.group.heads);
+    const Row place = row_of(valid ? thread_ : 0, state_of_block_.kv_head, params_.heads.group);
     const int64_t token = state_of_block_.plan().query_token(item_.query_begin + place.query);
     return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
@@ -96,7 +97,7 @@ class BlockRows {
 
   // Read when a mask needs it, which is seldom; kept, it would cost the widest tile registers that it has not.
   PREFIXPACK_DEVICE int32_t position_of(int32_t row) const {
-    const int32_t query = state_of_block_.group.heads.quotient(row);
+    const int32_t query = params_.heads.group.quotient(row);
     return row < rows_ ? params_.step.query_position[item_.query_begin + query] : item_.highest;
   }
 
@@ -129,9 +130,9 @@ class BlockRows {
   // Results --------------------------------------------------------------------------------------------------------
 
   // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
-  // warp order, and rows leave it in one piece. Asks for the next unit and returns its ticket.
-  PREFIXPACK_DEVICE int32_t spread_sums() {
-    const int32_t ticket = state_of_block_.next.ask(params_);
+  // warp order, and rows leave it in one piece.
+  PREFIXPACK_DEVICE UnitEnd spread_sums() {
+    const UnitEnd end = UnitEnd::ask(params_, state_of_block_);
     const int32_t thread = ptx::thread_index_here(), lane = thread % 32;
     constexpr int32_t kWidth = kSumWidth<TileT::kHeadDim>;
     auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
@@ -146,7 +147,7 @@ class BlockRows {
       }
     }
     ptx::block_sync();
-    return ticket;
+    return end;
   }
   // Sums of one row of a row block.
   static PREFIXPACK_DEVICE void store_sums(float* row, int32_t lane, const float (&output)[kValueBlocks][4],

@@ -13,7 +13,6 @@ namespace prefixpack {
 struct BlockState {
   KernelParams params;
   PlanHeader header;
-  Group group;
   int32_t ticket;  // of the present unit; for warps, of the first of theirs
   int32_t kv_head;
   ItemRecord item;

@@ -28,8 +28,8 @@ class BlockUnit : BlockRows<TileT, Format> {
          chunk * 16;
   }
 
-  // Returns the ticket of the block's next unit, see finish_unit.
-  PREFIXPACK_DEVICE int32_t run() {
+  // As far as the sums, see finish_unit.
+  PREFIXPACK_DEVICE UnitEnd run() {
     begin_loads();
     this->start_sums();
     if constexpr (kDimensionsMoved<Format>) {

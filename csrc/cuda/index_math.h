@@ -27,36 +27,44 @@ PREFIXPACK_BOTH int32_t units_of_group(int32_t group) { return group > kWarpRows
 // Items of so many rows or fewer are work for warps, the others for blocks.
 PREFIXPACK_BOTH int32_t narrow_rows(int32_t group) { return kWarpRows * units_of_group(group); }
 
-// Neighbouring units read neighbouring heads of the same tokens.
-PREFIXPACK_BOTH Unit unit_of(int32_t ticket, int32_t heads) {
-  const uint32_t item = static_cast<uint32_t>(ticket) / static_cast<uint32_t>(heads);
-  return {static_cast<int32_t>(item), ticket - static_cast<int32_t>(item) * heads};
-}
-
-// Division by a number that is known for long, of numbers that times it are below 2^31: a multiplication.
+// Division of numbers from 0 to 2^31 - 1 by one that the host knows: a multiplication. (Granlund and Montgomery 1994,
+// theorem 4.2: with 2^shift no less than the number, the inverse is large by so little that no quotient changes.)
 struct Divisor {
   int32_t number;
-  uint32_t inverse;  // 2^31 / number, rounded up
+  uint32_t inverse;  // 2^(31 + shift) / number, rounded up
+  int32_t shift;     // the smallest for which 2^shift is no less than the number
 
   PREFIXPACK_BOTH int32_t quotient(int32_t dividend) const {
-    return static_cast<int32_t>(uint64_t{2u * static_cast<uint32_t>(dividend)} * inverse >> 32);
+    return static_cast<int32_t>(uint64_t{2u * static_cast<uint32_t>(dividend)} * inverse >> 32 >> shift);
   }
 };
 
-PREFIXPACK_BOTH Divisor divisor(int32_t number) {
-  return {number, (0x80000000u + static_cast<uint32_t>(number) - 1) / static_cast<uint32_t>(number)};
+inline Divisor divisor(int32_t number) {
+  int32_t shift = 0;
+  while (int64_t{1} << shift < number) ++shift;
+  const auto by = static_cast<uint64_t>(number);
+  return {number, static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by), shift};
 }
 
-// Query heads of a KV head.
-struct Group {
-  Divisor heads;
-  int32_t parts;          // units_of_group
-  Divisor heads_of_part;  // whose partials are counted together
+// How many heads there are of each kind, worked out once by the host: a kernel would take two hundred instructions,
+// which it has to fetch before it begins.
+struct Heads {
+  Divisor kv;
+  Divisor group;    // query heads of a KV head
+  int32_t parts;    // units_of_group
+  Divisor of_part;  // query heads of each, whose partials are counted together
+  Divisor units;    // unit heads: parts of all KV heads
 };
 
-PREFIXPACK_BOTH Group group_of(int32_t heads) {
-  const int32_t parts = units_of_group(heads);
-  return {divisor(heads), parts, divisor(heads / parts)};
+inline Heads heads_of(int32_t q_heads, int32_t kv_heads) {
+  const int32_t group = q_heads / kv_heads, parts = units_of_group(group);
+  return {divisor(kv_heads), divisor(group), parts, divisor(group / parts), divisor(kv_heads * parts)};
+}
+
+// Neighbouring units read neighbouring heads of the same tokens.
+PREFIXPACK_BOTH Unit unit_of(int32_t ticket, const Divisor& heads) {
+  const int32_t item = heads.quotient(ticket);
+  return {item, ticket - item * heads.number};
 }
 
 struct Row {

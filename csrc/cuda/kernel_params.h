@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/both_sides.h"
+#include "cuda/index_math.h"
 #include "plan/params.h"
 #include "plan/plan.h"
 
@@ -21,7 +22,7 @@ struct PlanHeader {
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
   int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
-  int32_t narrow_tokens;    // KV positions of each of the others, if they have about as many; else 0
+  int32_t active_warps;     // of each block of warps: those that take the others
   int32_t narrow_prevails;  // whether most of the work is in the others
 };
 
@@ -84,6 +85,7 @@ struct StepState {
 
 struct KernelParams {
   AttentionParams attention;
+  Heads heads;
   DevicePlan plan;
   StepState step;
 };

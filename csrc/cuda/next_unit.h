@@ -15,27 +15,29 @@ struct NextUnit {
   int32_t ticket;
   int32_t record[kRecordWords];
 
-  // The ticket, in the first lane, once it is here. Asked for when the present unit is done but for its results, no
-  // earlier, so that no block holds back work that another could do.
+  // How many units blocks asked for before, in the first lane, once it is here: nothing is done with it yet that would
+  // wait for it. Asked for when the present unit is done but for its results, no earlier, so that no block holds back
+  // work that another could do.
   PREFIXPACK_DEVICE int32_t ask(const KernelParams& params) const {
-    if (dealt >= num_units) return num_units;
-    return ptx::thread_index_here() == 0 ? dealt + ptx::atomic_add(&params.step.tickets[0], 1) : 0;
+    if (dealt >= num_units) return 0;
+    return ptx::thread_index_here() == 0 ? ptx::count_up(&params.step.tickets[0]) : 0;
   }
+  // The ticket, for all lanes.
+  PREFIXPACK_DEVICE int32_t ticket_of(int32_t asked_before) const { return dealt + ptx::shuffle(asked_before, 0); }
   // A word of the item's record for each lane.
-  PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t first_lane_ticket) const {
-    const int32_t ticket = ptx::shuffle(first_lane_ticket, 0);
+  PREFIXPACK_DEVICE int32_t ask_for_record(const KernelParams& params, int32_t ticket) const {
     return ticket < num_units ? record_word(params, ticket) : 0;
   }
   // ticket: also of a unit that there is not, up to the number of blocks.
   PREFIXPACK_DEVICE static int32_t record_word(const KernelParams& params, int32_t ticket) {
     const int32_t thread = ptx::thread_index();
     if (thread >= kRecordWords) return 0;
-    const ItemRecord* item = params.step.items + unit_of(ticket, params.attention.kv_heads).item;
+    const ItemRecord* item = params.step.items + unit_of(ticket, params.heads.kv).item;
     return reinterpret_cast<const int32_t*>(item)[thread];
   }
-  PREFIXPACK_DEVICE void keep(int32_t first_lane_ticket, int32_t word) {
-    const int32_t first = ptx::shuffle(first_lane_ticket, 0), thread = ptx::thread_index();
-    if (thread < 32) ticket = first;
+  PREFIXPACK_DEVICE void keep(int32_t next_ticket, int32_t word) {
+    const int32_t thread = ptx::thread_index();
+    if (thread < 32) ticket = next_ticket;
     if (thread < kRecordWords) record[thread] = word;
   }
 };

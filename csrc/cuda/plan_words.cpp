@@ -7,6 +7,7 @@
 
 #include "cuda/index_math.h"
 #include "cuda/kernel_params.h"
+#include "cuda/tiles.h"
 
 namespace prefixpack {
 
@@ -16,7 +17,8 @@ constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
 
 }  // namespace
 
-PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group) {
+PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group, int32_t kv_heads,
+                     int32_t warp_blocks) {
   const int32_t narrow = narrow_rows(group);
   PlanWords result;
   std::vector<int32_t>& words = result.words;
@@ -51,15 +53,17 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, 
   }
   header.num_block_items = static_cast<int32_t>(place);
   header.narrow_prevails = plan.narrow_prevails;
-  int64_t shortest = INT32_MAX, longest = 0;
+  int64_t shortest = INT32_MAX, longest = 0, items = 0;
   for (const WorkItem& item : plan.items) {
     if (item.tile_rows > narrow) continue;
     const int64_t before = result.kv_slots;
     add_item(item);
     shortest = std::min(shortest, result.kv_slots - before);
     longest = std::max(longest, result.kv_slots - before);
+    ++items;
   }
-  if (longest <= shortest + shortest / 4) header.narrow_tokens = static_cast<int32_t>(longest);
+  const bool alike = longest <= shortest + shortest / 4;
+  header.active_warps = active_warps(items * kv_heads * units_of_group(group), alike ? longest : 0, warp_blocks);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

@@ -22,13 +22,13 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 // kernel_params: wherever they are read fastest.
 template <class Unit>
-PREFIXPACK_DEVICE int32_t run_unit(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE UnitEnd run_unit(const KernelParams& kernel_params, char* shared) {
   ptx::warp_sync();
   return Unit(kernel_params, *block_state(shared), shared).run();
 }
 // A function per tile: inlined side by side they would share, and spill, one set of registers.
 template <class Unit>
-PREFIXPACK_DEVICE_CALL int32_t call_unit(char* shared) {
+PREFIXPACK_DEVICE_CALL UnitEnd call_unit(char* shared) {
   return run_unit<Unit>(block_state(shared)->params, shared);
 }
 
@@ -51,10 +51,9 @@ struct Tiles {
   }
 };
 
-// Runs the block's present unit as far as its sums, and returns the ticket of the next. kernel_params: as the kernel
-// has them.
+// Runs the block's present unit as far as its sums. kernel_params: as the kernel has them.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE int32_t run_present_unit(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE UnitEnd run_present_unit(const KernelParams& kernel_params, char* shared) {
   using Tiles = Tiles<HeadDim, Format>;
   const int32_t rows = block_state(shared)->item.tile_rows;
   if (ptx::uniform(rows <= 32)) return call_unit<BlockUnit<typename Tiles::Narrow, Format>>(shared);
@@ -77,7 +76,7 @@ PREFIXPACK_DEVICE bool take_unit(char* shared) {
   const int32_t thread = ptx::thread_index_here();
   if (thread < 32) {
     state->ticket = state->next.ticket;
-    state->kv_head = unit_of(state->next.ticket, state->params.attention.kv_heads).head;
+    state->kv_head = unit_of(state->next.ticket, state->params.heads.kv).head;
   }
   if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
   ptx::block_sync();
@@ -89,9 +88,9 @@ template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_block_queue(const KernelParams& kernel_params, char* shared) {
   BlockState* state = block_state(shared);
   while (ptx::uniform(take_unit(shared))) {
-    const int32_t next_ticket = run_present_unit<HeadDim, Format>(kernel_params, shared);
+    const UnitEnd end = run_present_unit<HeadDim, Format>(kernel_params, shared);
     const BlockSums sums = Tiles<HeadDim, Format>::sums(state->item.tile_rows);
-    finish_unit<HeadDim, typename Format::Output>(shared, sums, next_ticket);
+    finish_unit<HeadDim, typename Format::Output>(shared, sums, end);
     ptx::block_sync();
   }
 }
@@ -99,7 +98,7 @@ PREFIXPACK_DEVICE void run_block_queue(const KernelParams& kernel_params, char* 
 // The last block of both kernels to leave makes the counters ready for the next launch, so that a captured graph can be
 // replayed.
 PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
-  if (ptx::thread_index() == 0 && ptx::atomic_add(&step.tickets[2], 1) == blocks - 1) {
+  if (ptx::thread_index() == 0 && ptx::count_up(&step.tickets[2]) == blocks - 1) {
     for (int32_t i = 0; i < 3; ++i) step.tickets[i] = 0;
   }
 }
@@ -112,8 +111,6 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
   const int32_t ticket = ptx::block_index(), word = NextUnit::record_word(kernel_params, ticket);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
-  const Group group = group_of(kernel_params.attention.q_heads / kernel_params.attention.kv_heads);
-  if (ptx::thread_index() < 32) state->group = group;
   ptx::block_sync();
   // No sooner: a launch's code is fetched ahead of it only when that is done for the launch before.
   ptx::let_next_launch_begin();
@@ -137,15 +134,12 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {
   const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
-  const auto ask = [&] { return lane == 0 ? ptx::atomic_add(&params.step.tickets[1], 1) : 0; };
+  const auto ask = [&] { return lane == 0 ? ptx::count_up(&params.step.tickets[1]) : 0; };
   // Beside the header, by warps that take part however many there are.
-  int32_t ticket = warp < kEnoughLoneWarps ? ask() : kRehearsal;
+  int32_t ticket = warp < kEnoughLoneWarps ? ask() : 0;
   WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + warp * kWarpBytes);
-  const int32_t active = active_warps(units.count(), units.common_tokens(), ptx::grid_size());
-  if (ptx::uniform(warp < active && units.count() > 0)) {
-    // Where every warp has its unit from the start, one that rehearses would come late with its own.
-    const bool has_time = units.comes_after_blocks() || units.count() <= (kLoneWarps - 1) * ptx::grid_size();
-    if (warp >= kEnoughLoneWarps && !(warp == kLoneWarps - 1 && has_time)) ticket = ask();
+  if (ptx::uniform(warp < units.active() && units.count() > 0)) {
+    if (warp >= kEnoughLoneWarps) ticket = ask();
     units.run(ticket);
   }
   ptx::block_sync();

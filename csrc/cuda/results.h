@@ -58,9 +58,11 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
 }
 
 constexpr int32_t kMergeLanes = 8;
-// Partials whose rows are read together, by a block and by a warp, whose code is run for every tail.
-constexpr int32_t kMergeAtOnce = 3;
+// Partials whose rows are read together, of the eight whose lse the lanes have: by a block, and by a warp, whose code
+// is run for every tail.
+constexpr int32_t kMergeAtOnce = 4;
 constexpr int32_t kMergeAtOnceByWarp = 2;
+static_assert(kMergeLanes % kMergeAtOnce == 0 && kMergeLanes % kMergeAtOnceByWarp == 0);
 
 // The weights of a row's partials are 2^(lse - base) * factor.
 struct MergeWeights {
@@ -99,16 +101,10 @@ struct MergeList {
   int32_t first, count;
 };
 
-PREFIXPACK_DEVICE MergeList merge_list(const PlanReader& plan, int32_t merge) {
-  const int32_t first = plan.merge_offset(merge);
-  return {first, plan.merge_offset(merge + 1) - first};
-}
-
 // Partials of query `merge` that are ready, for one unit head. Whoever brings the last merges them: no second launch,
 // no waiting, and since the order of summation is the plan's, the same bits whoever that is.
-PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t unit_head,
-                                       int32_t unit_heads) {
-  return params.step.arrivals + merge * unit_heads + unit_head;
+PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t unit_head) {
+  return params.step.arrivals + merge * params.heads.units.number + unit_head;
 }
 
 }  // namespace prefixpack

@@ -21,8 +21,7 @@ constexpr int kBlockWarps = HeadDim > 128 ? 4 : 8;
 template <int HeadDim>
 constexpr int kBlockThreads = 32 * kBlockWarps<HeadDim>;
 
-// Words that a block has room for when it merges: of each partial that it knows at a time its slot, and the lse of the
-// group's heads; at least the slots of one query's partials.
+// Slots of partials that a block has room for when it merges: at least those of one query.
 constexpr int kMergeRoom = 6 * 1024;
 
 // What a window hides of an item is left out by so many keys at a time, whatever the tile of a block.
@@ -122,13 +121,12 @@ struct WarpTile {
 // Warps of each of `blocks` blocks that take units, of `tokens` KV positions each; 0: of various lengths. Many units of
 // one length are done in rounds, and a last round of a few warps leaves memory idle: where fewer warps are enough for
 // all of its bandwidth, as many take part as fill their rounds best.
-PREFIXPACK_BOTH int32_t active_warps(int32_t units, int32_t tokens, int32_t blocks) {
-  if (tokens < kTokensToFillRounds) return kLoneWarps;
+inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
+  if (tokens < kTokensToFillRounds || blocks == 0) return kLoneWarps;
   int32_t best = kLoneWarps;
   float best_share = 0.0f;
-#pragma unroll 1  // short code is there sooner
   for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
-    const int32_t at_once = warps * blocks, rounds = (units + at_once - 1) / at_once;
+    const int64_t at_once = int64_t{warps} * blocks, rounds = (units + at_once - 1) / at_once;
     const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
     if (share > best_share + 0.02f) best = warps, best_share = share;
   }

@@ -48,8 +48,8 @@ class WarpRows {
       : params_(params),
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
-        group_(heads_of_unit(params.attention.q_heads / params.attention.kv_heads)),
-        query_(lane_ / group_),
+        group_(params.heads.of_part.number),
+        query_(params.heads.of_part.quotient(lane_)),
         header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
   PREFIXPACK_DEVICE void start_sums() {
@@ -62,16 +62,14 @@ class WarpRows {
 
   PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * group_; }
   PREFIXPACK_DEVICE int32_t unit_head() const { return word(record_, kUnitHead); }
-  PREFIXPACK_DEVICE static int32_t heads_of_unit(int32_t group) { return group / units_of_group(group); }
   // Unit head h is of KV head h >> head_shift().
-  PREFIXPACK_DEVICE int32_t head_shift() const { return group_ * attention_.kv_heads < attention_.q_heads; }
-  PREFIXPACK_DEVICE int32_t unit_heads() const { return attention_.kv_heads << head_shift(); }
+  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.parts - 1; }
 
-  // Token of the row that is this lane's number; -1 beyond the last, and of queries that begin nowhere (at -1).
+  // Token of the row that is this lane's number; -1 beyond the last.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
     const int32_t begin = word(record, kQueryBegin);
     const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + begin;
-    return begin >= 0 && query_ < word(record, kQueryCount) ? tokens[query_] : -1;
+    return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
   // What finish() needs to know, asked for before it is needed. Lane i looks after query i.
@@ -87,7 +85,7 @@ class WarpRows {
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
-      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head, unit_heads()));
+      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head));
     }
     list_slots_ = slots[first + lane_];
   }
@@ -102,7 +100,7 @@ class WarpRows {
       // If all other partials of a query are there, its own need not be written.
       const int32_t others = list_end_ - list_begin_ - 1;
       const int32_t merge = word(record_, kMergeBegin) + (mine ? lane_ : 0);
-      int32_t* arrivals = arrivals_of(params_, merge, unit_head(), unit_heads());
+      int32_t* arrivals = arrivals_of(params_, merge, unit_head());
       complete = mine && arrived_ == others;
       ptx::warp_sync();
       if (ptx::any(mine && complete == 0)) {

@@ -20,10 +20,6 @@
 
 namespace prefixpack {
 
-// The ticket of a unit that has no query and no key, and so waits for nothing. A warp that goes through it first brings
-// the code of a unit, which between two layers is gone from the caches, while the others wait for their first data.
-constexpr int32_t kRehearsal = -1;
-
 template <class TileT, class Format>
 class WarpUnits : WarpRows<TileT, Format> {
   using Rows = WarpRows<TileT, Format>;
@@ -34,16 +30,15 @@ class WarpUnits : WarpRows<TileT, Format> {
       : Rows(params),
         window_(params.attention.window_left),
         first_item_(header(offsetof(PlanHeader, num_block_items))),
-        num_units_((header(offsetof(PlanHeader, num_items)) - first_item_) * unit_heads()),
+        num_units_((header(offsetof(PlanHeader, num_items)) - first_item_) * params.heads.units.number),
         queries_(ptx::shared_address(shared)),
         softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t count() const { return num_units_; }
-  PREFIXPACK_DEVICE bool comes_after_blocks() const { return first_item_ > 0; }
-  // KV positions of every unit, if they have about as many; else 0.
-  PREFIXPACK_DEVICE int32_t common_tokens() const { return header(offsetof(PlanHeader, narrow_tokens)); }
+  // Warps of a block that take units.
+  PREFIXPACK_DEVICE int32_t active() const { return header(offsetof(PlanHeader, active_warps)); }
 
-  // Takes units until none is left. ticket: of the first unit, in the first lane; kRehearsal: see there.
+  // Takes units until none is left. ticket: of the first unit, in the first lane.
   PREFIXPACK_DEVICE void run(int32_t ticket) {
     ticket_ = ticket;
     forget_products();
@@ -96,7 +91,6 @@ class WarpUnits : WarpRows<TileT, Format> {
   using Rows::start_sums;
   using Rows::state_;
   using Rows::token_of_row;
-  using Rows::unit_heads;
   using Rows::word;
 
   using Product = typename Format::Product;
@@ -110,26 +104,24 @@ class WarpUnits : WarpRows<TileT, Format> {
   static constexpr int kLoads = kSteps / kStepsAtOnce;  // of matrices, for all dimensions
   // Pieces before the end of a unit at which the next one is asked for: no earlier than needed, since a unit that is
   // taken early is one that no idle warp can take.
-  static constexpr int kLookAhead = 4;
+  static constexpr uint32_t kLookAhead = 4;
 
   // What is known of the next unit.
   enum Stage : int32_t { kUnasked, kTicket, kRecord, kReady, kNone };
 
   // Of at least one tile, of which nothing is visible where the window has left the whole item behind.
-  PREFIXPACK_DEVICE static int32_t pieces_of(int32_t keys) {
-    return keys > 0 ? (keys + TileT::kKeys - 1) / TileT::kKeys * 2 : 2;
+  PREFIXPACK_DEVICE static uint32_t pieces_of(int32_t keys) {
+    return keys > 0 ? (static_cast<uint32_t>(keys) + TileT::kKeys - 1) / TileT::kKeys * 2 : 2;
   }
 
   // The loading side ------------------------------------------------------------------------------------------------
 
-  PREFIXPACK_DEVICE int32_t load_pieces() const { return pieces_of(load_keys_); }
-
   // Fills the ring as far as what is to be loaded is known.
   PREFIXPACK_DEVICE void refill() {
-    if (load_pieces() - load_piece_ <= kLookAhead) look_ahead();
+    if (load_pieces_ - load_piece_ <= kLookAhead) look_ahead();
 #pragma unroll 1
     while (in_flight_ < kPieces) {
-      if (load_piece_ == load_pieces()) {
+      if (load_piece_ == load_pieces_) {
         if (has_upcoming_ || stage_ != kReady) break;
         enter_next();
       }
@@ -139,20 +131,16 @@ class WarpUnits : WarpRows<TileT, Format> {
 
   PREFIXPACK_DEVICE void look_ahead() {
     if (stage_ == kUnasked) {
-      ticket_ = lane_ == 0 ? ptx::atomic_add(&params_.step.tickets[1], 1) : 0;
+      ticket_ = lane_ == 0 ? ptx::count_up(&params_.step.tickets[1]) : 0;
       stage_ = kTicket;
     } else if (stage_ == kTicket) {
       const int32_t ticket = ptx::broadcast(ticket_, 0);
       stage_ = kNone;
       if (ticket < num_units_) {
-        if (ticket == kRehearsal) {
-          next_record_ = record_of_nothing();
-        } else {
-          const Unit unit = unit_of(ticket, unit_heads());
-          const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + unit.item);
-          const int32_t head = lane_ == kUnitHead ? unit.head : unit.head >> head_shift();
-          next_record_ = lane_ < kRecordWords ? record[lane_] : head;
-        }
+        const Unit unit = unit_of(ticket, params_.heads.units);
+        const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + unit.item);
+        const int32_t head = lane_ == kUnitHead ? unit.head : unit.head >> head_shift();
+        next_record_ = lane_ < kRecordWords ? record[lane_] : head;
         stage_ = kRecord;
       }
     } else if (stage_ == kRecord) {
@@ -166,30 +154,33 @@ class WarpUnits : WarpRows<TileT, Format> {
     }
   }
 
-  // Of a query that begins nowhere: it is not read, nor any key, and has no output.
-  PREFIXPACK_DEVICE int32_t record_of_nothing() const {
-    return lane_ == kQueryCount ? 1 : lane_ == kQueryBegin || lane_ == kSlotBegin ? -1 : 0;
-  }
-
+  // The record and the token as of this place: a compiler that asks them for the lane's part ahead of the loop round
+  // this would let every piece wait for them.
   PREFIXPACK_DEVICE void enter_next() {
+    const int32_t record = ptx::here(next_record_), token = ptx::here(next_token_);
     load_slots_ = next_slots_;
     load_keys_ = next_keys_;
     load_piece_ = 0;
+    load_pieces_ = pieces_of(load_keys_);
     pair_ = next_pair_;
     following_pair_ = lane_ + 32 < load_keys_ ? params_.step.kv_slots[load_slots_ + 32] : -1;
-    load_record_ = next_record_;
+    load_record_ = record;
+    const int64_t head = word(record, kKvHead);
+    load_k_ = static_cast<const char*>(attention_.k) + head * attention_.k_head_stride * Format::kKvBytes +
+              lane_ % kChunks * 16;
+    load_v_ = static_cast<const char*>(attention_.v) + head * attention_.v_head_stride * Format::kKvBytes +
+              lane_ % kChunks * 16;
     has_upcoming_ = true;
     stage_ = kUnasked;
-    load_queries();
+    load_queries(token);
   }
 
   // In the group of the unit's first piece; the queries of the unit before are in registers by now. Rows that the unit
   // has not are left as they are: a column of the products knows nothing of the others.
-  PREFIXPACK_DEVICE void load_queries() const {
-    const int32_t head = word(next_record_, kUnitHead) * group_ + lane_ - query_ * group_;
-    const int64_t mine =
-        next_token_ < 0 ? -1 : next_token_ * attention_.q_token_stride + head * attention_.q_head_stride;
-    const int32_t rows = word(next_record_, kQueryCount) * group_;
+  PREFIXPACK_DEVICE void load_queries(int32_t token) const {
+    const int32_t head = word(load_record_, kUnitHead) * group_ + lane_ - query_ * group_;
+    const int64_t mine = token < 0 ? -1 : token * attention_.q_token_stride + head * attention_.q_head_stride;
+    const int32_t rows = word(load_record_, kQueryCount) * group_;
     const int32_t chunk = lane_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
 #pragma unroll 1
@@ -202,16 +193,13 @@ class WarpUnits : WarpRows<TileT, Format> {
 
   PREFIXPACK_DEVICE void load_piece() {
     const bool is_value = load_piece_ % 2 == 1;
-    const int64_t head = word(load_record_, kKvHead);
-    const char* from = static_cast<const char*>(is_value ? attention_.v : attention_.k) +
-                       head * (is_value ? attention_.v_head_stride : attention_.k_head_stride) * Format::kKvBytes +
-                       lane_ % kChunks * 16;
+    const char* from = is_value ? load_v_ : load_k_;
     const auto stride =
         static_cast<int32_t>(is_value ? attention_.v_slot_stride : attention_.k_slot_stride) * Format::kKvBytes;
     const int32_t load_place = use_place_ + in_flight_ * TileT::kPieceBytes;
     const ptx::SharedAddress to = ring() + (load_place < kRingBytes ? load_place : load_place - kRingBytes) +
                                   swizzled(lane_ / kChunks, lane_ % kChunks, TileT::kRowBytes);
-    if ((load_piece_ / 2 + 1) * TileT::kKeys <= load_keys_) {
+    if (static_cast<int32_t>((load_piece_ / 2 + 1) * TileT::kKeys) <= load_keys_) {
       copy_rows<true>(to, from, stride);
     } else {
       copy_rows<false>(to, from, stride);
@@ -219,7 +207,7 @@ class WarpUnits : WarpRows<TileT, Format> {
     ptx::copy_commit();
     if (load_piece_ % 4 == 3) {
       pair_ = following_pair_;
-      const int32_t key = (load_piece_ / 4 + 2) * 32;
+      const auto key = static_cast<int32_t>((load_piece_ / 4 + 2) * 32);
       following_pair_ = key + lane_ < load_keys_ ? params_.step.kv_slots[load_slots_ + key] : -1;
     }
     ++load_piece_;
@@ -229,7 +217,7 @@ class WarpUnits : WarpRows<TileT, Format> {
   // Rows beyond the end are zeros: values that nobody sees must still not be NaN.
   template <bool kWhole>
   PREFIXPACK_DEVICE void copy_rows(ptx::SharedAddress to, const char* from, int32_t stride) const {
-    const int32_t first_lane = load_piece_ / 2 % 2 * TileT::kKeys + lane_ / kChunks;
+    const auto first_lane = static_cast<int32_t>(load_piece_ / 2 % 2 * TileT::kKeys) + lane_ / kChunks;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
       const int32_t mix = chunk_mix(pass * kRowsPerPass, TileT::kRowBytes);
@@ -386,14 +374,17 @@ class WarpUnits : WarpRows<TileT, Format> {
   int32_t next_token_ = 0;  // of the row that is this lane's number
 
   // Unit that is being loaded. Pieces: K of its first tile, V of its first tile, K of its second and so on.
-  int32_t load_record_ = 0, load_piece_ = 2, load_keys_ = 0, load_slots_ = 0;
+  int32_t load_record_ = 0, load_keys_ = 0, load_slots_ = 0;
+  uint32_t load_piece_ = 0, load_pieces_ = 0;
   int32_t pair_ = 0, following_pair_ = 0;  // this lane's slot of the pair of tiles at load_piece_, and of the next pair
-  bool has_upcoming_ = false;              // it is not yet the unit below
+  const char *load_k_ = nullptr, *load_v_ = nullptr;  // of this lane's chunk
+  bool has_upcoming_ = false;                         // it is not yet the unit below
 
   int32_t use_place_ = 0, in_flight_ = 0;  // in the ring; the place in bytes
 
   // Unit that is being computed.
-  int32_t tile_begin_ = 0, piece_ = 0, num_pieces_ = 0;
+  int32_t tile_begin_ = 0;
+  uint32_t piece_ = 0, num_pieces_ = 0;
   uint32_t queries_of_[kSteps / 2][4];
   float scores_[4];  // of the tile, then its weights
 };

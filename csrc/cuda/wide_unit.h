@@ -57,8 +57,8 @@ class WideUnit : BlockRows<TileT, Format> {
     first_slot_ = item_.slots_at + (begin_ - item_.kv_begin);
   }
 
-  // Returns the ticket of the block's next unit, see finish_unit.
-  PREFIXPACK_DEVICE int32_t run() {
+  // As far as the sums, see finish_unit.
+  PREFIXPACK_DEVICE UnitEnd run() {
     begin_loads();
     this->start_sums();
     // A warpgroup of which no row is only copies. In a loop of its own: a branch round products would make all of them

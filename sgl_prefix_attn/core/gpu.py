@@ -65,6 +65,7 @@ class GpuStep(StepBuffers):
                 shape.head_dim, DTYPES[dtype], KV_DTYPES[kv_dtype]
             )
         super().__init__(shape, device, limits)
+        self.warp_blocks = self.launch_size[2]
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]

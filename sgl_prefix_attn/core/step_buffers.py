@@ -46,6 +46,7 @@ class StepBuffers:
 
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
+        self.warp_blocks = 0  # of a launch, where some kernels have such
         # Three words a query, as many for its merge and its end, and the slots that are merged.
         num_words = (
             _native.plan_header_words
@@ -80,7 +81,9 @@ class StepBuffers:
         Raises:
             PlanTooLarge: nothing was changed.
         """
-        words, kv_slots = _native.plan_words(plan, seq_lens, growth, self.shape.group)
+        words, kv_slots = _native.plan_words(
+            plan, seq_lens, growth, self.shape.group, self.shape.kv_heads, self.warp_blocks
+        )
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

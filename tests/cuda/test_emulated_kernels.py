@@ -69,8 +69,8 @@ def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
 
 
 def test_division_by_a_known_number(emulation: ModuleType) -> None:
-    for number in (*range(1, 130), 1000, 2**16):
-        most = (2**31 - 1) // number
+    most = 2**31 - 1
+    for number in (*range(1, 260), 1000, 2**16 - 1, 2**16, 2**16 + 1, 2**30, most - 1, most):
         last = most // number * number  # the largest multiple
         for dividend in (0, 1, number - 1, number, number + 1, last - 1, last, most):
             if 0 <= dividend <= most:
@@ -196,15 +196,15 @@ def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int
 
 def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
-    case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=132)
-    assert case.plan.num_slots * 2 > _native.merge_room  # a slot and an lse each
+    case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=264)
+    assert case.plan.num_slots > _native.merge_room
     check(case, emulate(emulation, case))
 
 
-def test_more_partials_of_a_query_than_a_block_has_room_for_their_lse(emulation: ModuleType) -> None:
+def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
-    assert case.plan.num_slots * 65 > _native.merge_room > case.plan.num_slots  # a slot and 64 lse each
+    assert case.plan.num_slots > 100
     check(case, emulate(emulation, case))
 
 

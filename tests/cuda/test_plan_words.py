@@ -34,6 +34,23 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     assert kv_slots == room.sum()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "warp_blocks", "warps"),
+    [
+        (512, 4, 5),  # ten tails, two KV heads: one round of 20 warps and not of 32
+        (512, 0, 8),  # a launch of unknown size
+        (64, 4, 8),   # short units are bound by latency: the more at once the better
+    ],
+)  # fmt: skip
+def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps: int) -> None:
+    alone = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
+    case = make_case(1, batch=alone)
+    assert (case.plan.items[:, 6] == 8).all()
+    assert len(case.plan.items) == 10
+    words, _ = _native.plan_words(case.plan, case.planned_lens, 0, 4, kv_heads=2, warp_blocks=warp_blocks)
+    assert words[HEADER] == warps
+
+
 def test_lengths_of_another_batch_are_refused() -> None:
     case = make_case(1)
     with pytest.raises(ValueError, match="one entry for each of the plan's 6 requests"):

@@ -29,6 +29,7 @@ inline bool block_any(bool predicate) {
   emulation::sync_block();
   return result;
 }
+inline int32_t count_up(int32_t* address) { return (*address)++; }
 inline int atomic_add(int32_t* address, int32_t value) {
   const int32_t before = *address;
   *address += value;
