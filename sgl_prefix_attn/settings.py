@@ -78,12 +78,13 @@ class Settings(BaseModel):
         description="Where decode steps run. packed: on the packed kernels. inner: on the inner backend. auto: each "
         "step where its predicted time is the lower one; on a CPU, packed unless route_profile is set.",
     )
-    route_margin: int = Field(
-        10,
+    route_margin: int | None = Field(
+        None,
         ge=0,
         le=1000,
         description="Percent by which packed has to be predicted faster before steps that run on the inner backend "
-        "change over; they go back when packed is predicted to be slower.",
+        "change over; they go back when packed is predicted to be slower. Unset: what the profile has found for the "
+        "two kernels, or 10.",
     )
     route_profile: str | None = Field(
         None,

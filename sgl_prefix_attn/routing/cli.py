@@ -10,10 +10,10 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
-from sgl_prefix_attn.routing.compare import DEFAULT_MARGIN, Outcome, Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.routing.compare import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.fit import fit_profile
+from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.measured import inner_kernel, read_results
 from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
 from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="packed or inner for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
         "is used X times on average; PROFILE[@MARGIN]: a profile's file, or shipped, and the route_margin in percent "
-        f"(default {DEFAULT_MARGIN}); left-out[@MARGIN]: every family of steps by a profile fitted on all others",
+        "(default: the profile's own); left-out[@MARGIN]: every family of steps by a profile fitted on all others",
     )
     compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     _add_kernels(compare)
@@ -63,9 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
     explain.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
     explain.add_argument("--profile", metavar="FILE", help="default: the shipped one")
-    explain.add_argument(
-        "--margin", type=int, default=DEFAULT_MARGIN, metavar="PERCENT", help=f"default {DEFAULT_MARGIN}"
-    )
+    explain.add_argument("--margin", type=int, metavar="PERCENT", help="default: the profile's own")
     _add_kernels(explain)
     explain.set_defaults(act=_explain, partial_dtype=None)
 
@@ -96,6 +94,9 @@ def _fit(args: argparse.Namespace) -> None:
     for kind, fits in (("packed", profile.packed), ("inner", profile.inner)):
         for kernel, fitted in fits.items():
             print(_fit_line(f"{kind} {kernel}", fitted))
+    print("margins in percent by which packed has to be predicted faster, as far as unknown families of steps show")
+    for packed, margins in profile.margins.items():
+        print(f"  packed {packed:15} {'  '.join(f'{inner} {margin}' for inner, margin in margins.items())}")
 
 
 def _fit_line(name: str, fitted: Fit) -> str:
@@ -152,13 +153,14 @@ def _explain(args: argparse.Namespace) -> None:
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
     packed, inner = _cost(profile, "packed", args.packed), _cost(profile, "inner", kernel)
-    decision = CostPolicy(packed, inner, shape, args.margin / 100).decide(step)
+    margin = profile.margin(args.packed, kernel) if args.margin is None else args.margin
+    decision = CostPolicy(packed, inner, shape, margin / 100).decide(step)
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
     _print_parts(args.packed, packed, step, shape, decision.packed_us)
     _print_parts(kernel, inner, step, shape, decision.inner_us)
-    print(f"route:   {decision.route.value}{_why(decision, args.margin)}")
+    print(f"route:   {decision.route.value}{_why(decision, margin)}")
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.fit import fit_profile
+from sgl_prefix_attn.routing.fit_profile import fit_profile
+from sgl_prefix_attn.routing.margins import margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, inner_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
-from sgl_prefix_attn.settings import Settings
 
 Choose = Callable[[MeasuredCase], Route]
-DEFAULT_MARGIN: int = Settings.model_fields["route_margin"].default
 POLICIES = "packed, inner, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 # Single features that a threshold may stand on: to see what a cost model is better by.
 THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
@@ -77,6 +76,7 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     `packed` or `inner` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
     X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost; `left-out[@MARGIN]`: each
     family of steps by a profile that is fitted on all other families, to see what a profile does with unknown steps.
+    Without a margin it is the profile's.
 
     Args:
         packed: kernels of packed steps, as profiles name them.
@@ -93,10 +93,9 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     if threshold:
         return Candidate(text, _threshold(text, feature, bound))
     name, at, margin_text = text.rpartition("@")
-    name, margin_text = (name, margin_text) if at else (text, str(DEFAULT_MARGIN))
-    if not margin_text.isdigit():
+    if at and not margin_text.isdigit():
         raise ValueError(f"{text!r}: expected {POLICIES}")
-    margin = int(margin_text) / 100
+    name, margin = (name, int(margin_text)) if at else (text, None)
     if name == "left-out":
         return Candidate(text, _left_out(results, packed, backend, margin))
     if name == "shipped":
@@ -104,7 +103,7 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
 
 
-def _shipped_choice(results: Results, packed: str, backend: str, margin: float) -> Choose:
+def _shipped_choice(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
     choices = {
         kernel: profile_choice(shipped_profile_of(packed, kernel, results.kv_bytes), packed, backend, margin)
         for kernel in {inner_kernel(backend, case.shape) for case in results.cases}
@@ -112,11 +111,13 @@ def _shipped_choice(results: Results, packed: str, backend: str, margin: float) 
     return lambda case: choices[inner_kernel(backend, case.shape)](case)
 
 
-def _left_out(results: Results, packed: str, backend: str, margin: float) -> Choose:
+def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
+    margins = margins_of(results.cases) if margin is None else {}
+
     @cache
     def of_family(family: str) -> Choose:
         others = [case for case in results.cases if case.family != family]
-        return profile_choice(fit_profile(replace(results, cases=others)), packed, backend, margin)
+        return profile_choice(fit_profile(replace(results, cases=others), margins), packed, backend, margin)
 
     return lambda case: of_family(case.family)(case)
 
@@ -129,8 +130,8 @@ def _threshold(text: str, feature: str, bound: str) -> Choose:
     return lambda case: Route.PACKED if value(case.step) >= least else Route.INNER
 
 
-def profile_choice(profile: Profile, packed: str, backend: str, margin: float) -> Choose:
-    """What a profile decides about a step that comes after one on the inner backend."""
+def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:
+    """What a profile decides about a step that comes after one on the inner backend. margin: percent; None: its own."""
     packed_cost = profile.cost("packed", packed)
     if packed_cost is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
@@ -140,7 +141,8 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: float) -
         inner_cost = profile.cost("inner", kernel)
         if inner_cost is None:
             raise ValueError(f"the profile has no cost of inner backend {kernel!r}; it has {', '.join(profile.inner)}")
-        return CostPolicy(packed_cost, inner_cost, case.shape, margin).decide(case.step).route
+        percent = profile.margin(packed, kernel) if margin is None else margin
+        return CostPolicy(packed_cost, inner_cost, case.shape, percent / 100).decide(case.step).route
 
     return choose
 

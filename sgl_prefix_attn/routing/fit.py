@@ -1,4 +1,4 @@
-"""Fits profiles: least squares with coefficients that are not negative, on relative errors."""
+"""Fits costs: least squares with coefficients that are not negative, on relative errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_prefix_attn.routing.cost import TERMS, Kind, term_values
-from sgl_prefix_attn.routing.measured import TIME, MeasuredCase, Results
-from sgl_prefix_attn.routing.profile import VERSION, Fit, Profile
+from sgl_prefix_attn.routing.measured import TIME, MeasuredCase
+from sgl_prefix_attn.routing.profile import Fit
 
 Array = npt.NDArray[np.float64]
 
@@ -21,31 +21,7 @@ _REFINEMENTS = 30
 _DIGITS = 6
 
 
-def fit_profile(results: Results) -> Profile:
-    """A profile of everything that was measured on enough cases.
-
-    Raises:
-        ValueError: no kernel of ours, or no inner backend, was measured on as many cases as its cost has terms.
-    """
-    packed = _fits("packed", results.cases)
-    inner = _fits("inner", results.cases)
-    for kind, fits in (("packed", packed), ("inner", inner)):
-        if not fits:
-            raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
-    return Profile(
-        version=VERSION,
-        machine=results.machine,
-        commit=results.commit,
-        measured=results.measured,
-        source=results.source,
-        method=METHOD,
-        kv_bytes=results.kv_bytes,
-        packed=packed,
-        inner=inner,
-    )
-
-
-def _fits(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
+def fits_of(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
     kernels = dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind))
     fits = {}
     for kernel in kernels:
@@ -60,12 +36,12 @@ def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
     terms = np.array([term_values(kind, case.step, case.shape) for case in cases])
     times = np.array([getattr(case, kind)[kernel] for case in cases])
     families = np.array([case.family for case in cases])
-    coefficients = _fit(terms, times)
+    coefficients = fit_coefficients(terms, times)
     left_out = {}
     for family in dict.fromkeys(families.tolist()):
         rest = families != family
         if rest.sum() >= terms.shape[1]:
-            left_out[family] = round(_error(terms[~rest] @ _fit(terms[rest], times[rest]), times[~rest]), 4)
+            left_out[family] = round(_error(terms[~rest] @ fit_coefficients(terms[rest], times[rest]), times[~rest]), 4)
     return Fit(
         us={name: float(f"{value:.{_DIGITS}g}") for name, value in zip(TERMS[kind], coefficients, strict=True)},
         cases=len(cases),
@@ -74,7 +50,7 @@ def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
     )
 
 
-def _fit(terms: Array, times: Array) -> Array:
+def fit_coefficients(terms: Array, times: Array) -> Array:
     """Coefficients whose logarithmic errors are small: (p - t)^2 / (p t) is the square of log(p / t) for small ones."""
     weights = 1.0 / times
     for _ in range(_REFINEMENTS):

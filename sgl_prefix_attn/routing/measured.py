@@ -13,11 +13,12 @@ from sgl_prefix_attn.routing.features import StepFeatures
 
 # Ways in the results -> kernels in a profile.
 PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
-INNER_WAYS = {
-    "fa3": "fa3",
-    "flashinfer_decode_tc": "flashinfer_tc",
-    "flashinfer_decode_cc": "flashinfer_cc",
-    "triton": "triton",
+# By way of the benchmark, the SGLang backend and whether it uses tensor cores.
+INNER_WAYS: dict[str, tuple[str, bool | None]] = {
+    "fa3": ("fa3", None),
+    "flashinfer_decode_tc": ("flashinfer", True),
+    "flashinfer_decode_cc": ("flashinfer", False),
+    "triton": ("triton", None),
 }
 # Bytes of an element by the results' name for the type of KV.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
@@ -67,6 +68,8 @@ def inner_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = No
     Args:
         tensor_cores: whether flashinfer uses them; None: as SGLang chooses.
     """
+    if backend == "triton":  # one kernel for groups of query heads, another where each has a KV head of its own
+        return "triton_gqa" if shape.group > 1 else "triton_mha"
     if backend != "flashinfer":
         return backend
     if tensor_cores is None:
@@ -109,5 +112,9 @@ def _case(row: dict[str, Any], head_dim: int, kv_bytes: int) -> MeasuredCase:
         shape=shape,
         step=StepFeatures(**row["step"]),
         packed={kernel: times[way] for way, kernel in PACKED_WAYS.items() if way in times},
-        inner={kernel: times[way] for way, kernel in INNER_WAYS.items() if way in times},
+        inner={
+            inner_kernel(backend, shape, tensor_cores): times[way]
+            for way, (backend, tensor_cores) in INNER_WAYS.items()
+            if way in times
+        },
     )

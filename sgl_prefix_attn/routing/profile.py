@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 
 VERSION = 1
+DEFAULT_MARGIN = 10  # percent, for kernels of which a profile has none
 SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # by the bytes of a KV element
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -46,9 +47,11 @@ class Profile(BaseModel):
     Attributes:
         packed: by the kernels that run packed steps: native, triton, cpu.
         inner: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
-            `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads.
+            `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads; for
+            triton with `_gqa` or `_mha`, its kernel for groups of query heads or the other one.
         source: what it was fitted on.
         kv_bytes: of a KV element of the steps that it was fitted on.
+        margins: by packed and inner kernel, the percent by which packed has to be predicted faster, see `margins.py`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +65,7 @@ class Profile(BaseModel):
     kv_bytes: Annotated[int, Field(ge=1, le=2)] = 2
     packed: dict[str, Fit]
     inner: dict[str, Fit]
+    margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
 
     @field_validator("version")
     @classmethod
@@ -84,6 +88,10 @@ class Profile(BaseModel):
         """The cost of a kernel, None if it was not measured."""
         fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.inner
         return CostModel(kind, fits[kernel].us) if kernel in fits else None
+
+    def margin(self, packed: str, inner: str) -> int:
+        """Percent by which these packed kernels have to be predicted faster than that inner one."""
+        return self.margins.get(packed, {}).get(inner, DEFAULT_MARGIN)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")

@@ -39,7 +39,7 @@ class StepRoutes:
 
     def __init__(self, settings: Settings, counters: Counters, executor: Executor, inner_name: str, inner: Any) -> None:
         self.setting = settings.route
-        self._margin_percent = settings.route_margin
+        self._own_margin = settings.route_margin
         self._counters = counters
         self._executor = executor
         self._inner_name, self._inner = inner_name, inner
@@ -123,12 +123,14 @@ class StepRoutes:
             self._decides = False
             return None
         self._profile = profile
+        own, found = self._own_margin, profile.margin(self._executor.kernels, kernel)
+        margin = found if own is None else own
         logger.info(
             "prefixpack: decode steps go where they are predicted to be faster, by a profile of %s (commit %s), margin "
             "%d %%",
             profile.machine,
             profile.commit,
-            self._margin_percent,
+            margin,
         )
         if shape.kv_bytes != profile.kv_bytes:
             logger.info(
@@ -136,7 +138,7 @@ class StepRoutes:
                 8 * profile.kv_bytes,
                 8 * shape.kv_bytes,
             )
-        return Router(CostPolicy(packed, inner, shape, self._margin_percent / 100))
+        return Router(CostPolicy(packed, inner, shape, margin / 100))
 
     def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
         cost = profile.cost(kind, kernel)

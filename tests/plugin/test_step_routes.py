@@ -30,3 +30,13 @@ def test_the_profile_is_of_the_servers_kv(
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
     assert ("measured with 16-bit KV; of 8 bits" in caplog.text) == (kv_bytes != profile_of)
+
+
+@pytest.mark.parametrize("set_by_user", [None, 0, 37])
+def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
+    settings = Settings(metrics=False, route_margin=set_by_user)
+    assert StepRoutes(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
+    expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
+    assert f"margin {expected} %" in caplog.text

@@ -14,7 +14,8 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.compare import Candidate, Verdict, candidate, judge, outcomes, profile_choice
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.fit import fit_kernel, fit_profile, non_negative_least_squares
+from sgl_prefix_attn.routing.fit import fit_kernel, non_negative_least_squares
+from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, inner_kernel, read_results
 from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
 

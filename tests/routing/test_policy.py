@@ -73,18 +73,18 @@ class TestShippedProfile:
     def test_few_requests_without_sharing_stay_with_the_inner_backend(self, requests: int, backend: str) -> None:
         assert self.route([[]] * requests, [512] * requests, backend) is Route.INNER
 
-    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton"])
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton_gqa"])
     def test_groups_of_samples_run_packed(self, backend: str) -> None:
         paths = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
         assert self.route(paths, [4096 + 160] * 1024, backend) is Route.PACKED
 
-    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton"])
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton_gqa"])
     def test_with_fp8_kv_what_is_clear_stays_clear(self, backend: str) -> None:
         """Where 16-bit KV's profile has to do: half the bytes make both sides cheaper and no step absurd."""
         fp8 = dataclasses.replace(LLAMA_8B, kv_bytes=1)
         samples = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
         assert self.route(samples, [4096 + 160] * 1024, backend, fp8) is Route.PACKED
-        if backend != "triton":
+        if backend != "triton_gqa":
             assert self.route([[]] * 8, [512] * 8, backend, fp8) is Route.INNER
         shipped = shipped_profile()
         step = StepFeatures(64, 64 * 4096, 40 * 4096, 32 * 4096, 8, 32, 4096, 4096)
@@ -98,7 +98,7 @@ class TestShippedProfile:
     @pytest.mark.parametrize(
         ("kernels", "backend", "kv_bytes", "measured_with"),
         [("native", "fa3", 2, 2), ("native", "flashinfer_tc", 1, 1), ("triton", "flashinfer_cc", 1, 1),
-         ("native", "fa3", 1, 2), ("native", "triton", 1, 2), ("cpu", "torch_native", 4, 2)],
+         ("native", "fa3", 1, 2), ("native", "triton_gqa", 1, 2), ("cpu", "torch_native", 4, 2)],
     )  # fmt: skip
     def test_the_one_for_the_bytes_of_kv_is_taken_if_it_knows_the_kernels(
         self, kernels: str, backend: str, kv_bytes: int, measured_with: int
@@ -108,7 +108,7 @@ class TestShippedProfile:
     def test_it_knows_every_kernel_that_a_gpu_server_may_use(self) -> None:
         shipped = shipped_profile()
         assert set(shipped.packed) == {"native", "triton"}
-        assert set(shipped.inner) == {"fa3", "flashinfer_tc", "flashinfer_cc", "triton"}
+        assert set(shipped.inner) == {"fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha"}
 
 
 class TestRouter:

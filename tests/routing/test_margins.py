@@ -1,0 +1,74 @@
+"""How much faster packed has to be predicted: as much as keeps unknown steps from losing, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.margins import MOST_PERCENT, fitting_margin, margins_of
+from sgl_prefix_attn.routing.measured import MeasuredCase, read_results
+from sgl_prefix_attn.routing.profile import DEFAULT_MARGIN, Profile, shipped_profile
+
+MEASURED = np.array([100.0, 100.0, 100.0])
+
+
+def margin(predicted_inner: list[float], measured_packed: list[float]) -> int | None:
+    """Of steps that are predicted to take 100 us packed, and take 100 us on the inner backend."""
+    packed = {"predicted": np.full(3, 100.0), "measured": np.array(measured_packed)}
+    return fitting_margin(packed, {"predicted": np.array(predicted_inner), "measured": MEASURED})
+
+
+@pytest.mark.parametrize(
+    ("predicted_inner", "measured_packed", "percent"),
+    [
+        ([110.0, 150.0, 90.0], [95.0, 60.0, 130.0], 0),    # no step that would run packed loses
+        ([110.0, 150.0, 90.0], [101.9, 60.0, 130.0], 0),   # two percent may be lost
+        ([110.4, 150.0, 90.0], [103.0, 60.0, 130.0], 11),  # the first has to stay with the inner backend
+        ([110.4, 125.6, 90.0], [103.0, 108.0, 95.0], 26),
+        ([150.0, 125.6, 90.0], [103.0, 108.0, 95.0], 26),  # no margin keeps the first from it: the second, at least
+        ([150.0, 160.0, 90.0], [130.0, 108.0, 95.0], 0),   # nor any step: the smallest of those that lose alike
+        ([float("nan"), 150.0, 110.4], [130.0, 60.0, 103.0], 11),
+        ([float("nan")] * 3, [130.0, 60.0, 103.0], None),
+    ],
+)  # fmt: skip
+def test_the_smallest_that_keeps_steps_from_losing(
+    predicted_inner: list[float], measured_packed: list[float], percent: int | None
+) -> None:
+    assert margin(predicted_inner, measured_packed) == percent
+
+
+def test_each_family_is_predicted_from_the_others() -> None:
+    """By themselves the slow family's steps would be predicted without error, and none would need a margin."""
+    rng = np.random.default_rng(0)
+
+    def case(number: int) -> MeasuredCase:
+        requests, unique = int(rng.integers(1, 300)), int(rng.integers(1000, 200_000))
+        tokens = unique + int(rng.integers(0, 10 * unique))
+        step = StepFeatures(requests, tokens, unique, tokens // 2, 3, requests, unique // 2, int(rng.integers(1, 9000)))
+        family = "abc"[number % 3]
+        inner = 50.0 + unique / 1000 + tokens / 3000
+        packed = inner * (1.06 if family == "c" else 0.90)
+        return MeasuredCase(str(number), family, ModelShape(32, 8, 128), step, {"native": packed}, {"fa3": inner})
+
+    cases = [case(number) for number in range(90)]
+    found = margins_of(cases)
+    assert set(found) == {"native"}
+    assert 5 < found["native"]["fa3"] <= MOST_PERCENT
+    assert margins_of([case for case in cases if case.family != "c"]) == {"native": {"fa3": 0}}
+
+
+def test_a_profile_without_margins_has_the_default_one() -> None:
+    shipped = shipped_profile()
+    older = Profile.model_validate(shipped.model_dump(exclude={"margins"}))
+    assert older.margin("native", "fa3") == DEFAULT_MARGIN
+    assert shipped.margin("native", "fa3") == shipped.margins["native"]["fa3"]
+    assert shipped.margin("native", "unheard of") == DEFAULT_MARGIN
+
+
+def test_the_shipped_ones_are_those_of_the_results() -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json"
+    assert shipped_profile().margins == margins_of(read_results(results).cases)
