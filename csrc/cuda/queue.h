@@ -112,7 +112,7 @@ PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* share
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
   ptx::block_sync();
-  // No sooner: a launch's code is fetched ahead of it only when that is done for the launch before.
+  // No sooner: where blocks have work the step would take longer, see docs/gpu-tried.md.
   ptx::let_next_launch_begin();
   const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
   const int32_t num_units = num_items * kernel_params.attention.kv_heads;
