@@ -26,6 +26,10 @@ py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_sty
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
   }
+  if (kv_heads < 1 || warp_blocks < 0) {
+    throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_blocks " +
+                                std::to_string(warp_blocks) + "; they have to be at least 1 and 0");
+  }
   PlanWords made = plan_words(plan, seq_lens.data(), growth, group, kv_heads, warp_blocks);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);

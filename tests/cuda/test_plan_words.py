@@ -51,6 +51,13 @@ def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps
     assert words[HEADER] == warps
 
 
+@pytest.mark.parametrize(("kv_heads", "warp_blocks"), [(0, 4), (2, -1)])
+def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_blocks: int) -> None:
+    case = make_case(1)
+    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_blocks {warp_blocks}; they have to be"):
+        _native.plan_words(case.plan, case.planned_lens, 0, 4, kv_heads=kv_heads, warp_blocks=warp_blocks)
+
+
 def test_lengths_of_another_batch_are_refused() -> None:
     case = make_case(1)
     with pytest.raises(ValueError, match="one entry for each of the plan's 6 requests"):
