@@ -1,0 +1,135 @@
+"""Which reads of global memory the machine code waits for soon after it asks for them. Needs nvcc, no GPU.
+
+    python benchmarks/kernel/waits.py --within 8
+
+A warp stands still at the first instruction that needs what a read brings, some hundred nanoseconds to a microsecond
+later. The source does not show where that is: compilers take uses ahead of loops and branches, and make one addition
+of a warp's, which all lanes wait for. Printed are reads and additions whose result is needed within so many
+instructions, in the order of the code. A profile (ncu) says which of them cost time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_FUNCTION = re.compile(r"^\s*Function : (\w+)")
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;")
+_READ = re.compile(r"^(?:@!?U?P\d+\s+)?((?:LDG|LD|ATOMG|ATOM)\.[\w.]+)\s+(?:PT,\s*)?(R\d+),\s*(.*)$")
+_WRITES_NOTHING = ("ST", "RED", "BRA", "LDGSTS", "BAR", "EXIT")  # all operands are read
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A read and the first instruction behind it, in the order of the code, that needs what it brings.
+
+    Attributes:
+        address: of the read, in bytes from the function's begin.
+        distance: instructions from one to the other; None if none follows before the way leads elsewhere.
+        user: that instruction.
+    """
+
+    function: str
+    address: int
+    read: str
+    distance: int | None
+    user: str
+
+
+def waits_of(sass: str) -> Iterator[Wait]:
+    """The reads of a listing as `cuobjdump -sass` prints it."""
+    function = ""
+    code: list[tuple[str, int, str]] = []
+    for line in sass.splitlines():
+        if match := _FUNCTION.match(line):
+            function = match.group(1)
+        elif match := _INSTRUCTION.match(line):
+            code.append((function, int(match.group(1), 16), match.group(2)))
+    for place, (function, address, text) in enumerate(code):
+        match = _READ.match(text)
+        if match is None:
+            continue
+        register = re.compile(rf"\b{match.group(2)}\b")
+        distance, user = None, ""
+        for step, (of, _, later) in enumerate(code[place + 1 :], start=1):
+            if of != function:
+                break
+            if register.search(_sources(later)):
+                distance, user = step, later
+                break
+            if re.match(r"(BRA|EXIT|RET|BRX)\b", later):
+                break
+        yield Wait(function, address, text, distance, user)
+
+
+def _sources(instruction: str) -> str:
+    """The operands that an instruction reads."""
+    body = re.sub(r"^@!?U?P\d+\s+", "", instruction)
+    opcode, _, operands = body.partition(" ")
+    return operands if opcode.startswith(_WRITES_NOTHING) else operands.partition(",")[2]
+
+
+def disassembler() -> str | None:
+    """cuobjdump on PATH, or the one that Triton brings along."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        try:
+            import triton
+        except ImportError:
+            return None
+        brought = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        found = str(brought) if brought.exists() else None
+    return found
+
+
+def listing(nvcc: str, cuobjdump: str, source: Path, arch: str) -> str:
+    """Machine code of a source.
+
+    Raises:
+        RuntimeError: a tool failed; the message holds its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = str(Path(folder) / "out.cubin")
+        flags = ["-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin"]
+        for command in ([nvcc, *flags, str(source), "-o", cubin], [cuobjdump, "-sass", cubin]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default="attention_128_bf16", help="of csrc/cuda (default: attention_128_bf16)")
+    parser.add_argument("--arch", default="90a", help="architecture (default: 90a)")
+    parser.add_argument("--within", type=int, default=8, metavar="N", help="instructions (default: 8)")
+    args = parser.parse_args()
+    source = ROOT / "csrc" / "cuda" / f"{args.source}.cu"
+    if not source.exists():
+        known = ", ".join(sorted(path.stem for path in source.parent.glob("attention_*.cu")))
+        parser.error(f"--source {args.source}: there are {known}")
+    nvcc, cuobjdump = shutil.which("nvcc"), disassembler()
+    if nvcc is None or cuobjdump is None:
+        print(f"waits: {'nvcc' if nvcc is None else 'cuobjdump'} is not on PATH", file=sys.stderr)
+        return 2
+    total = 0
+    for wait in waits_of(listing(nvcc, cuobjdump, source, args.arch)):
+        total += 1
+        if wait.distance is not None and wait.distance <= args.within:
+            kernel = re.search(r"packed_(?:blocks|warps)", wait.function)
+            name = kernel.group() if kernel else wait.function
+            print(f"{name:13} {wait.address:#07x}  {wait.read[:56]:56} +{wait.distance:<3} {wait.user[:56]}")
+    print(f"of {total} reads and additions")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
