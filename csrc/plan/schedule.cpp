@@ -16,7 +16,9 @@ constexpr int32_t kMinGrowth = 16;
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
 constexpr double kNarrowPrevails = 1;     // times the work of the other items
-constexpr double kWorthNarrowing = 0.85;  // of the time with tiles twice as wide
+constexpr double kWorthNarrowing = 0.85;  // of the time with tiles twice as wide,
+constexpr double kWorthWithIdle = 0.95;   // or so much where these leave most workers without a
+constexpr double kFewAtWork = 0.33;       // unit: of the workers, those that have one
 
 // Tiles that are split alike, on their way into the queue: those of a pack, or one of a request's own tail.
 struct QueuedPack {
@@ -111,14 +113,16 @@ class Scheduler {
   }
 
   // Where wide tiles leave workers idle, narrower ones read the same KV at once, from the cache, and are done sooner;
-  // but a plan never reads more than requests by themselves would.
+  // but a plan never reads more than requests by themselves would. Once most workers have some, what the narrower ones
+  // save has to be clear: they keep workers from what narrow items there are.
   void choose_tiles() {
     int32_t queries = cost_.queries_per_tile();
     tiling_.make(packing_.packs, lens_, partials_.data(), num_partials_, queries);
     while (queries > 1 && tiling_.whole_units() > 0 && tiling_.whole_units() < cost_.workers()) {
       queries /= 2;
       narrower_.make(packing_.packs, lens_, partials_.data(), num_partials_, queries);
-      if (narrower_.finish() > kWorthNarrowing * tiling_.finish()) break;
+      const bool idle = tiling_.whole_pieces() < kFewAtWork * cost_.workers();
+      if (narrower_.finish() > (idle ? kWorthWithIdle : kWorthNarrowing) * tiling_.finish()) break;
       if (narrower_.tokens() > schedule_.plan.kv_tokens_per_request) break;
       std::swap(tiling_, narrower_);
     }

@@ -188,6 +188,14 @@ void Tiling::choose_longest_unit() {
   }
 }
 
+int64_t Tiling::whole_pieces() const {
+  int64_t found = 0;
+  for (const Tile& tile : *this) {
+    if (tile.share == cost_->most_at_a_time()) found += pieces(tile);
+  }
+  return found * cost_->kv_heads();
+}
+
 std::vector<int32_t> Tiling::long_tiles() const {
   std::vector<int32_t> found;
   for (int32_t i : splittable_) {

@@ -39,7 +39,8 @@ class Tiling {
   const Tile* end() const { return tiles_.data() + num_tiles_; }
   size_t size() const { return num_tiles_; }
   int64_t tokens() const { return tokens_; }            // KV positions that the tiles read
-  int64_t whole_units() const { return whole_units_; }  // that take a whole worker
+  int64_t whole_units() const { return whole_units_; }  // that take a whole worker, before they are split
+  int64_t whole_pieces() const;                         // the same, split
   double longest_unit() const { return longest_unit_; }
   double finish() const { return finish_; }  // when the last worker is done
 

@@ -307,6 +307,19 @@ def test_a_few_short_tails_among_long_ones_go_to_blocks_like_them() -> None:
     assert tiles_of_tails((64, 4), [*[short] * 400, *[long] * 50]) == {short: {16}, long: {32}}
 
 
+def test_wide_tiles_give_way_sooner_while_most_workers_have_none() -> None:
+    """Of one KV head there are few tiles. Narrower ones read the same KV, at once and from the cache."""
+    planner = Planner(ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16))
+
+    def tile_rows(requests: int, groups: int, shared: int, own: int) -> set[int]:
+        paths = [[(request * groups // requests, 0, shared)] for request in range(requests)]
+        lens = np.full(requests, shared + own, dtype=np.int64)
+        return set(planner.plan(PrefixForest.from_paths(paths), lens).items[:, 6].tolist())
+
+    assert tile_rows(10, 1, 4000, 400) == {32}, "FastTree's ninth: 140 tiles, where wide ones would be 46"
+    assert tile_rows(256, 4, 264, 32) == {16, 64}, "as its second: half of the workers have one, the rest do tails"
+
+
 def test_a_tail_that_has_grown_long_is_planned_for_a_block() -> None:
     forest, lens = PrefixForest.from_paths([[] for _ in range(512)]), np.full(512, 370)
     planner = Planner(ModelShape(64, 4, 128), DeviceModel.gpu(132, group=16))
