@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _FUNCTION = re.compile(r"^\s*Function : (\w+)")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;")
-_READ = re.compile(r"^(?:@!?U?P\d+\s+)?((?:LDG|LD|ATOMG|ATOM)\.[\w.]+)\s+(?:PT,\s*)?(R\d+),\s*(.*)$")
-_WRITES_NOTHING = ("ST", "RED", "BRA", "LDGSTS", "BAR", "EXIT")  # all operands are read
+_READ = re.compile(r"^(?:@!?U?P\d+\s+)?(?:LDG|LD|ATOMG|ATOM)\.([\w.]+)\s+(?:PT,\s*)?R(\d+),")
+_WRITES_NOTHING = re.compile(r"(ST|STG|STS|STL|RED|LDGSTS|BRA|BAR|EXIT)\b")  # all operands are read
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ def waits_of(sass: str) -> Iterator[Wait]:
         match = _READ.match(text)
         if match is None:
             continue
-        register = re.compile(rf"\b{match.group(2)}\b")
+        modifiers = match.group(1).split(".")
+        width = 4 if "128" in modifiers else 2 if "64" in modifiers else 1  # registers
+        first = int(match.group(2))
+        register = re.compile(rf"\bR(?:{'|'.join(str(first + i) for i in range(width))})\b")
         distance, user = None, ""
         for step, (of, _, later) in enumerate(code[place + 1 :], start=1):
             if of != function:
@@ -74,7 +77,7 @@ def _sources(instruction: str) -> str:
     """The operands that an instruction reads."""
     body = re.sub(r"^@!?U?P\d+\s+", "", instruction)
     opcode, _, operands = body.partition(" ")
-    return operands if opcode.startswith(_WRITES_NOTHING) else operands.partition(",")[2]
+    return operands if _WRITES_NOTHING.match(opcode) else operands.partition(",")[2]
 
 
 def disassembler() -> str | None:

@@ -13,7 +13,7 @@ namespace prefixpack {
 struct BlockState {
   KernelParams params;
   PlanHeader header;
-  int32_t ticket;  // of the present unit; for warps, of the first of theirs
+  int32_t ticket;  // of the present unit
   int32_t kv_head;
   ItemRecord item;
   NextUnit next;

@@ -76,7 +76,8 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     `packed` or `inner` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
     X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost; `left-out[@MARGIN]`: each
     family of steps by a profile that is fitted on all other families, to see what a profile does with unknown steps.
-    Without a margin it is the profile's.
+    Without a margin it is the profile's; for `left-out`, the one that all families together suggest: costs are left
+    out, margins are not.
 
     Args:
         packed: kernels of packed steps, as profiles name them.

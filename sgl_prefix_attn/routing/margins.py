@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,14 @@ from sgl_prefix_attn.routing.measured import MeasuredCase
 
 MOST_PERCENT = 30
 TOLERATED_LOSS = 0.02  # of a step, against the inner backend
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one kernel, microseconds of the same steps, [steps]: `predicted` is nan where no prediction could be made."""
+
+    predicted: Array
+    measured: Array
 
 
 def margins_of(cases: Sequence[MeasuredCase]) -> dict[str, dict[str, int]]:
@@ -28,21 +37,18 @@ def margins_of(cases: Sequence[MeasuredCase]) -> dict[str, dict[str, int]]:
     return margins
 
 
-def fitting_margin(packed: Mapping[str, Array], inner: Mapping[str, Array]) -> int | None:
+def fitting_margin(packed: Times, inner: Times) -> int | None:
     """The smallest margin with which no step that runs packed takes more than 2 % longer than on the inner backend; if
     none up to 30 % is that safe, the smallest of those with which the worst step loses least.
-
-    Args:
-        packed, inner: [steps] microseconds, `predicted` and `measured`; a step that could not be predicted has nan.
 
     Returns:
         Percent; None if no step could be predicted.
     """
-    known = ~np.isnan(packed["predicted"]) & ~np.isnan(inner["predicted"])
+    known = ~np.isnan(packed.predicted) & ~np.isnan(inner.predicted)
     if not known.any():
         return None
-    ratio = (inner["predicted"] / packed["predicted"])[known]
-    loss = (packed["measured"] / inner["measured"] - 1.0)[known]
+    ratio = (inner.predicted / packed.predicted)[known]
+    loss = (packed.measured / inner.measured - 1.0)[known]
 
     def worst(percent: int) -> float:
         return float(max(loss[ratio > 1.0 + percent / 100], default=0.0))
@@ -50,7 +56,7 @@ def fitting_margin(packed: Mapping[str, Array], inner: Mapping[str, Array]) -> i
     return min(range(MOST_PERCENT + 1), key=lambda percent: (max(worst(percent), TOLERATED_LOSS), percent))
 
 
-def _unknown_steps(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> dict[str, Array]:
+def _unknown_steps(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Times:
     """Steps of each family predicted by a fit on the other families; nan where these are too few for one."""
     measured = np.array([getattr(case, kind)[kernel] for case in cases])
     predicted = np.full(len(cases), np.nan)
@@ -60,4 +66,4 @@ def _unknown_steps(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> di
         rest = families != family
         if rest.sum() >= terms.shape[1]:
             predicted[~rest] = terms[~rest] @ fit_coefficients(terms[rest], measured[rest])
-    return {"predicted": predicted, "measured": measured}
+    return Times(predicted, measured)

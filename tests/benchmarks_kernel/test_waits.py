@@ -22,7 +22,10 @@ LISTING = """
         /*0080*/                   LDG.E.64 R12, desc[UR4][R2.64] ;
         /*0090*/                   BRA 0x200 ;
         /*00a0*/                   MOV R14, R12 ;
-        /*00b0*/                   LDG.E R16, desc[UR4][R2.64] ;
+        /*00b0*/                   LDG.E.128.STRONG.GPU R20, desc[UR4][R2.64] ;
+        /*00c0*/                   FADD R30, R24, R25 ;
+        /*00d0*/                   FADD R30, R30, R23 ;
+        /*00e0*/                   LDG.E R16, desc[UR4][R2.64] ;
 \t\tFunction : second
         /*0000*/                   MOV R14, R16 ;
 """
@@ -36,7 +39,8 @@ def test_the_first_instruction_that_needs_what_a_read_brings() -> None:
         ("first", 0x10, 3, "STG.E"),  # written once more before: as far as that it is not followed
         ("first", 0x50, 1, "SHFL.IDX"),
         ("first", 0x80, None, ""),
-        ("first", 0xB0, None, ""),
+        ("first", 0xB0, 2, "FADD"),  # the last of its four registers
+        ("first", 0xE0, None, ""),
     ]
 
 

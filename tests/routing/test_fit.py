@@ -118,7 +118,7 @@ class TestMeasuredSteps:
         assert verdict.regret < 0.02
         assert verdict.mean_regret < 0.03
         assert verdict.worst_loss[0] < 0.1
-        other = profile_choice(shipped_profile(), "native", "flashinfer", 0.1)
+        other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
         assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.1
 
     def test_no_single_threshold_does_as_well(self, measured: Results) -> None:

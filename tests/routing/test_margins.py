@@ -9,17 +9,18 @@ import pytest
 
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.margins import MOST_PERCENT, fitting_margin, margins_of
+from sgl_prefix_attn.routing.margins import MOST_PERCENT, Times, fitting_margin, margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, read_results
 from sgl_prefix_attn.routing.profile import DEFAULT_MARGIN, Profile, shipped_profile
+from sgl_prefix_attn.settings import Settings
 
 MEASURED = np.array([100.0, 100.0, 100.0])
 
 
 def margin(predicted_inner: list[float], measured_packed: list[float]) -> int | None:
     """Of steps that are predicted to take 100 us packed, and take 100 us on the inner backend."""
-    packed = {"predicted": np.full(3, 100.0), "measured": np.array(measured_packed)}
-    return fitting_margin(packed, {"predicted": np.array(predicted_inner), "measured": MEASURED})
+    packed = Times(np.full(3, 100.0), np.array(measured_packed))
+    return fitting_margin(packed, Times(np.array(predicted_inner), MEASURED))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,10 @@ def test_a_profile_without_margins_has_the_default_one() -> None:
     assert older.margin("native", "fa3") == DEFAULT_MARGIN
     assert shipped.margin("native", "fa3") == shipped.margins["native"]["fa3"]
     assert shipped.margin("native", "unheard of") == DEFAULT_MARGIN
+    assert str(Settings.model_fields["route_margin"].description).endswith(f", or {DEFAULT_MARGIN}.")
 
 
-def test_the_shipped_ones_are_those_of_the_results() -> None:
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json"
-    assert shipped_profile().margins == margins_of(read_results(results).cases)
+@pytest.mark.parametrize(("name", "kv_bytes"), [("gpu_attention.json", 2), ("gpu_attention_fp8.json", 1)])
+def test_the_shipped_ones_are_those_of_the_results(name: str, kv_bytes: int) -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / name
+    assert shipped_profile(kv_bytes).margins == margins_of(read_results(results).cases)

@@ -29,11 +29,9 @@ inline bool block_any(bool predicate) {
   emulation::sync_block();
   return result;
 }
-inline int32_t count_up(int32_t* address) { return (*address)++; }
-inline int atomic_add(int32_t* address, int32_t value) {
-  const int32_t before = *address;
-  *address += value;
-  return before;
+inline int32_t count_up(int32_t* address) {
+  if (thread_index() % 32 != 0) emulation::fail("counted up by another lane than the warp's first");
+  return (*address)++;
 }
 inline float exp2(float x) { return std::exp2(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
@@ -103,7 +101,11 @@ inline int32_t broadcast(int32_t value, int lane, int line = __builtin_LINE()) {
   return static_cast<int32_t>(lanes[lane % 32][0]);
 }
 inline void warp_sync(int line = __builtin_LINE()) { any(false, line); }
-inline int32_t atomic_add_release(int32_t* address, int32_t value) { return atomic_add(address, value); }
+inline int32_t atomic_add_release(int32_t* address, int32_t value) {
+  const int32_t before = *address;
+  *address += value;
+  return before;
+}
 inline int32_t load_shared_result(const int32_t* address) { return *address; }
 inline float load_shared_result(const float* address) { return *address; }
 inline void load_shared_result(const float* address, float (&out)[4]) {
