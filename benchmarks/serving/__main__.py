@@ -14,6 +14,8 @@ reads that prefixpack saved by its own count, and how many sequences have the sa
 Two runs of one stock backend differ too, as batches do not form alike: --repeat states by how much. Weights made by
 --load-format dummy answer almost independently of the prompt, so equal tokens prove little with them
 (`distinct_tokens` of a run shows it); `python -m benchmarks.serving.random_model` writes a model that is good for both.
+Latencies of single runs differ by some percent: of backends that ran a workload several times, one after the other on
+one server, medians are reported too.
 
 With --tp N, servers have N ranks, and runs of prefixpack say whether all ranks counted the same plans and reads.
 
@@ -69,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
         help="attention backends in this order, prefixpack perhaps with settings in brackets; the first is what the "
         "others' tokens are compared with",
     )
-    result.add_argument("--repeat", default="", metavar="A,B", help="backends that run the workload a second time")
+    result.add_argument("--repeat", default="", metavar="A,B", help="backends that run each workload --times times")
+    result.add_argument("--times", type=int, default=2, metavar="N", help="runs by those of --repeat, 2 or more (2)")
     result.add_argument(
         "--workload",
         nargs="+",
@@ -133,6 +136,8 @@ def leave(number: int, frame: FrameType | None) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.tp < 1:
         raise UsageError(f"--tp {args.tp}: expected a number of ranks, 1 or more")
+    if args.times < 2:
+        raise UsageError(f"--times {args.times}: expected 2 or more runs by the backends of --repeat")
     backends = parse_backends(args.backends, "--backends")
     repeated = parse_backends(args.repeat, "--repeat") if args.repeat else {}
     unknown = [name for name in repeated if name not in backends]
@@ -150,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         if begun + longest > deadline:
             report.fail(backend, f"not started: {deadline - begun:.0f} s are left and the longest took {longest:.0f} s")
             continue
-        labels = [backend] + [f"{backend} again"] * (backend in repeated)
+        labels = [label_of(backend, run) for run in range(args.times if backend in repeated else 1)]
         try:
             measure_backend(backend, options, labels, workloads, report, deadline)
         except (ServerError, RequestError, aiohttp.ClientError, TimeoutError) as error:
@@ -176,9 +181,14 @@ def measure_backend(
             for label in labels:
                 left = max(1.0, deadline - time.monotonic())
                 result = run_once(server, workload, label, requests, timeout_seconds=left)
-                report.add(result, {"start_seconds": round(ready, 1), "log": str(server.log)})
+                report.add(result, name, {"start_seconds": round(ready, 1), "log": str(server.log)})
                 report.add_ranks(read_ranks(server))
                 print(f"{label}: {workload} took {result.seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def label_of(backend: str, run: int) -> str:
+    """What the n-th run of a backend is called, from 0 on."""
+    return backend if run == 0 else f"{backend} again" if run == 1 else f"{backend} again {run}"
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,68 @@ from benchmarks.serving.measure import Agreement, Run
 from benchmarks.serving.ranks import Ranks
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A figure of several runs."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def described(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Medians:
+    """Several runs of a workload on one server, each with its own medians; None where no run has one."""
+
+    workload: str
+    backend: str
+    runs: int
+    ttft_ms: Spread | None
+    tpot_ms: Spread | None
+    output_tokens_per_second: Spread
+
+    @classmethod
+    def of(cls, workload: str, backend: str, runs: Sequence[Run]) -> Medians:
+        figures = [run.as_json() for run in runs]
+
+        def spread(name: str) -> Spread | None:
+            values = [each[name]["p50"] for each in figures if each[name] is not None]
+            return Spread.of(values) if values else None
+
+        speed = Spread.of([each["output_tokens_per_second"] for each in figures])
+        return cls(workload, backend, len(runs), spread("ttft_ms"), spread("tpot_ms"), speed)
+
+    def __str__(self) -> str:
+        ttft = "-" if self.ttft_ms is None else self.ttft_ms.described(".0f")
+        tpot = "-" if self.tpot_ms is None else self.tpot_ms.described(".2f")
+        speed = self.output_tokens_per_second.described(".0f")
+        return (
+            f"{self.workload}, {self.backend}, median of {self.runs} runs (least to most): "
+            f"TTFT ms {ttft}, TPOT ms {tpot}, output tok/s {speed}"
+        )
+
+
 class Report:
     """What was measured so far; written whole after every run, so that a killed benchmark keeps what it has."""
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self.path, self.header = path, header
         self.runs: list[Run] = []
+        self.backends: list[str] = []  # of each run
         self.extra: list[dict[str, Any]] = []
         self.ranks: dict[int, Ranks] = {}  # by number of the run
         self.failures: dict[str, str] = {}
 
-    def add(self, run: Run, extra: dict[str, Any]) -> None:
+    def add(self, run: Run, backend: str, extra: dict[str, Any]) -> None:
         self.runs.append(run)
+        self.backends.append(backend)
         self.extra.append(extra)
         self.write()
 
@@ -53,8 +106,16 @@ class Report:
                 for other in self.runs[number + 1 :]
                 if other.workload == one.workload
             ],
+            "medians": [dataclasses.asdict(medians) for medians in self.medians()],
             "failures": self.failures,
         }
+
+    def medians(self) -> list[Medians]:
+        """Of the backends that ran a workload several times."""
+        groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+        for run, backend in zip(self.runs, self.backends, strict=True):
+            groups[run.workload, backend].append(run)
+        return [Medians.of(*key, runs) for key, runs in groups.items() if len(runs) > 1]
 
     def write(self) -> None:
         if self.path is None:
@@ -71,6 +132,7 @@ class Report:
         names = dict.fromkeys(run.workload for run in self.runs)
         rows = [header, *(self._row(run) for name in names for run in self.runs if run.workload == name)]
         lines = aligned(rows)
+        lines.extend(str(medians) for medians in self.medians())
         lines.extend(
             f"{run.workload}, {run.label}: {run.short_samples} samples ended early"
             for run in self.runs

@@ -94,9 +94,9 @@ def test_nothing_to_compare() -> None:
 def test_report_of_ranks(tmp_path: Path) -> None:
     report = Report(tmp_path / "r.json", {"tp": 2})
     for reads in ((500, 500), (500, 501), (500,)):
-        report.add(run_of("prefixpack", [5, 6]), {})
+        report.add(run_of("prefixpack", [5, 6]), "prefixpack", {})
         report.add_ranks(ranks_in(metrics(*reads), expected=2))
-    report.add(run_of("fa3", [5, 6]), {})
+    report.add(run_of("fa3", [5, 6]), "fa3", {})
     report.add_ranks(None)
     content = json.loads((tmp_path / "r.json").read_text())
     assert [run.get("ranks", {}).get("alike") for run in content["runs"]] == [True, False, False, None]

@@ -81,9 +81,9 @@ def test_growth_of_nested_counters() -> None:
 
 def test_report_of_runs_and_failures(tmp_path: Path) -> None:
     report = Report(tmp_path / "r.json", {"machine": "m"})
-    report.add(run_of("prefixpack", [5, 6, 7], [5, 6, 7], kv=KVReads(25, 100, 20)), {"start_seconds": 1.0})
-    report.add(run_of("fa3", [5, 6, 7], [5, 6, 8]), {"start_seconds": 2.0})
-    report.add(run_of("fa3", [5], [5], workload="mooncake"), {})
+    report.add(run_of("prefixpack", [5, 6, 7], [5, 6, 7], kv=KVReads(25, 100, 20)), "prefixpack", {"at": 1.0})
+    report.add(run_of("fa3", [5, 6, 7], [5, 6, 8]), "fa3", {"start_seconds": 2.0})
+    report.add(run_of("fa3", [5], [5], workload="mooncake"), "fa3", {})
     report.fail("triton", "ServerError: did not start\nlong log")
     content = json.loads((tmp_path / "r.json").read_text())
     assert [run["label"] for run in content["runs"]] == ["prefixpack", "fa3", "fa3"]
@@ -96,6 +96,18 @@ def test_report_of_runs_and_failures(tmp_path: Path) -> None:
     assert lines[2].split()[-2:] == ["1/2", "0.833"]
     assert lines[3].split()[:2] == ["mooncake", "fa3"]
     assert lines[4:] == ["mooncake, fa3: 2 samples ended early", "failed: triton: ServerError: did not start"]
+
+
+def test_medians_of_backends_that_ran_a_workload_several_times(tmp_path: Path) -> None:
+    report = Report(tmp_path / "r.json", {})
+    for run, seconds in enumerate((1.0, 4.0, 2.0)):
+        report.add(dataclasses.replace(run_of(f"fa3 {run}", [5, 6]), seconds=seconds), "fa3", {})
+    report.add(run_of("prefixpack", [5, 6]), "prefixpack", {})
+    (medians,) = json.loads((tmp_path / "r.json").read_text())["medians"]
+    assert (medians["workload"], medians["backend"], medians["runs"]) == ("rl", "fa3", 3)
+    assert medians["output_tokens_per_second"] == {"median": 1.0, "least": 0.5, "most": 2.0}
+    assert "rl, fa3, median of 3 runs (least to most): TTFT ms" in report.table()
+    assert "output tok/s 1 (0 to 2)" in report.table()
 
 
 def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[float] | None = None) -> list[str]:
@@ -136,6 +148,8 @@ def test_a_backend_that_fails_does_not_keep_the_others_from_running(
         "prefixpack,fa3,triton",
         "--repeat",
         "triton",
+        "--times",
+        "3",
         "--workload",
         "rl",
         "mooncake",
@@ -149,7 +163,7 @@ def test_a_backend_that_fails_does_not_keep_the_others_from_running(
     content = json.loads(out.read_text())
     assert [(run["workload"], run["label"]) for run in content["runs"]] == [
         ("rl", "prefixpack"), ("mooncake", "prefixpack"), ("rl", "triton"), ("rl", "triton again"),
-        ("mooncake", "triton"), ("mooncake", "triton again"),
+        ("rl", "triton again 2"), ("mooncake", "triton"), ("mooncake", "triton again"), ("mooncake", "triton again 2"),
     ]  # fmt: skip
     assert content["failures"] == {"fa3": "ServerError: it did not start"}
 
@@ -171,6 +185,7 @@ def test_no_server_is_started_that_would_not_be_done_in_time(monkeypatch: pytest
         (["--backends", "prefixpack[route]"], "'route' is not of the form key=value"),
         (["--backends", "prefixpack[root=packed]"], "did you mean PREFIXPACK_ROUTE"),
         (["--backends", "prefixpack[route=fast]"], "PREFIXPACK_ROUTE='fast' is not usable"),
+        (["--repeat", "fa3", "--times", "1"], "--times 1: expected 2 or more"),
         (["--workload", "rl:many"], "--workload rl:many: expected one of rl, no-sharing"),
         (["--workload", "chat"], "--workload chat: expected one of rl, no-sharing"),
         (["--backends", "fa3", "--repeat", "triton"], "not among"),
@@ -236,7 +251,7 @@ def test_one_rank_and_git_s_commit_by_default(monkeypatch: pytest.MonkeyPatch, t
 def test_the_table_tells_how_many_steps_were_routed_packed() -> None:
     report = Report(None, {})
     counters = {"host_seconds": 0.001, "routed_steps": {"packed": 3, "inner": 9}}
-    report.add(dataclasses.replace(run_of("a", [5]), counters=counters), {})
+    report.add(dataclasses.replace(run_of("a", [5]), counters=counters), "a", {})
     assert "3/12" in report.table()
 
 
