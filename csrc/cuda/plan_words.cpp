@@ -45,7 +45,7 @@ PlanWords plan_words(const Plan& plan, const int64_t* seq_lens, int32_t growth, 
     ++place;
     result.kv_slots += end - item.kv_begin;
     if (result.kv_slots > INT32_MAX) {
-      throw std::length_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
+      throw std::overflow_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
     }
   };
   for (const WorkItem& item : plan.items) {

@@ -81,9 +81,12 @@ class StepBuffers:
         Raises:
             PlanTooLarge: nothing was changed.
         """
-        words, kv_slots = _native.plan_words(
-            plan, seq_lens, growth, self.shape.group, self.shape.kv_heads, self.warp_blocks
-        )
+        try:
+            words, kv_slots = _native.plan_words(
+                plan, seq_lens, growth, self.shape.group, self.shape.kv_heads, self.warp_blocks
+            )
+        except OverflowError as overflow:
+            raise PlanTooLarge(str(overflow)) from overflow
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

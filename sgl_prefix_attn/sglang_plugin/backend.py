@@ -6,6 +6,7 @@ inner backend's for good, so there are two of each size where steps may go eithe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.admission import admit, make_executor
 from sgl_prefix_attn.sglang_plugin.delegation import delegate
 from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor, PackedStep
-from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes
+from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes, several_ranks
 from sgl_prefix_attn.sglang_plugin.handover import Handed
 from sgl_prefix_attn.sglang_plugin.inner import knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.layers import (
@@ -36,6 +37,8 @@ from sgl_prefix_attn.sglang_plugin.layers import (
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
 from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class PrefixPackBackend(AttentionBackend):
         self._runtime = runtime
         self._counters = runtime.counters
         made = make_executor(runner, runtime.settings) if executor is None else executor
-        self._never = made if isinstance(made, str) else None  # why no step of this runner ever runs packed
+        # Why no step of this runner ever runs packed.
+        self._never = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, runtime.settings) if isinstance(made, str) else made
         self.routes = StepRoutes(runtime.settings, runtime.counters, self._executor, runtime.inner_backend, inner)
         self.graph_routes = GraphRoutes(self._graph_has_choice)
@@ -113,6 +117,8 @@ class PrefixPackBackend(AttentionBackend):
             self._executor.reserve_graphs(max_bs)
             if not self._layers_seen:
                 self._look_at_layers()
+            if self._never == reasons.NO_MEMORY and several_ranks():  # others capture two graphs of each size
+                raise RuntimeError(f"prefixpack: {reasons.EXPLANATIONS[reasons.NO_MEMORY]}")
 
     def _graphs_may_be_packed(self) -> bool:
         return (
@@ -200,7 +206,7 @@ class PrefixPackBackend(AttentionBackend):
         # Taken in any case: it must not stay for a later forward.
         handed = self._runtime.handover.take()
         last, self._step, self._inner_ready = self._step, None, False
-        if last is not None and handed.step is last.paths and last.continues_with(forward_batch, in_graph):
+        if last is not None and handed.step is last.paths and last.continues_with(forward_batch, handed, in_graph):
             self._executor.begin(last)
             self._step = last
             self._runtime.last_packed = handed
@@ -213,7 +219,7 @@ class PrefixPackBackend(AttentionBackend):
                 reason: str | None = admitted
             else:
                 reason = self._plan_step(admitted, handed, forward_batch, in_graph)
-            if reason is not None:
+            if reason is not None and reason != reasons.HOOK_FAILED:  # which was counted where it failed
                 self._counters.fallback(reason)
         self._counters.host_seconds += time.perf_counter() - start
         if self._runtime.exporter is not None:
@@ -230,6 +236,7 @@ class PrefixPackBackend(AttentionBackend):
         admitted = admit(paths, forward_batch, self._executor)
         if not self._layers_seen and not isinstance(admitted, str):
             self._look_at_layers()
+            return admitted if self._never is None else self._never
         return admitted
 
     def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any, in_graph: bool) -> str | None:
@@ -365,7 +372,7 @@ class PrefixPackBackend(AttentionBackend):
 
 
     def _look_at(self, layer: Any) -> _LayerFacts:
-        obstacle = unsupported_layer(layer) or unsupported_pool(self.token_to_kv_pool)
+        obstacle = self._never or unsupported_layer(layer) or unsupported_pool(self.token_to_kv_pool)
         if obstacle is not None:
             return _LayerFacts(layer, obstacle, -1, False)
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -378,7 +385,14 @@ class PrefixPackBackend(AttentionBackend):
         has_scales = self._knows_kv_scales and obstacle is None and k_cache.dtype is FP8
         if has_scales and kv_scales(layer) is None:
             obstacle = reasons.KV_SCALES
-        return _LayerFacts(layer, obstacle, -1 if obstacle else self._executor.slot(layer, k_cache), has_scales)
+        slot = -1
+        if obstacle is None:
+            try:
+                slot = self._executor.slot(layer, k_cache)
+            except torch.OutOfMemoryError:
+                obstacle = self._never = reasons.NO_MEMORY
+                logger.exception("prefixpack: no memory for the buffers of packed steps")
+        return _LayerFacts(layer, obstacle, slot, has_scales)
 
 
 def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.gpu import unmergeable
 from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.settings import Settings
@@ -204,7 +205,8 @@ class CudaExecutor:
         for slot in self._slots:
             plan = slot.alone.plan(forest, host_lens)
             limits = slot.step.limits
-            if len(plan.items) > limits.items or plan.num_slots > limits.partial_slots:
+            too_large = len(plan.items) > limits.items or plan.num_slots > limits.partial_slots
+            if too_large or unmergeable(plan) is not None:
                 plan = slot.uncut.plan(forest, host_lens)
             plans.append(plan)
         return plans

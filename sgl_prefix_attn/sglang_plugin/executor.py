@@ -37,7 +37,7 @@ class PackedStep:
         num_tokens: rows of q.
         rows: int64 rows of req_to_token; in a graph padding may follow the [num_requests] of the batch.
         seq_lens: int64 KV lengths, the step's own tokens included; padded like `rows`.
-        host_lens: [num_requests] lengths that the planner last saw.
+        host_lens: [num_requests] lengths that the planner last saw; nobody else's memory.
         plans: by slot.
         in_graph: whether a captured graph runs the layers.
         may_be_padded: whether q may have more rows than the step: a prefill graph with attention between its pieces.
@@ -72,8 +72,12 @@ class PackedStep:
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         return cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
 
-    def continues_with(self, forward_batch: Any, in_graph: bool) -> bool:
-        """Takes over a decode batch that has the same paths; False if the planner has to see it."""
+    def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:
+        """Takes over a decode batch that has the same paths; False if the planner has to see it.
+
+        Every request must have one token more for each step since the planner saw it: where other backends run some
+        steps of the same requests, tails outgrow the room that the plan was loaded with, and nobody else would notice.
+        """
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         if (
             self.age + 1 >= STEPS_WITHOUT_A_LOOK
@@ -87,6 +91,8 @@ class PackedStep:
             or getattr(forward_batch, "tbo_parent_token_range", None) is not None
             or rows.dtype is not torch.int64
             or seq_lens.dtype is not torch.int64
+            or handed.seq_lens is None
+            or not np.array_equal(handed.seq_lens.numpy(), self.host_lens + (self.age + 1))
         ):
             return False
         self.rows, self.seq_lens = rows, seq_lens
@@ -126,7 +132,7 @@ class Executor(Protocol):
         """Told when all layers were shown: from here on a step may be running, so no slot is made for another shape."""
 
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
-        """Lengths of the first `count` requests; None if they are not those that were handed over."""
+        """A copy of the lengths of the first `count` requests; None if they are not those that were handed over."""
 
     def unshared(self, host_lens: Int64Array) -> list[Plan]:
         """Plans, by slot, under which every request reads its own KV."""
@@ -188,7 +194,7 @@ class CpuExecutor:
         rows = forward_batch.req_pool_indices
         if rows.shape[0] != count or not torch.equal(rows, handed.rows):
             return None
-        return forward_batch.seq_lens.to(torch.int64).contiguous().numpy()
+        return np.array(forward_batch.seq_lens.numpy(), dtype=np.int64)
 
     def unshared(self, host_lens: Int64Array) -> list[Plan]:
         raise NotImplementedError("CPU steps are never part of a captured graph")
@@ -239,7 +245,8 @@ def lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array 
     lens = forward_batch.seq_lens_cpu
     if lens is None or handed.seq_lens is None or lens.shape[0] < count or handed.seq_lens.shape[0] != count:
         return None
-    lens = lens[:count].to(torch.int64).numpy()
+    # A copy: SGLang writes the next step's lengths to the same memory.
+    lens = np.array(lens[:count].numpy(), dtype=np.int64)
     return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
 
 

@@ -76,7 +76,7 @@ class GraphRoutes:
             capture()
             self._sizes.add(size)
         except Exception:  # the guard of the second graphs: the server runs without them
-            if _several_ranks():  # they have to go through captures in step
+            if several_ranks():  # they have to go through captures in step
                 logger.error("prefixpack: no decode graphs of the inner backend; start with PREFIXPACK_ROUTE=packed")
                 raise
             logger.exception("prefixpack: capturing decode graphs of the inner backend failed")
@@ -128,7 +128,8 @@ def around_make_graph_key(original: Callable[..., Any], runner: Any, *args: Any,
     return key if routes is None else routes.key(key)
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
+    """Whether other processes run the same model, in step with this one."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -40,6 +40,7 @@ DISABLED: Final = "disabled"
 COMPUTE_BOUND: Final = "compute_bound"
 NO_CUDA_KERNEL: Final = "no_cuda_kernel"
 PLAN_TOO_LARGE: Final = "plan_too_large"
+NO_MEMORY: Final = "no_memory"
 LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
 
@@ -77,6 +78,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     COMPUTE_BOUND: "prefill on a GPU is compute-bound and stays with the inner backend (pack_extend, pack_mixed)",
     NO_CUDA_KERNEL: "this build has no packed kernel for the device",
     PLAN_TOO_LARGE: "the plan of the batch does not fit the buffers on the GPU",
+    NO_MEMORY: "the device had no memory left for the buffers of packed steps; a lower --mem-fraction-static leaves "
+    "more",
     LATE_LAYER: "an attention layer of a shape that the model's modules did not show before the first step",
     PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
 }

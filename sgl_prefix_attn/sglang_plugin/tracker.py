@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -125,7 +126,9 @@ class BatchTracker:
         self._mirror: TreeMirror | None = None
         self._no_mirror = reasons.UNKNOWN_TREE
         self._decode: _DecodeState | None = None
-        self._prefilled: set[Any] = set()  # requests prefilled since the last change of the decode batch
+        # Requests prefilled since the last change of the decode batch. Not to be kept alive by it, with all that they
+        # hold on the device: where nothing is ever decoded here, it is never looked at.
+        self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def restarts(self) -> int:

@@ -103,7 +103,12 @@ def test_medians_of_backends_that_ran_a_workload_several_times(tmp_path: Path) -
     for run, seconds in enumerate((1.0, 4.0, 2.0)):
         report.add(dataclasses.replace(run_of(f"fa3 {run}", [5, 6]), seconds=seconds), "fa3", {})
     report.add(run_of("prefixpack", [5, 6]), "prefixpack", {})
-    (medians,) = json.loads((tmp_path / "r.json").read_text())["medians"]
+    report.add(run_of("prefixpack again", [5, 6]), "prefixpack", {})
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert [(pair["of"], pair["with"]) for pair in content["agreement"]] == [
+        ("fa3 0", "fa3 1"), ("fa3 0", "fa3 2"), ("fa3 0", "prefixpack"), ("prefixpack", "prefixpack again"),
+    ]  # fmt: skip
+    medians = content["medians"][0]
     assert (medians["workload"], medians["backend"], medians["runs"]) == ("rl", "fa3", 3)
     assert medians["output_tokens_per_second"] == {"median": 1.0, "least": 0.5, "most": 2.0}
     assert "rl, fa3, median of 3 runs (least to most): TTFT ms" in report.table()

@@ -84,6 +84,14 @@ def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)
 
 
+def test_more_kv_slots_than_a_word_can_count_are_refused(launches: list[str]) -> None:
+    lens = np.full(2100, 1 << 20, dtype=np.int64)
+    planner = Planner(ModelShape(8, 2, 128), DeviceModel.gpu(132, group=4))
+    plan = planner.plan(PrefixForest.from_paths([()] * len(lens)), lens)
+    with pytest.raises(PlanTooLarge, match=r"more than 2\^31 - 1 KV slots"):
+        step_of(128).load(plan, lens, 0)
+
+
 def test_tables_and_scale_are_checked(launches: list[str]) -> None:
     step = step_of(128)
     table, rows, lens = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.ones(2).long()

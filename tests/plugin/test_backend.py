@@ -154,9 +154,14 @@ class TestStepFallbacks:
     def test_no_paths(self) -> None:
         self.falls_back(decode(), reasons.NO_PATHS, NOTHING)
 
-    @pytest.mark.parametrize("reason", [reasons.BEAM_ROWS, reasons.NO_RADIX_CACHE, reasons.HOOK_FAILED])
+    @pytest.mark.parametrize("reason", [reasons.BEAM_ROWS, reasons.NO_RADIX_CACHE, reasons.MODE])
     def test_a_reason_instead_of_paths(self, reason: str) -> None:
         self.falls_back(decode(), reason, Handed(reason))
+
+    def test_paths_that_could_not_be_read_are_counted_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = decode()
+        monkeypatch.setattr(world.handover, "_tracker", None)
+        self.falls_back(world, reasons.HOOK_FAILED, world.handover.read(world.batch))
 
     def test_other_rows_than_announced(self) -> None:
         world = decode()

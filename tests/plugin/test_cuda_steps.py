@@ -19,7 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import admission, gpu_kernels, reasons, runtime
+from sgl_prefix_attn.sglang_plugin import admission, backend, cuda_steps, gpu_kernels, reasons, runtime
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
@@ -47,6 +47,13 @@ def graphs(*sizes: int, **options: Any) -> GpuWorld:
     for size in sorted(sizes, reverse=True):
         world.graphs.capture(size)
     return world
+
+
+def out_of_memory(world: GpuWorld) -> None:
+    def make_step(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    world.executor._kernels = host_kernels(make_step)
 
 
 def extend(**options: Any) -> GpuWorld:
@@ -107,6 +114,37 @@ class TestEagerSteps:
             world.run()  # HostStep refuses a tail beyond what the plan was loaded with
             world.grow(1)
         assert len(world.device_step.loads) > 1
+
+    def test_without_memory_for_buffers_the_server_goes_on_with_the_inner_backend(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world = decode()
+        out_of_memory(world)
+        for _ in range(2):
+            assert_same(world.run(), world.run_stock())
+        assert world.fallbacks == {reasons.NO_MEMORY: 2}
+        assert caplog.text.count("no memory for the buffers") == 1
+
+    def test_steps_that_other_backends_ran_meanwhile_are_noticed(self) -> None:
+        world = decode(room=256)
+        world.run()
+        for tokens in (100, 2, 0):  # one is what a step of ours adds
+            world.grow(tokens)
+            assert_same(world.run(), world.run_stock())  # HostStep refuses a tail beyond what the plan was loaded with
+            assert world.backend._step is not None
+            assert world.backend._step.age == 0
+        world.grow(1)
+        world.run()
+        assert world.backend._step.age == 1
+
+    def test_a_step_in_place_of_its_lengths_keeps_those_it_was_planned_for(self) -> None:
+        world = decode()
+        world.run()
+        step = world.backend._step
+        assert step is not None
+        planned = step.host_lens.copy()
+        world.batch.seq_lens_cpu += 1  # as SGLang does with the static lengths of its graphs
+        assert step.host_lens.tolist() == planned.tolist()
 
     def test_a_plan_that_does_not_fit_goes_to_the_inner_backend(self, caplog: pytest.LogCaptureFixture) -> None:
         world = decode()
@@ -211,7 +249,7 @@ class TestDecodeGraphs:
         assert len(world.device_step.loads) == 3
 
     @pytest.mark.parametrize(
-        "handed", [NOTHING, Handed(reasons.BEAM_ROWS), Handed(reasons.HOOK_FAILED), Handed(reasons.NO_RADIX_CACHE)]
+        "handed", [NOTHING, Handed(reasons.BEAM_ROWS), Handed(reasons.MODE), Handed(reasons.NO_RADIX_CACHE)]
     )
     def test_without_paths_requests_are_read_one_by_one(self, handed: Handed) -> None:
         world = graphs(8)
@@ -241,6 +279,33 @@ class TestDecodeGraphs:
         monkeypatch.setattr(world.device_step, "load", too_large)
         assert_same(world.graphs.replay(), world.run_stock())
         assert world.fallbacks == {reasons.PLAN_TOO_LARGE: 1}
+
+    def test_without_memory_for_buffers_graphs_hold_the_inner_backend(self) -> None:
+        world = decode()
+        out_of_memory(world)
+        world.graphs = DecodeGraphs(world, 4)
+        world.graphs.capture(4)
+        assert_same(world.graphs.replay(), world.run_stock())
+        assert world.inner.graph_calls[-1] == "replay"
+        assert list(world.fallbacks) == [reasons.NO_MEMORY]
+
+    def test_ranks_that_capture_in_step_do_not_start_where_one_has_no_memory_for_buffers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = decode()
+        out_of_memory(world)
+        monkeypatch.setattr(backend, "several_ranks", lambda: True)
+        with pytest.raises(RuntimeError, match="--mem-fraction-static"):
+            DecodeGraphs(world, 4)
+
+    def test_reading_one_by_one_never_leaves_more_to_merge_than_the_kernels_can(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = decode(graphs=4, settings=Settings(metrics=False, workers=64))
+        lens = world.batch.seq_lens_cpu.numpy()
+        assert any(plan.num_slots for plan in world.executor.unshared(lens)), "long requests are split"
+        monkeypatch.setattr(cuda_steps, "unmergeable", lambda plan: "too many" if plan.num_slots else None)
+        assert not any(plan.num_slots for plan in world.executor.unshared(lens))
 
     def test_reading_one_by_one_fits_whatever_the_limits_of_split_plans(self) -> None:
         world = decode(graphs=4)

@@ -165,7 +165,7 @@ class TestFailedCapture:
     def test_ranks_that_capture_in_step_fail_together(
         self, routed: Routed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(graph_routes, "_several_ranks", lambda: True)
+        monkeypatch.setattr(graph_routes, "several_ranks", lambda: True)
         world = routed(ALWAYS_INNER)
         self.fail_from(world, 8, monkeypatch)
         world.graphs = DecodeGraphs(world, 8)
@@ -224,7 +224,7 @@ class TestReplay:
         assert len(looks) == 2
         assert routes(world)["inner"] == 2 * STEPS_WITHOUT_A_LOOK
 
-    @pytest.mark.parametrize("handed", [NOTHING, Handed(reasons.BEAM_ROWS), Handed(reasons.HOOK_FAILED)])
+    @pytest.mark.parametrize("handed", [NOTHING, Handed(reasons.BEAM_ROWS), Handed(reasons.NO_RADIX_CACHE)])
     def test_steps_without_paths_replay_the_inner_graph(self, routed: Routed, handed: Handed) -> None:
         world = routed(ALWAYS_PACKED, 8)
         assert_same(world.graphs.replay(handed), world.run_stock())

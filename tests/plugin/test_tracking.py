@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -187,6 +189,20 @@ class TestKnownSituations:
         check(scheduler, tracker, scheduler.extend_batch([late]))
         scheduler.decode()
         assert tracker.step(scheduler.decode_batch()) is first
+
+    def test_requests_that_are_only_prefilled_are_not_kept_alive(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind)
+        prefilled = []
+        for number in range(20):
+            request = scheduler.request([number] * 10)
+            scheduler.match(request)
+            check(scheduler, tracker, scheduler.extend_batch([request]))
+            scheduler.prefill_done(request)
+            scheduler.finish(request, insert=True)
+            prefilled.append(weakref.ref(request))
+        del request
+        gc.collect()
+        assert not any(reference() for reference in prefilled)
 
     def test_a_request_that_splits_a_running_node_shares_its_upper_part(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
