@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,24 @@ class Report:
                     "with": other.label,
                     **Agreement.between(one, other).as_json(),
                 }
-                for number, one in enumerate(self.runs)
-                for other in self.runs[number + 1 :]
-                if other.workload == one.workload
+                for one, other in self._pairs()
             ],
             "medians": [dataclasses.asdict(medians) for medians in self.medians()],
             "failures": self.failures,
         }
+
+    def _pairs(self) -> Iterator[tuple[Run, Run]]:
+        """Runs to be compared: of each workload the first runs of all backends, and each with its own repetitions."""
+        runs = list(zip(self.runs, self.backends, strict=True))
+        for number, (one, backend) in enumerate(runs):
+            before = runs[:number]
+            if any(run.workload == one.workload and name == backend for run, name in before):
+                continue
+            met = set()
+            for other, name in runs[number + 1 :]:
+                if other.workload == one.workload and (name == backend or name not in met):
+                    met.add(name)
+                    yield one, other
 
     def medians(self) -> list[Medians]:
         """Of the backends that ran a workload several times."""
