@@ -110,23 +110,28 @@ class TreeMirror:
         handle_of = dict(zip(ids, handles, strict=True))
         gone: set[int] = set()
         inner: list[tuple[int, int, int]] = []
+        read: set[int] = set()
         for node, path in zip(unknown, self._reader.paths([handle_of[node] for node in unknown]), strict=True):
             if path is None:
                 gone.add(node)
             elif not path:
                 self._roots.add(node)
             else:
-                self._put(path, inner)
+                self._put(path, inner, read)
         while inner:
             parent, begin, end = inner.pop()
             for path in self._reader.moved(self._mirror.split_suspects(parent, begin, end), parent):
-                self._put(path, inner)
+                self._put(path, inner, read)
         return gone
 
-    def _put(self, path: Path, inner: list[tuple[int, int, int]]) -> None:
-        """Puts a path into the mirror; adds its new inner nodes, below which split nodes may be, to `inner`."""
-        parent = -1
-        for node in path:
+    def _put(self, path: Path, inner: list[tuple[int, int, int]], read: set[int]) -> None:
+        """Puts a path into the mirror but for nodes `read` just now; adds new inner ones, below which splits may be."""
+        begin = len(path)
+        while begin > 0 and path[begin - 1].id not in read:
+            begin -= 1
+        parent = path[begin - 1].id if begin > 0 else -1
+        for node in path[begin:]:
+            read.add(node.id)
             if not node.leaf and not self._mirror.known(node.id):
                 inner.append((parent, node.begin, node.end))
             self._mirror.put(node.id, parent, node.begin, node.end)

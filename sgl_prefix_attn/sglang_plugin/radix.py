@@ -64,21 +64,20 @@ class ObjectReader:
             return [handle.id if _is_node(handle) else -1 for handle in handles]
 
     def paths(self, handles: Sequence[Any]) -> list[Path | None]:
-        return [self._path(handle) if _is_node(handle) else None for handle in handles]
+        walk = _Walk()
+        paths = [walk.path(handle) if _is_node(handle) else None for handle in handles]
+        self._nodes.update(walk.nodes)
+        return paths
 
     def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
+        walk = _Walk()
         found: list[Path] = []
         for node_id in ids:
             node = self._nodes.get(node_id)
             if node is not None and _parent_id(node) != parent_id:
-                found.append(self._path(node))
+                found.append(walk.path(node))
+        self._nodes.update(walk.nodes)
         return found
-
-    def _path(self, node: Any) -> Path:
-        chain = _chain(node)
-        for link in chain:
-            self._nodes[link.id] = link
-        return _as_path(chain)
 
 
 class NodeByIdReader:
@@ -96,14 +95,17 @@ class NodeByIdReader:
         return _int_ids(handles)
 
     def paths(self, handles: Sequence[Any]) -> list[Path | None]:
-        return [self._path(handle) for handle in handles]
+        walk = _Walk()
+        nodes = [self._node(handle) if type(handle) is int else None for handle in handles]
+        return [None if node is None else walk.path(node) for node in nodes]
 
     def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
+        walk = _Walk()
         found: list[Path] = []
         for node_id in ids:
             node = self._node(node_id)
             if node is not None and _parent_id(node) != parent_id:
-                found.append(_as_path(_chain(node)))
+                found.append(walk.path(node))
         return found
 
     def _node(self, handle: Any) -> Any | None:
@@ -111,10 +113,6 @@ class NodeByIdReader:
             return self._core.node_by_id(handle)
         except KeyError:
             return None
-
-    def _path(self, handle: Any) -> Path | None:
-        node = self._node(handle) if type(handle) is int else None
-        return None if node is None else _as_path(_chain(node))
 
 
 class PathInfoReader:
@@ -226,23 +224,32 @@ def _parent_id(node: Any) -> int:
     return -1 if parent is None or parent.parent is None else parent.id
 
 
-def _chain(node: Any) -> list[Any]:
-    """The nodes below the root down to `node`."""
-    chain = []
-    while node.parent is not None:
-        chain.append(node)
-        node = node.parent
-    chain.reverse()
-    return chain
+class _Walk:
+    """Paths of several nodes of a tree that does not change meanwhile: what they have in common is walked once.
 
+    Attributes:
+        nodes: all nodes of the paths, by id.
+    """
 
-def _as_path(chain: Iterable[Any]) -> Path:
-    path, position = [], 0
-    for node in chain:
-        end = position + len(node.key)
-        path.append(PathNode(node.id, position, end, not node.children))
-        position = end
-    return path
+    def __init__(self) -> None:
+        self.nodes: dict[int, Any] = {}
+        self._paths: dict[int, Path] = {}
+
+    def path(self, node: Any) -> Path:
+        """The nodes below the root down to `node`."""
+        new = []
+        while node.parent is not None and node.id not in self._paths:
+            new.append(node)
+            node = node.parent
+        path = self._paths.get(node.id, [])
+        position = path[-1].end if path else 0
+        for link in reversed(new):
+            end = position + len(link.key)
+            path = [*path, PathNode(link.id, position, end, not link.children)]
+            position = end
+            self.nodes[link.id] = link
+            self._paths[link.id] = path
+        return path
 
 
 def _info_path(infos: Iterable[Any]) -> Path:

@@ -21,6 +21,28 @@ from sgl_prefix_attn.sglang_plugin.radix import (
 from tests.support.small_scheduler import SmallScheduler
 
 
+def test_what_paths_have_in_common_is_walked_once() -> None:
+    class Key(list[int]):
+        looks = 0
+
+        def __len__(self) -> int:
+            Key.looks += 1
+            return super().__len__()
+
+    root = SimpleNamespace(id=0, parent=None, key=Key(), children={})
+    chain = [root]
+    for number in range(1, 6):
+        chain.append(SimpleNamespace(id=number, parent=chain[-1], key=Key([number] * number), children={1: 1}))
+    leaves = [SimpleNamespace(id=10 + i, parent=chain[3 + i % 3], key=Key([7]), children={}) for i in range(6)]
+    reader = NodeByIdReader(SimpleNamespace(tree_core=SimpleNamespace(node_by_id={n.id: n for n in leaves}.__getitem__)))
+    paths = reader.paths([leaf.id for leaf in leaves])
+    assert [[node.id for node in path or ()] for path in paths] == [
+        [1, 2, 3, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 5, 12], [1, 2, 3, 13], [1, 2, 3, 4, 14], [1, 2, 3, 4, 5, 15],
+    ]  # fmt: skip
+    assert [(path or [])[-1][1:] for path in paths][:3] == [(6, 7, True), (10, 11, True), (15, 16, True)]
+    assert Key.looks == 5 + len(leaves)
+
+
 @pytest.mark.parametrize(
     ("kind", "reader"),
     [("objects", ObjectReader), ("node_by_id", NodeByIdReader), ("collect_path_info", PathInfoReader)],
