@@ -34,7 +34,8 @@ def test_what_paths_have_in_common_is_walked_once() -> None:
     for number in range(1, 6):
         chain.append(SimpleNamespace(id=number, parent=chain[-1], key=Key([number] * number), children={1: 1}))
     leaves = [SimpleNamespace(id=10 + i, parent=chain[3 + i % 3], key=Key([7]), children={}) for i in range(6)]
-    reader = NodeByIdReader(SimpleNamespace(tree_core=SimpleNamespace(node_by_id={n.id: n for n in leaves}.__getitem__)))
+    by_id = {leaf.id: leaf for leaf in leaves}
+    reader = NodeByIdReader(SimpleNamespace(tree_core=SimpleNamespace(node_by_id=by_id.__getitem__)))
     paths = reader.paths([leaf.id for leaf in leaves])
     assert [[node.id for node in path or ()] for path in paths] == [
         [1, 2, 3, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 5, 12], [1, 2, 3, 13], [1, 2, 3, 4, 14], [1, 2, 3, 4, 5, 15],
