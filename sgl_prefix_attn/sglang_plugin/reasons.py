@@ -42,6 +42,7 @@ NO_CUDA_KERNEL: Final = "no_cuda_kernel"
 PLAN_TOO_LARGE: Final = "plan_too_large"
 LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
+DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
 
 EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
@@ -79,4 +80,6 @@ EXPLANATIONS: Final[dict[str, str]] = {
     PLAN_TOO_LARGE: "the plan of the batch does not fit the buffers on the GPU",
     LATE_LAYER: "an attention layer of a shape that the model's modules did not show before the first step",
     PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
+    DECODE_CONTEXT_PARALLEL: "decode context parallelism (--dcp-size) spreads a request's KV over ranks, and each "
+    "has only some of the slots that its table names",
 }

@@ -176,9 +176,10 @@ _BACKENDS = (
     *_attributes(_BACKEND, "needs_cpu_seq_lens"),
     *_attributes(
         _RUNNER,
-        "device dtype is_draft_worker model model_config req_to_token_pool server_args spec_algorithm "
+        "device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args spec_algorithm "
         "token_to_kv_pool use_mla_backend",
     ),
+    *_attributes("configs.model_config.ModelConfig", "hf_config"),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(
         "layers.radix_attention.RadixAttention",
@@ -295,7 +296,9 @@ _ARGUMENTS = (
         "enable_two_batch_overlap model_path served_model_name",
         until="0.5.19",
     ),
+    *_attributes("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
     *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.parallel.Parallel", "dcp_size", since="0.5.20"),
     *_attributes(f"{_FIELDS}.disagg.Disagg", "enable_pdmux", since="0.5.20"),
     *_attributes(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
     *_attributes(f"{_FIELDS}.memory.Memory", "disable_radix_cache", since="0.5.20"),

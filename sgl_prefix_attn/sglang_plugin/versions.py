@@ -87,6 +87,16 @@ def default_attention_backend(runner: Any) -> str | None:
     return get_default_attn_backend(arguments, runner.use_mla_backend, runner.model_config)
 
 
+def architectures(runner: Any) -> list[str]:
+    """The names of the model's classes, as its configuration has them; none if that does not say."""
+    return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
+
+
+def has_decode_context_parallel(runner: Any) -> bool:
+    """Whether the KV of a request is spread over ranks: slots are then numbers for all of them together."""
+    return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
+
+
 def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     """Selects the radix tree's Python core where the native one is the default but cannot tell paths (0.5.21).
 

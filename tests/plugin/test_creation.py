@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -22,6 +23,18 @@ from tests.plugin.attention_world import World
 def _one_runtime_per_test() -> Iterator[None]:
     yield
     runtime.stop()
+
+
+def gpu_runner(
+    architecture: str = "LlamaForCausalLM", *, kv_dtype: torch.dtype = torch.bfloat16, dcp_size: int = 1
+) -> Any:
+    """What of a runner on a GPU decides about its inner backend."""
+    return SimpleNamespace(
+        device="cuda",
+        kv_cache_dtype=kv_dtype,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])),
+        server_args=SimpleNamespace(dcp_size=dcp_size),
+    )
 
 
 class TestFactory:
@@ -115,10 +128,60 @@ class TestFactory:
         self, chosen: str | None, inner: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
-        assert creation.inner_name(SimpleNamespace(device="cuda"), "auto") == inner
+        assert creation.inner_name(gpu_runner(), "auto") == inner
 
     def test_settings_shape_the_planners_device(self) -> None:
         device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
         assert device.workers == 3
         assert max(device.tile_rows) == 16
         assert cpu_device(Settings(cpu_threads=3, workers=7)).workers == 7
+
+
+class TestSuitedInnerBackend:
+    """Changes that SGLang makes, by name, to the backend it chose or was told, made to the one behind our name."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: "fa3")
+
+    @pytest.mark.parametrize("setting", ["auto", "fa3"])
+    def test_fa3_cannot_read_e5m2(self, setting: str, caplog: pytest.LogCaptureFixture) -> None:
+        assert creation.inner_name(gpu_runner(kv_dtype=torch.float8_e5m2), setting) == "triton"
+        assert "inner backend 'triton' instead of 'fa3': it reads no fp8_e5m2 KV cache" in caplog.text
+
+    def test_it_reads_other_types(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert creation.inner_name(gpu_runner(kv_dtype=torch.float8_e4m3fn), "auto") == "fa3"
+        assert not caplog.records
+
+    def test_another_backend_may_read_e5m2(self) -> None:
+        assert creation.inner_name(gpu_runner(kv_dtype=torch.float8_e5m2), "flashinfer") == "flashinfer"
+
+    def test_sglang_makes_the_same_change_to_its_own_choice(self) -> None:
+        change = pytest.importorskip("sglang.srt.arg_groups.overrides")._attention_backend_fa3_fp8_fallback
+        asked = SimpleNamespace(attention_backend="fa3", kv_cache_dtype="fp8_e5m2")
+        assert change(asked) == {"attention_backend": "triton"}
+        asked.attention_backend = "prefixpack"
+        assert change(asked) == {}
+
+    @pytest.mark.parametrize("setting", ["auto", "fa3", "flashinfer"])
+    def test_decode_context_parallelism_is_known_to_triton_alone(
+        self, setting: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert creation.inner_name(gpu_runner(dcp_size=2), setting) == "triton"
+        assert "it does not know KV that is spread over ranks (--dcp-size)" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("architecture", "setting", "inner"),
+        [
+            ("Olmo2ForCausalLM", "flashinfer", "triton"),
+            ("Olmo2ForCausalLM", "auto", "fa3"),
+            ("Lfm2ForCausalLM", "triton", "flashinfer"),
+            ("LlamaForCausalLM", "flashinfer", "flashinfer"),
+        ],
+    )
+    def test_what_sglang_refuses_for_a_model(self, architecture: str, setting: str, inner: str) -> None:
+        assert creation.inner_name(gpu_runner(architecture), setting) == inner
+
+    def test_torch_native_on_a_gpu_needs_graphs_off(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert creation.inner_name(gpu_runner(), "torch_native") == "torch_native"
+        assert "needs --disable-cuda-graph" in caplog.text
