@@ -20,8 +20,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch, or a
-            `route_profile` that is none.
+        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch, a draft
+            model that cannot be given another backend, or a `route_profile` that is none.
     """
     version = versions.installed_version()
     if runner.use_mla_backend:
@@ -30,9 +30,11 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
             "SGLang with another --attention-backend for this model"
         )
     name = inner_name(runner, settings.inner_backend)
-    kind = handover_kind(settings, version)
-    runtime = runtime_module.start(settings, version, kind, runner)
+    if runner.is_draft_worker:
+        give_stock_backend_to_draft(runner, name, version)
+    runtime = runtime_module.start(settings, version, handover_kind(settings, version), runner)
     runtime.inner_backend = name
+    kind = runtime.handover.kind
     wanted = hooks.OTHER_HOOKS + (hooks.HANDOVER_HOOKS if kind == "hooks" else ())
     if is_cpu(runner):
         cpu_traps.note_cpu_backend()
@@ -51,6 +53,15 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     backend = PrefixPackBackend(runner, build_inner(runner, name), runtime)
     logger.info("prefixpack: inner backend %s, paths through %s, SGLang %s", name, kind, version)
     return backend
+
+
+def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
+    """Lets the steps of a draft model run on the inner backend itself, unless the user has named another."""
+    if not versions.set_draft_backend(runner, name):
+        raise ValueError(
+            f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
+            f"with --speculative-draft-attention-backend, for example {name!r}"
+        )
 
 
 def handover_kind(settings: Settings, version: str) -> Kind:

@@ -180,6 +180,7 @@ _BACKENDS = (
         "token_to_kv_pool use_mla_backend",
     ),
     *_attributes("configs.model_config.ModelConfig", "hf_config"),
+    *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(
         "layers.radix_attention.RadixAttention",
@@ -297,6 +298,8 @@ _ARGUMENTS = (
         until="0.5.19",
     ),
     *_attributes("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
+    *_attributes("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
+    Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
     *_attributes(f"{_FIELDS}.parallel.Parallel", "dcp_size", since="0.5.20"),
     *_attributes(f"{_FIELDS}.disagg.Disagg", "enable_pdmux", since="0.5.20"),

@@ -97,6 +97,26 @@ def has_decode_context_parallel(runner: Any) -> bool:
     return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
 
 
+def set_draft_backend(runner: Any, name: str) -> bool:
+    """Lets a draft model's steps use the stock backend `name`, where the user has chosen none; whether that worked.
+
+    To be called while the draft runner's own backend is being built. SGLang builds those of the draft's steps right
+    after it, from a table of stock names in which ours is not.
+    """
+    if hasattr(runner, "draft_attention_backend"):  # 0.5.18 and later
+        runner.draft_attention_backend = runner.draft_attention_backend or name
+        return True
+    arguments = runner.server_args
+    if not hasattr(arguments, "speculative_draft_attention_backend"):
+        return False
+    if not arguments.speculative_draft_attention_backend:
+        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 want to be told who changes them
+            arguments.override("prefixpack", speculative_draft_attention_backend=name)
+        else:
+            arguments.speculative_draft_attention_backend = name
+    return True
+
+
 def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     """Selects the radix tree's Python core where the native one is the default but cannot tell paths (0.5.21).
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import creation, runtime, versions
+from sgl_prefix_attn.sglang_plugin import creation, reasons, runtime, versions
 from sgl_prefix_attn.sglang_plugin.creation import create_backend
 from sgl_prefix_attn.sglang_plugin.executor import cpu_device
 from tests.plugin.attention_world import World
@@ -102,7 +102,8 @@ class TestFactory:
         asked: list[Any] = []
         monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
         monkeypatch.setattr(creation, "build_inner", lambda runner, name: SimpleNamespace())
-        runner = self.runner(is_draft_worker=True)  # a GPU runner that needs no kernels
+        # A GPU runner that needs no kernels.
+        runner = self.runner(is_draft_worker=True, draft_attention_backend=None)
         runner.device = "cuda"
         runtime.stop()
         create_backend(runner, Settings(metrics=False, inner_backend="fa3", route=route))
@@ -185,3 +186,85 @@ class TestSuitedInnerBackend:
     def test_torch_native_on_a_gpu_needs_graphs_off(self, caplog: pytest.LogCaptureFixture) -> None:
         assert creation.inner_name(gpu_runner(), "torch_native") == "torch_native"
         assert "needs --disable-cuda-graph" in caplog.text
+
+
+class TestDraftModel:
+    """The steps of a draft model run on a stock backend, which SGLang looks up by its name."""
+
+    @pytest.fixture(autouse=True)
+    def _stock_inner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: [])
+        monkeypatch.setattr(creation, "build_inner", lambda runner, name: SimpleNamespace())
+
+    def create(self, **options: Any) -> Any:
+        runner = World([[]], [9], is_draft_worker=True, **options).runner
+        runner.device = "cuda"
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False, inner_backend="fa3"))
+        return runner
+
+    @staticmethod
+    def backends_of_steps(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What SGLang's own factory makes for draft steps and for the extension after them."""
+        from sglang.srt.layers.attention import attention_registry
+        from sglang.srt.speculative import draft_utils
+
+        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("prefixpack", "prefixpack"))
+        monkeypatch.setattr(
+            draft_utils, "get_spec", lambda: SimpleNamespace(speculative_attention_mode="prefill"), raising=False
+        )
+        monkeypatch.setattr(draft_utils, "_assert_draft_needs_no_conv_sidecar", lambda runner: None)
+        for name in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+            monkeypatch.setattr(attention_registry, name, lambda runner, backend: backend)
+        factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
+        for name in ("decode", "prefill"):
+            made = SimpleNamespace(attn_backends=[])
+            monkeypatch.setattr(factory, f"_create_fa3_{name}_backend", lambda made=made: ("fa3", made))
+        made = [factory.create_decode_backend(), factory.create_draft_extend_backend()]
+        return [backend.decode_attention_backend_str for backend in made]
+
+    def test_sglang_has_no_such_backend_under_our_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = SimpleNamespace(draft_attention_backend=None)
+        with pytest.raises(ValueError, match="EAGLE is not supported in decode attention backend prefixpack"):
+            self.backends_of_steps(runner, monkeypatch)
+
+    def test_they_run_on_the_inner_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = self.create(draft_attention_backend=None)
+        assert runner.draft_attention_backend == "fa3"
+        assert self.backends_of_steps(runner, monkeypatch) == ["fa3", "fa3"]
+
+    def test_the_draft_runner_itself_still_gets_ours_which_never_packs(self) -> None:
+        """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
+        runner = World([[]], [9], is_draft_worker=True, draft_attention_backend=None).runner
+        runtime.stop()
+        backend = create_backend(runner, Settings(metrics=False))
+        assert backend._never == reasons.DRAFT_WORKER
+
+    def test_what_the_user_named_stays(self) -> None:
+        assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"
+
+    def test_the_target_has_no_say_in_it(self) -> None:
+        runner = World([[]], [9], draft_attention_backend=None).runner
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False))
+        assert runner.draft_attention_backend is None
+
+    def test_up_to_0_5_15_the_server_arguments_say_so(self) -> None:
+        arguments = SimpleNamespace(speculative_draft_attention_backend=None)
+        self.create(server_args=arguments)
+        assert arguments.speculative_draft_attention_backend == "fa3"
+
+    def test_in_0_5_16_and_17_they_have_to_be_told_who_changes_them(self) -> None:
+        class Arguments:
+            speculative_draft_attention_backend = None
+
+            def override(self, source: str, **fields: Any) -> None:
+                self.changes = (source, fields)
+
+        arguments = Arguments()
+        self.create(server_args=arguments)
+        assert arguments.changes == ("prefixpack", {"speculative_draft_attention_backend": "fa3"})
+
+    def test_where_that_cannot_be_done_the_option_is_named(self) -> None:
+        with pytest.raises(ValueError, match="name one with --speculative-draft-attention-backend, for example 'fa3'"):
+            self.create(server_args=SimpleNamespace())
