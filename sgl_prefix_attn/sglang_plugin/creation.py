@@ -20,8 +20,9 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch, a draft
-            model that cannot be given another backend, or a `route_profile` that is none.
+        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch or where
+            it does not reach our backend, a draft model that cannot be given another backend, or a `route_profile`
+            that is none.
     """
     version = versions.installed_version()
     if runner.use_mla_backend:
@@ -32,7 +33,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     name = inner_name(runner, settings.inner_backend)
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
-    runtime = runtime_module.start(settings, version, handover_kind(settings, version), runner)
+    runtime = runtime_module.start(settings, version, handover_kind(settings, version, runner), runner)
     runtime.inner_backend = name
     kind = runtime.handover.kind
     wanted = hooks.OTHER_HOOKS + (hooks.HANDOVER_HOOKS if kind == "hooks" else ())
@@ -64,12 +65,22 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
         )
 
 
-def handover_kind(settings: Settings, version: str) -> Kind:
-    """How paths are handed over under these settings with the installed SGLang."""
+def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
+    """How paths are handed over under these settings with the installed SGLang and the runner's model."""
     patched = versions.has_native_seam()
     if settings.handover == "patch" and not patched:
         raise ValueError(
             f"handover='patch', but the installed SGLang {version} does not carry the patch; apply it with "
             "`python -m sgl_prefix_attn patch apply`, or set handover to 'auto' or 'hooks'"
         )
-    return "patch" if patched and settings.handover != "hooks" else "hooks"
+    if not patched or settings.handover == "hooks":
+        return "hooks"
+    if not versions.has_linear_layers(runner):
+        return "patch"
+    if settings.handover == "patch":
+        raise ValueError(
+            "handover='patch', but this model has layers of linear attention as well, and SGLang's backend for both "
+            "kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
+        )
+    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's hybrid linear backend")
+    return "hooks"

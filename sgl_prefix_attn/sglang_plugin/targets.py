@@ -195,6 +195,7 @@ _GRAPHS = (
     *_attributes(_GRAPH_RUNNER, "attn_backend capture_forward_mode enable_profile_cuda_graph"),
     *_attributes("model_executor.runner.shape_key.ShapeKey", "size variant_label"),
     *_attributes("layers.attention.hybrid_attn_backend.HybridAttnBackend", "decode_backend"),
+    *_attributes("layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend", "full_attn_backend"),
     *_attributes("layers.attention.flashinfer_backend.FlashInferAttnBackend", "decode_use_tensor_cores"),
 )
 
@@ -209,6 +210,7 @@ _POOLS = (
     *_attributes("mem_cache.memory_pool.MHATokenToKVPoolMXFP8", "k_scale_buffer", since="0.5.16"),
     *_attributes("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
+    Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
 )
 

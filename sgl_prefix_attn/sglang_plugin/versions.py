@@ -135,6 +135,13 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
+def has_linear_layers(runner: Any) -> bool:
+    """Whether linear-attention layers keep states of their own: SGLang then puts a backend for them before ours."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+
+
 def has_sliding_window_pool(pool: Any) -> bool:
     """Whether the KV pool keeps sliding-window layers in slots of their own."""
     for module in ("sglang.srt.mem_cache.swa_memory_pool", "sglang.srt.mem_cache.memory_pool"):

@@ -80,7 +80,35 @@ class TestFactory:
         self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        assert creation.handover_kind(Settings(handover=setting), "0.5.20") == kind
+        assert creation.handover_kind(Settings(handover=setting), "0.5.20", self.runner()) == kind
+
+    @pytest.mark.parametrize("patched", [False, True])
+    def test_with_linear_attention_layers_paths_go_through_hooks(
+        self, patched: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """SGLang's backend for both kinds of layers does not pass on what the patch shows it."""
+        from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+        from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+        from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+        assert "prepare_schedule_batch" not in vars(HybridLinearAttnBackend)
+        if patched:
+            monkeypatch.setattr(AttentionBackend, "prepare_schedule_batch", lambda self, batch: None, raising=False)
+        asked: list[Any] = []
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+        runner = self.runner()
+        pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+        pool.__dict__.update(vars(runner.req_to_token_pool))
+        runner.req_to_token_pool = pool
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False))
+        current = runtime.active()
+        assert current is not None
+        assert current.handover.kind == "hooks"
+        assert set(creation.hooks.HANDOVER_HOOKS) <= set(asked)
+        if patched:
+            with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
+                creation.handover_kind(Settings(handover="patch"), "0.5.20", runner)
 
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
