@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, versions
+from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, image_masks, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.handover import Kind
@@ -42,6 +42,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         wanted += hooks.cpu_hooks()
     elif settings.route == "auto":
         wanted += hooks.GRAPH_HOOKS
+    if masks_images(runner, name, settings):
+        wanted += hooks.IMAGE_MASK_HOOKS
     for hook in hooks.ensure_applied(wanted):
         logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
     if versions.ask_for_readable_tree_core(os.environ):
@@ -63,6 +65,19 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
             f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
             f"with --speculative-draft-attention-backend, for example {name!r}"
         )
+
+
+def masks_images(runner: Any, name: str, settings: Settings) -> bool:
+    """Whether images of the model have masks of their own, which the inner backend reads."""
+    if name != image_masks.BACKEND or image_masks.ARCHITECTURE not in versions.architectures(runner):
+        return False
+    if settings.pack_extend is True:
+        logger.warning(
+            "prefixpack: with pack_extend, tokens of an image do not see those that come after them; set it to 'auto' "
+            "if requests bring images"
+        )
+        return False
+    return True
 
 
 def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:

@@ -79,6 +79,12 @@ GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_P
 _GRAPH_RUNNER = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 CAPTURE_ONE_SHAPE = Target(f"{_GRAPH_RUNNER}.capture_one_shape", Use.HOOK, ("self", "size", "forward"))
 MAKE_GRAPH_KEY = Target(f"{_GRAPH_RUNNER}._make_graph_key", Use.HOOK, ("self",))
+# Only for that model, over the Triton backend.
+PREPARE_ATTN_MASKS = Target(
+    "models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks",
+    Use.HOOK,
+    ("self", "forward_batch", "input_ids", "mask_dtype"),
+)
 HOOKS = (
     FORWARD_BATCH_INIT,
     MODEL_RUNNER_FORWARD,
@@ -91,6 +97,7 @@ HOOKS = (
     GET_LAST_LOC,
     CAPTURE_ONE_SHAPE,
     MAKE_GRAPH_KEY,
+    PREPARE_ATTN_MASKS,
 )
 
 # The class that a seam of ours is patched into, and the method that says it has been.
@@ -181,6 +188,9 @@ _BACKENDS = (
     ),
     *_attributes("configs.model_config.ModelConfig", "hf_config"),
     *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
+    Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
+    Target("model_executor.forward_context.get_forward_context", Use.CALL),
+    *_attributes("model_executor.forward_context.ForwardContext", "attn_backend"),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(
         "layers.radix_attention.RadixAttention",

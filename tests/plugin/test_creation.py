@@ -137,6 +137,22 @@ class TestFactory:
         create_backend(runner, Settings(metrics=False, inner_backend="fa3", route=route))
         assert (set(creation.hooks.GRAPH_HOOKS) <= set(asked)) == hooked
 
+    @pytest.mark.parametrize(("inner", "hooked"), [("triton", True), ("fa3", False)])
+    def test_image_masks_are_hooked_where_the_inner_backend_reads_them(
+        self, inner: Any, hooked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Any] = []
+        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+        monkeypatch.setattr(creation, "build_inner", lambda runner, name: SimpleNamespace())
+        gemma = SimpleNamespace(
+            is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
+        )
+        runner = self.runner(is_draft_worker=True, draft_attention_backend=None, model_config=gemma)
+        runner.device = "cuda"
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False, inner_backend=inner))
+        assert (set(creation.hooks.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
+
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         runner = self.runner()
         runtime.stop()
