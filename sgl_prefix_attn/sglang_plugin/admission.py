@@ -26,6 +26,8 @@ def make_executor(runner: Any, settings: Settings) -> Executor | str:
         return reasons.ENCODER_DECODER
     if versions.has_sliding_window_pool(runner.token_to_kv_pool):
         return reasons.HYBRID_SWA
+    if versions.has_decode_context_parallel(runner):
+        return reasons.DECODE_CONTEXT_PARALLEL
     return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
 
 

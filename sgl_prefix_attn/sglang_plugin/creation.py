@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, versions
+from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, image_masks, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.handover import Kind
@@ -20,8 +20,9 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch, or a
-            `route_profile` that is none.
+        ValueError: an MLA model, an inner backend that cannot work here, `handover=patch` without the patch or where
+            it does not reach our backend, a draft model that cannot be given another backend, or a `route_profile`
+            that is none.
     """
     version = versions.installed_version()
     if runner.use_mla_backend:
@@ -30,15 +31,19 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
             "SGLang with another --attention-backend for this model"
         )
     name = inner_name(runner, settings.inner_backend)
-    kind = handover_kind(settings, version)
-    runtime = runtime_module.start(settings, version, kind, runner)
+    if runner.is_draft_worker:
+        give_stock_backend_to_draft(runner, name, version)
+    runtime = runtime_module.start(settings, version, handover_kind(settings, version, runner), runner)
     runtime.inner_backend = name
+    kind = runtime.handover.kind
     wanted = hooks.OTHER_HOOKS + (hooks.HANDOVER_HOOKS if kind == "hooks" else ())
     if is_cpu(runner):
         cpu_traps.note_cpu_backend()
         wanted += hooks.cpu_hooks()
     elif settings.route == "auto":
         wanted += hooks.GRAPH_HOOKS
+    if masks_images(runner, name, settings):
+        wanted += hooks.IMAGE_MASK_HOOKS
     for hook in hooks.ensure_applied(wanted):
         logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
     if versions.ask_for_readable_tree_core(os.environ):
@@ -53,12 +58,44 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     return backend
 
 
-def handover_kind(settings: Settings, version: str) -> Kind:
-    """How paths are handed over under these settings with the installed SGLang."""
+def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
+    """Lets the steps of a draft model run on the inner backend itself, unless the user has named another."""
+    if not versions.set_draft_backend(runner, name):
+        raise ValueError(
+            f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
+            f"with --speculative-draft-attention-backend, for example {name!r}"
+        )
+
+
+def masks_images(runner: Any, name: str, settings: Settings) -> bool:
+    """Whether images of the model have masks of their own, which the inner backend reads."""
+    if name != image_masks.BACKEND or image_masks.ARCHITECTURE not in versions.architectures(runner):
+        return False
+    if settings.pack_extend is True:
+        logger.warning(
+            "prefixpack: with pack_extend, tokens of an image do not see those that come after them; set it to 'auto' "
+            "if requests bring images"
+        )
+        return False
+    return True
+
+
+def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
+    """How paths are handed over under these settings with the installed SGLang and the runner's model."""
     patched = versions.has_native_seam()
     if settings.handover == "patch" and not patched:
         raise ValueError(
             f"handover='patch', but the installed SGLang {version} does not carry the patch; apply it with "
             "`python -m sgl_prefix_attn patch apply`, or set handover to 'auto' or 'hooks'"
         )
-    return "patch" if patched and settings.handover != "hooks" else "hooks"
+    if not patched or settings.handover == "hooks":
+        return "hooks"
+    if not versions.has_linear_layers(runner):
+        return "patch"
+    if settings.handover == "patch":
+        raise ValueError(
+            "handover='patch', but this model has layers of linear attention as well, and SGLang's backend for both "
+            "kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
+        )
+    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's hybrid linear backend")
+    return "hooks"

@@ -103,12 +103,15 @@ class GraphRoutes:
 
 def routes_of(runner: Any) -> GraphRoutes | None:
     """Those of the backend that a decode graph runner works for, None if that is not ours or has no choice."""
-    backend = getattr(runner, "attn_backend", None)  # runners of draft models have others
-    # With different backends for prefill and decode, SGLang puts one before both.
-    for candidate in (backend, getattr(backend, "decode_backend", None)):
+    candidates = [getattr(runner, "attn_backend", None)]  # runners of draft models have others
+    # SGLang puts a backend before ours where prefill and decode have different ones, and where a model also has layers
+    # of linear attention. One may stand before the other, in either order.
+    for candidate in candidates:
         routes = getattr(candidate, "graph_routes", None)
         if isinstance(routes, GraphRoutes):
             return routes
+        behind = (getattr(candidate, name, None) for name in ("decode_backend", "full_attn_backend"))
+        candidates += [backend for backend in behind if backend is not None]
     return None
 
 

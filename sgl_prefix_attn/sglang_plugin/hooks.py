@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin import cpu_traps, graph_routes, group_scheduling, handover, state, targets
+from sgl_prefix_attn.sglang_plugin import (
+    cpu_traps,
+    graph_routes,
+    group_scheduling,
+    handover,
+    image_masks,
+    state,
+    targets,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,16 @@ GRAPH_HOOKS: tuple[Hook, ...] = (
         graph_routes.around_capture_one_shape,
         "AROUND",
         "all steps of decode graphs run packed",
+    ),
+)
+
+# For models whose images have masks of their own, over the backend that reads them.
+IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        targets.PREPARE_ATTN_MASKS,
+        image_masks.around_prepare_attn_masks,
+        "AROUND",
+        "tokens of an image do not see those that come after them",
     ),
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from sgl_prefix_attn.settings import accepted_values
 from sgl_prefix_attn.sglang_plugin import versions
 
@@ -16,6 +18,12 @@ CUDA_CHOICES = ("flashinfer", "fa3", "triton")
 CUDA_DEFAULT = "triton"
 # Those that neither divide by a layer's KV scales when they store nor multiply by them when they read.
 _WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
+# What SGLang refuses by name for a model, and what it takes there instead.
+_UNSUITED = {
+    ("Olmo2ForCausalLM", "flashinfer"): "triton",
+    ("Lfm2ForCausalLM", "triton"): "flashinfer",
+    ("Lfm2MoeForCausalLM", "triton"): "flashinfer",
+}
 
 
 def inner_name(runner: Any, setting: str) -> str:
@@ -31,14 +39,37 @@ def inner_name(runner: Any, setting: str) -> str:
                 f"inner_backend={setting!r} needs a GPU, but SGLang runs on the CPU here; use {CPU_DEFAULT!r} or "
                 f"'auto' (accepted: {accepted_values('inner_backend')})"
             )
-        return setting
+        return setting if on_cpu else _suited(runner, setting)
     if on_cpu:
         return CPU_DEFAULT
     chosen = versions.default_attention_backend(runner)
     if chosen in CUDA_CHOICES:
-        return str(chosen)
+        return _suited(runner, str(chosen))
     logger.warning("prefixpack: SGLang would choose %r here, which cannot be wrapped; using %r", chosen, CUDA_DEFAULT)
-    return CUDA_DEFAULT
+    return _suited(runner, CUDA_DEFAULT)
+
+
+def _suited(runner: Any, name: str) -> str:
+    """The backend to take in the place of `name` where that one cannot serve the runner on a GPU, else `name`.
+
+    SGLang makes such changes by the name in its arguments, and there it finds ours.
+    """
+    for architecture in versions.architectures(runner):
+        other = _UNSUITED.get((architecture, name))
+        if other is not None:
+            name = _replaced(name, other, f"SGLang does not run {architecture} on it")
+    if name == "fa3" and getattr(runner, "kv_cache_dtype", None) is torch.float8_e5m2:
+        name = _replaced(name, "triton", "it reads no fp8_e5m2 KV cache, of 8-bit ones only fp8_e4m3")
+    if name != "triton" and versions.has_decode_context_parallel(runner):
+        name = _replaced(name, "triton", "it does not know KV that is spread over ranks (--dcp-size)")
+    if name == CPU_DEFAULT:
+        logger.warning("prefixpack: inner backend %r needs --disable-cuda-graph: no graph can hold it", name)
+    return name
+
+
+def _replaced(name: str, other: str, why: str) -> str:
+    logger.warning("prefixpack: inner backend %r instead of %r: %s", other, name, why)
+    return other
 
 
 def build_inner(runner: Any, name: str) -> Any:

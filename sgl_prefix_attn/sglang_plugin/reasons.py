@@ -43,6 +43,7 @@ PLAN_TOO_LARGE: Final = "plan_too_large"
 NO_MEMORY: Final = "no_memory"
 LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
+DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
 
 EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
@@ -82,4 +83,6 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "more",
     LATE_LAYER: "an attention layer of a shape that the model's modules did not show before the first step",
     PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
+    DECODE_CONTEXT_PARALLEL: "decode context parallelism (--dcp-size) spreads a request's KV over ranks, and each "
+    "has only some of the slots that its table names",
 }

@@ -79,6 +79,12 @@ GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_P
 _GRAPH_RUNNER = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 CAPTURE_ONE_SHAPE = Target(f"{_GRAPH_RUNNER}.capture_one_shape", Use.HOOK, ("self", "size", "forward"))
 MAKE_GRAPH_KEY = Target(f"{_GRAPH_RUNNER}._make_graph_key", Use.HOOK, ("self",))
+# Only for that model, over the Triton backend.
+PREPARE_ATTN_MASKS = Target(
+    "models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks",
+    Use.HOOK,
+    ("self", "forward_batch", "input_ids", "mask_dtype"),
+)
 HOOKS = (
     FORWARD_BATCH_INIT,
     MODEL_RUNNER_FORWARD,
@@ -91,6 +97,7 @@ HOOKS = (
     GET_LAST_LOC,
     CAPTURE_ONE_SHAPE,
     MAKE_GRAPH_KEY,
+    PREPARE_ATTN_MASKS,
 )
 
 # The class that a seam of ours is patched into, and the method that says it has been.
@@ -176,9 +183,14 @@ _BACKENDS = (
     *_attributes(_BACKEND, "needs_cpu_seq_lens"),
     *_attributes(
         _RUNNER,
-        "device dtype is_draft_worker model model_config req_to_token_pool server_args spec_algorithm "
+        "device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args spec_algorithm "
         "token_to_kv_pool use_mla_backend",
     ),
+    *_attributes("configs.model_config.ModelConfig", "hf_config"),
+    *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
+    Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
+    Target("model_executor.forward_context.get_forward_context", Use.CALL),
+    *_attributes("model_executor.forward_context.ForwardContext", "attn_backend"),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
     *_attributes(
         "layers.radix_attention.RadixAttention",
@@ -193,6 +205,7 @@ _GRAPHS = (
     *_attributes(_GRAPH_RUNNER, "attn_backend capture_forward_mode enable_profile_cuda_graph"),
     *_attributes("model_executor.runner.shape_key.ShapeKey", "size variant_label"),
     *_attributes("layers.attention.hybrid_attn_backend.HybridAttnBackend", "decode_backend"),
+    *_attributes("layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend", "full_attn_backend"),
     *_attributes("layers.attention.flashinfer_backend.FlashInferAttnBackend", "decode_use_tensor_cores"),
 )
 
@@ -207,6 +220,7 @@ _POOLS = (
     *_attributes("mem_cache.memory_pool.MHATokenToKVPoolMXFP8", "k_scale_buffer", since="0.5.16"),
     *_attributes("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
+    Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
 )
 
@@ -295,7 +309,11 @@ _ARGUMENTS = (
         "enable_two_batch_overlap model_path served_model_name",
         until="0.5.19",
     ),
+    *_attributes("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
+    *_attributes("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
+    Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.parallel.Parallel", "dcp_size", since="0.5.20"),
     *_attributes(f"{_FIELDS}.disagg.Disagg", "enable_pdmux", since="0.5.20"),
     *_attributes(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
     *_attributes(f"{_FIELDS}.memory.Memory", "disable_radix_cache", since="0.5.20"),

@@ -87,6 +87,36 @@ def default_attention_backend(runner: Any) -> str | None:
     return get_default_attn_backend(arguments, runner.use_mla_backend, runner.model_config)
 
 
+def architectures(runner: Any) -> list[str]:
+    """The names of the model's classes, as its configuration has them; none if that does not say."""
+    return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
+
+
+def has_decode_context_parallel(runner: Any) -> bool:
+    """Whether the KV of a request is spread over ranks: slots are then numbers for all of them together."""
+    return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
+
+
+def set_draft_backend(runner: Any, name: str) -> bool:
+    """Lets a draft model's steps use the stock backend `name`, where the user has chosen none; whether that worked.
+
+    To be called while the draft runner's own backend is being built. SGLang builds those of the draft's steps right
+    after it, from a table of stock names in which ours is not.
+    """
+    if hasattr(runner, "draft_attention_backend"):  # 0.5.18 and later
+        runner.draft_attention_backend = runner.draft_attention_backend or name
+        return True
+    arguments = runner.server_args
+    if not hasattr(arguments, "speculative_draft_attention_backend"):
+        return False
+    if not arguments.speculative_draft_attention_backend:
+        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 want to be told who changes them
+            arguments.override("prefixpack", speculative_draft_attention_backend=name)
+        else:
+            arguments.speculative_draft_attention_backend = name
+    return True
+
+
 def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     """Selects the radix tree's Python core where the native one is the default but cannot tell paths (0.5.21).
 
@@ -103,6 +133,13 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
         return False
     environ[TREE_CORE_VARIABLE] = "python"
     return True
+
+
+def has_linear_layers(runner: Any) -> bool:
+    """Whether linear-attention layers keep states of their own: SGLang then puts a backend for them before ours."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
 
 
 def has_sliding_window_pool(pool: Any) -> bool:

@@ -191,6 +191,11 @@ class TestStepFallbacks:
     def test_draft_worker(self) -> None:
         self.falls_back(decode(is_draft_worker=True), reasons.DRAFT_WORKER)
 
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_decode_context_parallelism(self, device: str) -> None:
+        world = decode(device=device, server_args=SimpleNamespace(dcp_size=2))
+        self.falls_back(world, reasons.DECODE_CONTEXT_PARALLEL)
+
     def test_no_kernel_for_the_device(self) -> None:
         settings = Settings(metrics=False, gpu_kernels="native")
         self.falls_back(decode(device="cuda", settings=settings), reasons.NO_CUDA_KERNEL)

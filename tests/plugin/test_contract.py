@@ -140,6 +140,16 @@ def test_a_replay_asks_for_its_key_after_its_metadata_was_made(sglang: tuple[str
     assert min(calls_of(capture, "init_forward_metadata_out_graph")) < key < max(calls_of(capture, "capture_one"))
 
 
+def test_a_drafts_own_backend_is_built_before_those_of_its_steps(sglang: tuple[str, SourceTree]) -> None:
+    """When our factory is asked for the first, it says which backend SGLang is to take for the others."""
+    version, source = sglang
+    init = method(source, "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backends")
+    assert max(calls_of(init, "init_attention_backends")) < min(calls_of(init, "init_attention_backend")), version
+    factory = method(source, "sglang.srt.speculative.draft_utils.DraftBackendFactory.__init__")
+    read = "draft_model_runner.draft_attention_backend", "server_args.speculative_draft_attention_backend"
+    assert any(name in ast.unparse(factory) for name in read), version
+
+
 def method(source: SourceTree, path: str) -> ast.FunctionDef:
     found = source.find(path)
     assert found is not None, path

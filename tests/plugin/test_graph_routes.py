@@ -131,6 +131,24 @@ class TestCapture:
         hybrid = SimpleNamespace(prefill_backend=world.inner, decode_backend=world.backend)
         assert graph_routes.routes_of(SimpleNamespace(attn_backend=hybrid)) is world.backend.graph_routes
         assert graph_routes.routes_of(SimpleNamespace(attn_backend=world.inner)) is None
+
+    def test_a_backend_behind_one_for_linear_attention_is_found(self, routed: Routed) -> None:
+        """Newer versions put that one before the one for prefill and decode, older ones behind it."""
+        world = routed(BORDER)
+        linear = SimpleNamespace(linear_attn_backend=SimpleNamespace())
+        of_both = SimpleNamespace(full_attn_backend=world.backend, **vars(linear))
+        decode = SimpleNamespace(prefill_backend=world.inner, decode_backend=world.backend)
+        for outermost in (
+            of_both,
+            SimpleNamespace(full_attn_backend=decode, **vars(linear)),
+            SimpleNamespace(prefill_backend=world.inner, decode_backend=of_both),
+        ):
+            found = graph_routes.routes_of(SimpleNamespace(attn_backend=outermost))
+            assert found is world.backend.graph_routes
+        none = SimpleNamespace(full_attn_backend=world.inner, **vars(linear))
+        assert graph_routes.routes_of(SimpleNamespace(attn_backend=none)) is None
+
+    def test_a_runner_without_a_backend_has_none(self) -> None:
         assert graph_routes.routes_of(SimpleNamespace()) is None
 
 
