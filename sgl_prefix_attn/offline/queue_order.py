@@ -9,6 +9,7 @@ otherwise.
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -20,7 +21,12 @@ CUSTOM_PARAMETER = "prefixpack_offline"
 WORTH_WAITING_FOR = 32
 # A job's queue may run empty for a moment; what is known about that many such jobs is kept.
 _IDLE_JOBS_KEPT = 4
+# Requests that no longer wait or compute count only as long as one numbered lower waits; that many are remembered.
+_NUMBERS_KEPT = 1 << 14
 _ALL = 1 << 60
+# A place comes from whoever sends a request.
+_NUMBER_LIMIT = 1 << 31
+_JOB_NAME_LIMIT = 200
 
 RequestT = TypeVar("RequestT", bound=Hashable)
 
@@ -63,18 +69,30 @@ class Place:
         return [self.job, self.number, self.shared, self.decode, *itertools.chain.from_iterable(self.prefixes)]
 
     @classmethod
-    def decode_list(cls, values: Sequence[object]) -> Place:
-        """Raises ValueError for anything that `encode` does not return."""
-        if len(values) >= 4 and len(values) % 4 == 0:
+    def decode_list(cls, values: object) -> Place:
+        """The place that `encode` made a list of. Raises ValueError for anything else, whatever its type."""
+        if isinstance(values, (list, tuple)) and len(values) >= 4 and len(values) % 4 == 0:
             job, *numbers = values
-            whole = [value for value in numbers if type(value) is int and value >= 0]
-            if isinstance(job, str) and len(whole) == len(numbers):
-                prefixes = (SharedPrefix(*whole[at : at + 4]) for at in range(3, len(whole), 4))
-                return cls(job, whole[0], whole[1], whole[2], tuple(prefixes))
+            whole = [value for value in numbers if type(value) is int and 0 <= value < _NUMBER_LIMIT]
+            if isinstance(job, str) and len(job) <= _JOB_NAME_LIMIT and len(whole) == len(numbers):
+                prefixes = tuple(SharedPrefix(*whole[at : at + 4]) for at in range(3, len(whole), 4))
+                if _one_after_the_other(prefixes):
+                    return cls(job, whole[0], whole[1], whole[2], prefixes)
         raise ValueError(
-            f"{values!r} is no place in an offline job; "
-            "expected [job, number, shared, decode] and [node, begin, end, uses] of each shared prefix"
+            f"{reprlib.repr(values)} is no place in an offline job; "
+            "expected [job, number, shared, decode] and [node, begin, end, uses] of each shared prefix, where job is a "
+            f"text of up to {_JOB_NAME_LIMIT} characters, all others are whole numbers from 0 to {_NUMBER_LIMIT - 1}, "
+            "no prefix is empty or begins before the end of the one before, and uses is 1 or more"
         )
+
+
+def _one_after_the_other(prefixes: Sequence[SharedPrefix]) -> bool:
+    end = 0
+    for prefix in prefixes:
+        if not end <= prefix.begin < prefix.end or prefix.uses < 1:
+            return False
+        end = prefix.end
+    return True
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ class Turn(Generic[RequestT]):
 
 @dataclass
 class _Job(Generic[RequestT]):
-    shared: dict[int, int] = field(default_factory=dict)  # by number
+    shared: dict[int, int] = field(default_factory=dict)  # by number; of all that wait or are in the other two
     computing: dict[RequestT, int] = field(default_factory=dict)  # prefill under way -> number
     computed: set[int] = field(default_factory=set)
 
@@ -159,8 +177,12 @@ class QueueOrder(Generic[RequestT]):
         # Tokens in common with the nearest request before that has been computed, and with the nearest one that is
         # being computed or goes ahead.
         cached = coming = reserved = 0
-        for number in range(start, last + 1):
-            shared = job.shared.get(number, 0)
+        before = start
+        # Numbers are the sender's: from one to the next that is known can be any distance.
+        for number in sorted(number for number in job.shared if start <= number <= last):
+            # Nothing is known of what a request shares with one that is not there.
+            shared = job.shared[number] if number <= before + 1 else 0
+            before = number
             cached, coming = min(cached, shared), min(coming, shared)
             if number in job.computed:
                 cached = _ALL
@@ -175,10 +197,17 @@ class QueueOrder(Generic[RequestT]):
                     reserved += max(1, entry.prompt - coming) + entry.output + decode
                 else:
                     coming = _ALL
-        job.computed.difference_update([number for number in job.computed if number < start])
-        for number in [number for number in job.shared if number < start]:
-            del job.shared[number]
+        self._forget_numbers(job, [number for number in job.shared if number < start])
+        done = job.shared.keys() - waiting.keys() - computing
+        if len(done) > _NUMBERS_KEPT:
+            self._forget_numbers(job, sorted(done)[:-_NUMBERS_KEPT])
         return turns
+
+    @staticmethod
+    def _forget_numbers(job: _Job[RequestT], numbers: Sequence[int]) -> None:
+        job.computed.difference_update(numbers)
+        for number in numbers:
+            del job.shared[number]
 
     def _forget(self, current: Container[str]) -> None:
         idle = [name for name, job in self._jobs.items() if name not in current and not job.computing]

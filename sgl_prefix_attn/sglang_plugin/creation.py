@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, image_masks, versions
+from sgl_prefix_attn.sglang_plugin import cpu_traps, hooks, image_masks, pinning_registration, versions
 from sgl_prefix_attn.sglang_plugin import runtime as runtime_module
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.handover import Kind
@@ -44,6 +44,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         wanted += hooks.GRAPH_HOOKS
     if masks_images(runner, name, settings):
         wanted += hooks.IMAGE_MASK_HOOKS
+    wanted += pinning_registration.activate(settings)
     for hook in hooks.ensure_applied(wanted):
         logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
     if versions.ask_for_readable_tree_core(os.environ):

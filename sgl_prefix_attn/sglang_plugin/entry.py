@@ -76,7 +76,7 @@ def register_pinning(settings: Settings) -> None:
 
 
 def in_scheduler_process() -> bool:
-    """Whether this is a process that SGLang spawned to run a scheduler.
+    """Whether this is a process that SGLang spawned to run a scheduler, or a server that is a child process itself.
 
     A launcher that runs the scheduler otherwise is no loss: the backend's factory applies what is missing.
     """

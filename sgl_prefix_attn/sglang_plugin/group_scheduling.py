@@ -8,6 +8,9 @@ groups, which is their prefixes once, their tails and their whole expected decod
 memory instead of a number of requests). SGLang itself reserves a part of the growth and retracts requests when that
 was too little; a retracted request computes its prompt again.
 
+Anybody who can send a request can write such a parameter, so its value is checked before it is used. A request with a
+malformed one is in no job, and nobody else notices.
+
 Holding back means AddReqResult.OTHER, which ends this round of admission only; never NO_TOKEN, which can stop
 admission for good; and never while nothing runs. Decisions depend on the queue alone, so all ranks take the same ones.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import (
@@ -31,6 +35,7 @@ from sgl_prefix_attn.offline.queue_order import (
 logger = logging.getLogger(__name__)
 
 _PLACE = "_prefixpack_place"
+_MALFORMED = "_prefixpack_malformed"
 
 
 class GroupScheduler:
@@ -38,11 +43,13 @@ class GroupScheduler:
 
     Attributes:
         held_back: how often a request was held back: "prefix" being computed, "memory" reserved for others.
+        malformed: requests whose place in a job is none; they run as requests of no job.
         failures: exceptions of ours; after the first one the queue is SGLang's alone.
     """
 
     def __init__(self) -> None:
         self.held_back: Counter[str] = Counter()
+        self.malformed = 0
         self.failures = 0
         self._order: QueueOrder[Any] = QueueOrder()
         self._turns: dict[Any, Turn[Any]] = {}
@@ -57,7 +64,8 @@ class GroupScheduler:
             return
         self._note_ended()
         waiting = [
-            Waiting(request, place, len(request.origin_input_ids), len(request.output_ids)) for request, place in jobs
+            Waiting(request, _possible(request, place), len(request.origin_input_ids), len(request.output_ids))
+            for request, place in jobs
         ]
         turns = self._order.arrange(waiting)
         self._turns = {turn.request: turn for turn in turns}
@@ -85,6 +93,12 @@ class GroupScheduler:
             del self._turns[request]
             self._output_at_start[request] = len(request.output_ids)
             self._order.admitted(request, getattr(request, _PLACE))
+
+    def refused(self, error: ValueError) -> None:
+        """Counts a request whose place is none; the first is logged with what was expected."""
+        if not self.malformed:
+            logger.warning("prefixpack: a request runs as one of no offline job, as will others like it: %s", error)
+        self.malformed += 1
 
     def failed(self) -> None:
         """Counts an exception, to be called while it is handled; the first is logged, and the hooks end with it."""
@@ -121,15 +135,34 @@ class GroupScheduler:
 
 
 def place_of(request: Any) -> Place | None:
-    """The request's place in an offline job, None if it is in none. Raises ValueError for a place that is none."""
+    """The request's place in an offline job, None if it is in none, or if what it says is no place."""
     place = getattr(request, _PLACE, None)
-    if place is None:
+    if place is None and not getattr(request, _MALFORMED, False):
         parameters = request.sampling_params.custom_params
         if not isinstance(parameters, dict) or CUSTOM_PARAMETER not in parameters:
             return None
-        place = Place.decode_list(parameters[CUSTOM_PARAMETER])
+        try:
+            place = _checked(Place.decode_list(parameters[CUSTOM_PARAMETER]), len(request.origin_input_ids))
+        except ValueError as error:
+            setattr(request, _MALFORMED, True)
+            _scheduler.refused(error)
+            return None
         setattr(request, _PLACE, place)
     return place
+
+
+def _checked(place: Place, prompt: int) -> Place:
+    """The place, if it fits a prompt of so many tokens. Raises ValueError."""
+    end = max([place.shared, *(prefix.end for prefix in place.prefixes[-1:])])
+    if end > prompt:
+        raise ValueError(f"a place in an offline job shares {end} tokens of a prompt; expected at most its {prompt}")
+    return place
+
+
+def _possible(request: Any, place: Place) -> Place:
+    """The place with no more output expected than the request may generate, so that it can be admitted some day."""
+    limit = request.sampling_params.max_new_tokens
+    return place if place.decode <= limit else replace(place, decode=limit)
 
 
 def _first_come_first_served(policy: Any) -> bool:

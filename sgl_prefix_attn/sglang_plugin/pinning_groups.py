@@ -6,26 +6,29 @@ prefix, and the keeper counts its uses down as requests are admitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from sgl_prefix_attn.offline.queue_order import SharedPrefix
 from sgl_prefix_attn.sglang_plugin.group_scheduling import place_of
-from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
 
 _SEEN = "_prefixpack_announced"
+# Of jobs that ended early requests never come; the prefixes used longest ago are forgotten, and announced again if
+# requests with them come after all.
+_PREFIXES_KEPT = 1 << 16
 
 
 class OfflinePrefixes:
     """The shared prefixes of offline jobs of which requests are still to come.
 
     Args:
-        announce: takes the tokens of a prompt up to a position, the uses to come, the namespace, and the position
-            where what is announced begins.
+        announce: takes a request and what of its prompt is announced.
     """
 
-    def __init__(self, announce: Callable[[Sequence[int], int, Namespace, int], None]) -> None:
+    def __init__(self, announce: Callable[[Any, SharedPrefix], None]) -> None:
         self._announce = announce
-        self._to_come: dict[tuple[str, int], int] = {}
+        self._to_come: OrderedDict[tuple[str, int], int] = OrderedDict()  # used longest ago first
 
     def __len__(self) -> int:
         return len(self._to_come)
@@ -44,7 +47,8 @@ class OfflinePrefixes:
                 left = self._to_come.pop(key, 0)
                 if left == 0:
                     left = prefix.uses
-                    tokens = request.origin_input_ids[: prefix.end]
-                    self._announce(tokens, left, Namespace.of_request(request), prefix.begin)
+                    self._announce(request, prefix)
                 if left > 1:
                     self._to_come[key] = left - 1
+            while len(self._to_come) > _PREFIXES_KEPT:
+                self._to_come.popitem(last=False)

@@ -76,6 +76,10 @@ class _Process:
             known = self._keepers[id(cache)] = (cache, self._make(cache))
         return known[1]
 
+    def give_up(self, cache: Any) -> None:
+        """No keeper for this cache: making one failed."""
+        self._keepers[id(cache)] = (cache, None)
+
     def step_done(self, scheduler: Any, keeper: CacheKeeper) -> None:
         """Updates the metrics every `flush_steps` steps."""
         self._steps += 1
@@ -125,6 +129,11 @@ def activate(settings: PinningSettings | None) -> None:
     _process = None if settings is None else _Process(settings)
 
 
+def active() -> bool:
+    """Whether the hooks of this process work."""
+    return _process is not None
+
+
 def keeper_of(cache: Any) -> CacheKeeper | None:
     """The keeper of a cache in this process, None if there is none."""
     if _process is None or cache is None:
@@ -133,6 +142,7 @@ def keeper_of(cache: Any) -> CacheKeeper | None:
         return _process.keeper(cache)
     except Exception:  # the one guard of making a keeper
         logger.exception("prefixpack cannot pin in this prefix cache")
+        _process.give_up(cache)
         return None
 
 
@@ -222,8 +232,11 @@ def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv
     if not pinning_commands.is_command(request_id):
         result = original(scheduler, recv_req)
         if keeper is not None and _process is not None:
-            result.internal_state["prefixpack_pinning"] = keeper.counters.as_dict()
-            _process.flush_metrics(keeper)
+            try:
+                result.internal_state["prefixpack_pinning"] = keeper.counters.as_dict()
+                _process.flush_metrics(keeper)
+            except Exception:  # the one guard of what we add: SGLang's own answer must arrive
+                keeper.counters.failed()
         return result
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 

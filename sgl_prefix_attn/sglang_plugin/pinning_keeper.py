@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sgl_prefix_attn.offline.queue_order import SharedPrefix
 from sgl_prefix_attn.pinning import (
     CachedNode,
     CachedTree,
@@ -78,7 +79,7 @@ class CacheKeeper:
         self._block = block
         self._cached = CachedTree(block)
         self._held: dict[int, _Held] = {}
-        self.offline = OfflinePrefixes(self.announce)
+        self.offline = OfflinePrefixes(self.announce_shared)
         self._root = tree.root()
         self._avoided: dict[int, int] = {}  # node -> its last use when its eviction was last avoided
 
@@ -131,14 +132,17 @@ class CacheKeeper:
             self.counters.pins_expired += 1
             self._count_pins()
 
-    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN, begin: int = 0) -> None:
-        """So many requests of an offline group are still to come that share this prefix, and then no more.
-
-        begin: position from which on the announcement holds. Raises ValueError if retention is off.
-        """
+    def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace = PLAIN) -> None:
+        """So many requests of a group that share this prefix are still to come. ValueError: retention is off."""
         if not self.retention:
             raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
-        self.worth.announce(keys_of(tokens, self._block, namespace.text)[begin // self._block :], uses)
+        self.worth.announce(keys_of(tokens, self._block, namespace.text), uses)
+
+    def announce_shared(self, request: Any, shared: SharedPrefix) -> None:
+        """Announces a stretch of a request's prompt, without what lies before it."""
+        # Not from the tokens: a prompt can have as many stretches as tokens, and each would hash all before it.
+        keys = self._prompt_keys(request)[shared.begin // self._block : shared.end // self._block]
+        self.worth.announce(keys, shared.uses)
 
     # What happens in the scheduler ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Runtime:
         planner: of the last packed step; None before the first.
         last_packed: what the last packed step was handed.
         routes, graph_routes: of the backend whose steps may run packed.
+        metrics_failures: updates of the Prometheus metrics that raised; the steps went on.
     """
 
     settings: Settings
@@ -39,10 +40,11 @@ class Runtime:
     last_packed: Handed | None = None
     routes: StepRoutes | None = None
     graph_routes: GraphRoutes | None = None
+    metrics_failures: int = 0
     _steps: int = field(default=0, repr=False)
 
     def step_done(self) -> None:
-        """Called once a step, packed or not: updates the metrics every `metrics_flush_steps` steps."""
+        """Called once a step, packed or not: updates the metrics every `metrics_flush_steps` steps. Never raises."""
         if self.exporter is None:
             return
         self._steps += 1
@@ -50,9 +52,16 @@ class Runtime:
             self.flush_metrics()
 
     def flush_metrics(self) -> None:
+        """Brings the metrics up to date. Never raises: what fails is counted, and logged the first time."""
         self._steps = 0
-        if self.exporter is not None:
+        if self.exporter is None:
+            return
+        try:
             self.exporter.update(self.counters)
+        except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
+            if not self.metrics_failures:
+                logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")
+            self.metrics_failures += 1
 
 
 _active: Runtime | None = None

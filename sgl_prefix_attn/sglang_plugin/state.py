@@ -3,8 +3,9 @@
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "inner_backend": name,
-     "sglang": version, "route": how decode steps are routed or null, "shape": fields of ModelShape, "device": fields of
-     DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
+     "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
+     routed or null, "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first packed
+     step), "batch": null or the last packed batch as
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}}
 
 `route` is {"setting": "auto"|"packed"|"inner", "profile": what it predicts by or null, "last": null or the last
@@ -68,6 +69,7 @@ def process_state(current: runtime.Runtime) -> dict[str, Any]:
         "handover": current.handover.kind,
         "inner_backend": current.inner_backend,
         "sglang": current.sglang_version,
+        "metrics_failures": current.metrics_failures,
         "route": route_state(current),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),

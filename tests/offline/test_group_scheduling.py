@@ -203,15 +203,78 @@ def test_the_whole_expected_growth_of_running_members_is_left_free():
 
 
 def test_after_a_failure_the_queue_is_sglangs_own(caplog):
-    broken = Request("broken", 100, Place("job", 0, 0, 5))
-    broken.sampling_params.custom_params[CUSTOM_PARAMETER] = ["nonsense"]
-    queue = [broken, *in_job(0, 80)]
-    assert arranged(queue) == ["broken", "j0", "j1"]
-    assert arranged(queue) == ["broken", "j0", "j1"]
-    assert [admit(Adder(), request) for request in queue] == ["CONTINUE"] * 3
+    queue = in_job(0, 80)
+    queue[1].output_ids = None  # what no request of SGLang's has
+    assert arranged(queue) == ["j0", "j1"]
+    assert arranged(queue) == ["j0", "j1"]
+    assert [admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
     assert group_scheduling.active().failures == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "['nonsense'] is no place in an offline job" in caplog.text
+
+
+MALFORMED = [
+    None,
+    7,
+    "job",
+    [],
+    ["nonsense"],
+    ["job", 0, 0, -1],
+    ["job", 10**15, 0, 1],
+    ["job", 1.5, 0, 1],
+    ["job", True, 0, 1],
+    ["job", 0, 101, 1],  # of a prompt of 100 tokens
+    ["job", 0, 0, 1, 0, 0, 101, 2],
+    ["x" * 10**6, 0, 0, 1],
+    {"job": "job"},
+]
+
+
+def saying(value: object) -> Request:
+    request = Request("bad", place=Place("job", 0, 0, 5))
+    request.sampling_params.custom_params[CUSTOM_PARAMETER] = value
+    return request
+
+
+@pytest.mark.parametrize("value", MALFORMED, ids=lambda value: repr(value)[:30])
+def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_theirs(value, caplog):
+    bad = saying(value)
+    first, second, third = in_job(0, 80, 0)
+    assert arranged([third, bad, second, first]) == ["bad", "j0", "j2", "j1"]
+    adder = Adder()
+    assert admit(adder, bad) == admit(adder, first) == "CONTINUE"
+    assert admit(adder, second) == "OTHER"
+    adder.running_batch.reqs = [bad]
+    assert admit(adder, third) == "CONTINUE"
+    assert (group_scheduling.active().failures, group_scheduling.active().malformed) == (0, 1)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "in an offline job" in record.getMessage()
+    assert "expected" in record.getMessage()
+    assert len(record.getMessage()) < 1000
+
+
+def test_malformed_places_are_counted_once_a_request_and_logged_once(caplog):
+    for _ in range(3):
+        queue = [saying(["nonsense"]), saying("nonsense")]
+        arranged(queue)
+        arranged(queue)
+    assert group_scheduling.active().malformed == 6
+    (record,) = caplog.records
+    assert "['nonsense'] is no place in an offline job" in record.getMessage()
+
+
+@pytest.mark.timeout(20)
+def test_the_largest_number_a_request_can_say_costs_nothing():
+    near, far = Request("near", place=Place("x", 0, 0, 1)), Request("far", place=Place("x", (1 << 31) - 1, 0, 1))
+    assert arranged([far, near]) == ["near", "far"]
+
+
+def test_no_more_output_is_expected_than_a_request_may_generate():
+    # Else it would not be admitted while anything runs, nor would any job behind it.
+    greedy = Request("greedy", place=Place("a", 0, 0, 10**9))
+    (other,) = in_job(0)
+    arranged([greedy, other])
+    assert admit(Adder(room=100 + 40), greedy) == "CONTINUE"
 
 
 def test_the_hooks_are_registered_with_the_others():

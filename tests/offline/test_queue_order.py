@@ -149,11 +149,28 @@ def test_everybody_gets_a_turn_in_the_end_and_each_prefix_is_computed_once(seed)
         "abcd",
         ["job", True, 1, 1],
         ["job", 1, 2, 3, 4],
+        None,
+        7,
+        {"job": 1, "number": 2, "shared": 3, "decode": 4},
+        ["job", 1 << 31, 0, 1],
+        ["job", 10**400, 0, 1],
+        ["job", 0, 0, float("nan")],
+        ["j" * 201, 0, 0, 1],
+        ["job", 0, 0, 1, 0, 5, 5, 1],
+        ["job", 0, 0, 1, 0, 5, 4, 1],
+        ["job", 0, 0, 1, 0, 0, 9, 2, 1, 8, 20, 1],
+        ["job", 0, 0, 1, 0, 0, 9, 0],
     ],
 )
 def test_what_is_no_place_is_refused(values):
     with pytest.raises(ValueError, match="is no place in an offline job"):
         Place.decode_list(values)
+
+
+def test_what_is_said_about_it_stays_short_whatever_was_sent():
+    with pytest.raises(ValueError, match="is no place") as refused:
+        Place.decode_list(["j" * 10**6, *range(10**5)])
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_place_survives_json():

@@ -66,6 +66,7 @@ def record() -> None:
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
     _after(CacheKeeper, "_lock_pin", lambda keeper, _, pin: note("held", pin.id, keeper.held_tokens(pin.id)))
     _after(CacheKeeper, "announce", lambda keeper, _, tokens, uses, *a, **k: note("announced", len(tokens), uses))
+    _after(CacheKeeper, "announce_shared", lambda keeper, _, request, shared: note("announced", request.rid, *shared))
     _after(CacheKeeper, "queue", lambda keeper, _, waiting: note("ahead", keeper.worth.lookahead.requests()))
     _after(CacheKeeper, "step", _stepped)
     _after(CachedTree, "give_up", _given_up)

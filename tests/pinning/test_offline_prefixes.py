@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
-from sgl_prefix_attn.sglang_plugin import pinning_hooks
+from sgl_prefix_attn.sglang_plugin import pinning_groups, pinning_hooks, pinning_keeper
 from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from tests.pinning.generations import CACHES
@@ -34,7 +34,7 @@ def request(place: Place | None, tokens: int = 10) -> Any:
 
 def test_whichever_request_comes_first_announces_and_no_other_does():
     announced: list[Any] = []
-    offline = OfflinePrefixes(lambda tokens, uses, namespace, begin: announced.append((begin, len(tokens), uses)))
+    offline = OfflinePrefixes(lambda request, shared: announced.append((shared.begin, shared.end, shared.uses)))
     root, document, other = SharedPrefix(0, 0, 4, 3), SharedPrefix(1, 4, 9, 2), SharedPrefix(2, 4, 8, 1)
     first, second = (request(Place("job", n, 0, 1, (root, document))) for n in range(2))
     offline.arrived([request(None), first])
@@ -47,6 +47,48 @@ def test_whichever_request_comes_first_announces_and_no_other_does():
     assert len(offline) == 0
     offline.arrived([request(Place("another job", 0, 0, 1, (root,)))])
     assert announced[3:] == [(0, 4, 3)]
+
+
+def test_uses_of_jobs_that_end_early_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pinning_groups, "_PREFIXES_KEPT", 10)
+    announced: list[Any] = []
+    offline = OfflinePrefixes(lambda request, shared: announced.append(shared.node))
+    shared = [SharedPrefix(node, node, node + 1, 3) for node in range(10)]
+    for number in range(100):
+        offline.arrived([request(Place(f"job {number}", 0, 0, 1, tuple(shared)))])
+        assert len(offline) == 10
+    announced.clear()
+    offline.arrived([request(Place("job 99", 1, 0, 1, tuple(shared)))])
+    assert announced == []
+    offline.arrived([request(Place("job 5", 1, 0, 1, tuple(shared)))])
+    assert announced == list(range(10))
+
+
+@pytest.mark.parametrize("value", ["nonsense", ["job", 0, 0, 1, 0, 0, 4, 0], ["job", 0, 0, 1, 0, 0, 10**6, 2]])
+def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
+    server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, block=1))
+    bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
+    bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
+    pinning_hooks.after_calc_priority(None, server, server.waiting)
+    assert server.keeper.worth.lookahead.requests() == [bad.rid, good.rid]
+    assert server.keeper.counters.failures == 0
+
+
+def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
+    hashed: list[int] = []
+    keys_of = pinning_keeper.keys_of
+    monkeypatch.setattr(
+        pinning_keeper, "keys_of", lambda tokens, *rest: hashed.append(len(tokens)) or keys_of(tokens, *rest)
+    )
+    server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, lookahead=0, block=2))
+    sent = server.send(prompt(1), 2)
+    stretches = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
+    sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
+    pinning_hooks.after_calc_priority(None, server, server.waiting)
+    assert hashed == [20]
+    worth = server.keeper.worth
+    # A block counts for the stretch that ends it.
+    assert [worth.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
 
 
 def ask(server: SmallServer, prompt: list[int], place: Place | None = None) -> int:

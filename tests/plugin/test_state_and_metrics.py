@@ -137,6 +137,32 @@ class TestMetrics:
         state.after_on_idle(None)
         assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 4.0
 
+    def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world = World(PATHS, [30, 27, 25, 9])
+        world.runtime.exporter, registry = self.exporter()
+        world.runtime.settings = world.runtime.settings.model_copy(update={"metrics_flush_steps": 1})
+
+        def full(counters: Counters) -> None:
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+            broken.setattr(world.runtime.exporter, "update", full)
+            world.run()
+            world.run()
+            state.after_on_idle(None)
+            result = answer()
+            state.after_get_internal_state(result)
+        assert world.runtime.metrics_failures == 4
+        assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
+        assert caplog.text.count("Traceback") == 1
+        assert "updating the Prometheus metrics failed" in caplog.text
+        assert world.fallbacks == {}  # no step left the packed path for it
+        world.run()
+        labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
+        assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 3.0
+
     @pytest.mark.parametrize(
         ("options", "tp_rank", "exports"),
         [

@@ -1,0 +1,68 @@
+"""Run by test_arrangements.py in a process of its own: SGLang's processes arranged otherwise than by its launcher.
+
+`python -m tests.pinning.arrangements server MODEL` runs the HTTP server in a child process of multiprocessing, as
+SGLang's own adapter for training frameworks does, and asks for its pins; `factory` builds a prefixpack backend twice
+where nobody has registered hooks before, as in an actor. Either prints what was found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections import Counter
+from typing import Any
+
+
+def server(model: str) -> dict[str, Any]:
+    from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
+
+    from sgl_prefix_attn.demo.server import free_port
+
+    running = HttpServerEngineAdapter(
+        model_path=model,
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        grammar_backend="none",
+        context_length=2048,
+        max_total_tokens=2048,
+        log_level="error",
+        host="127.0.0.1",
+        port=free_port(),
+    )
+    try:
+        address = f"http://127.0.0.1:{running.server_args.port}/prefixpack/pins"
+        body = json.dumps({"token_ids": list(range(20, 60))}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=60) as made:
+            json.load(made)
+        with urllib.request.urlopen(address, timeout=60) as listed:
+            return dict(json.load(listed))
+    finally:
+        running.shutdown()
+
+
+def factory() -> dict[str, Any]:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sgl_prefix_attn.settings import Settings
+    from sgl_prefix_attn.sglang_plugin import hooks, pinning_hooks
+    from sgl_prefix_attn.sglang_plugin.creation import create_backend
+    from tests.plugin.attention_world import World
+
+    runner = World([[]], [9]).runner
+    for _ in range(2):
+        create_backend(runner, Settings(metrics=False, pin_budget_percent=10))
+    ours = (*hooks.OTHER_HOOKS, *pinning_hooks.PINNING_HOOKS)
+    registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
+    return {
+        "missing": [hook.target.path for hook in ours if not hooks.is_applied(hook)],
+        "twice": [path for (path, _), times in registered.items() if times > 1],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(server(sys.argv[2]) if sys.argv[1] == "server" else factory()))
