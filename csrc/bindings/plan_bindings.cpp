@@ -155,7 +155,7 @@ void bind_planner(py::module_& m) {
             // pybind11 holds no pointers to const; the views it hands out are read-only.
             return std::const_pointer_cast<Plan>(planner.plan(forest, lens.batch.seq_lens, lens.batch.query_lens));
           },
-          py::arg("forest"), py::arg("seq_lens"), py::arg("query_lens") = py::none())
+          py::arg("forest").none(false), py::arg("seq_lens"), py::arg("query_lens") = py::none())
       .def_property_readonly("plans_made", &Planner::plans_made)
       .def_property_readonly("plans_reused", &Planner::plans_reused)
       .def_property_readonly("plan_seconds", &Planner::plan_seconds)
@@ -170,6 +170,7 @@ void bind_planner(py::module_& m) {
          const ModelShape& shape, const DeviceModel& device, bool exhaustive) {
         const Lens lens(*forest, seq_lens, query_lens);
         check_lens(*forest, lens.batch);
+        static_cast<void>(Planner(shape, device, 0));  // refuses shapes and devices that cannot be
         const CostModel cost(shape, device);
         const Packing packing = pack_forest(*forest, lens.batch, cost);
         int32_t num_queries = 0;
@@ -178,7 +179,7 @@ void bind_planner(py::module_& m) {
         const double lowest = exhaustive ? exhaustive_cost(*forest, lens.batch, cost) : -1.0;
         return py::make_tuple(packing.cost, added_up, lowest);
       },
-      py::arg("forest"), py::arg("seq_lens"), py::arg("query_lens"), py::arg("shape"), py::arg("device"),
+      py::arg("forest").none(false), py::arg("seq_lens"), py::arg("query_lens"), py::arg("shape"), py::arg("device"),
       py::arg("exhaustive"),
       "For tests: (the packing's own cost, its packs' cost added up, the cheapest of all packings or -1), in seconds.");
 }

@@ -182,6 +182,17 @@ def test_packing_is_within_five_percent_of_the_best_of_all(seed: int) -> None:
     assert own <= 1.05 * lowest
 
 
+def test_what_is_no_forest_or_no_shape_is_refused() -> None:
+    lens, device = np.array([10]), _native.DeviceModel(**vars(DeviceModel.gpu(132)))
+    with pytest.raises(TypeError, match="forest"):
+        Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132))._native.plan(None, lens, None)
+    with pytest.raises(TypeError, match="forest"):
+        _native.packing_costs(None, lens, None, _native.ModelShape(8, 2, 64, 2, 4), device, exhaustive=False)
+    forest = PrefixForest.from_paths([[]])
+    with pytest.raises(ValueError, match="no multiple of kv_heads 0"):
+        _native.packing_costs(forest.native, lens, None, _native.ModelShape(8, 0, 64, 2, 4), device, exhaustive=False)
+
+
 def test_the_price_of_partials_decides_by_group_size() -> None:
     # 100 tokens that two requests share: worth a partial at one head a group, not at sixteen. PAT's rule, which has
     # no group size, answers both alike.

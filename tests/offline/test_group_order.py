@@ -116,6 +116,26 @@ def test_output_lengths_start_at_the_limit_and_learn_by_kind():
     assert 10 <= lengths.estimates()[0] < 40
 
 
+def test_limits_that_are_what_prompts_leave_of_the_context_are_few_kinds():
+    random = np.random.default_rng(5)
+    limits = 8192 - random.integers(1, 4000, 5000)  # nearly all of them different
+    lengths = OutputLengths(limits)
+    for request in range(5000):
+        lengths.learn(request, int(random.integers(1, 400)))
+    assert lengths.version < 60  # for each the queue is put in order again
+    assert (np.abs(lengths.estimates() - 200) < 40).all()
+
+
+def test_limits_that_users_name_are_a_kind_each():
+    lengths = OutputLengths(np.array([100, 101]))
+    for _ in range(50):
+        lengths.learn(0, 5)
+        lengths.learn(1, 90)
+    short, long = lengths.estimates()
+    assert short < 10
+    assert long > 80
+
+
 def test_output_lengths_never_leave_what_is_possible():
     lengths = OutputLengths(np.array([100, 100]), np.array([0, 100]))
     for _ in range(20):
