@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Segment = tuple[int, int, int]  # (node id, first position, one past the last position)
 
@@ -110,12 +111,16 @@ def _positive_list(tree: str, what: str, text: str) -> list[int]:
     return values
 
 
+_NodeId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Position = Annotated[int, Field(ge=0, le=MAX_POSITIONS)]
+
+
 class BatchModel(BaseModel):
     """JSON form of a batch: a batch file's content, and the `batch` of a running server's state."""
 
     model_config = ConfigDict(extra="forbid")
 
-    paths: list[list[Segment]]
+    paths: list[list[tuple[_NodeId, _Position, _Position]]]
     seq_lens: list[int]
     query_lens: list[int] | None = None
     mode: str | None = None

@@ -52,6 +52,8 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
     shape = dataclasses.replace(shape, **changes)
     if shape.kv_heads < 1:
         raise InputError(f"{shape.q_heads}/{shape.kv_heads} heads: expected at least one KV head")
+    if shape.head_dim < 1:
+        raise InputError(f"--head-dim {shape.head_dim}: expected 1 or more")
     return shape
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.explain.batch import parse_tree
+from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
 from sgl_prefix_attn.routing.compare import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
@@ -144,6 +144,8 @@ def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def _explain(args: argparse.Namespace) -> None:
+    if args.margin is not None and not 0 <= args.margin <= 1000:
+        raise InputError(f"--margin {args.margin}: expected a percentage from 0 to 1000, as route_margin")
     shape = model_shape(args)
     kernel = inner_kernel(args.inner, shape)
     if args.profile is not None:

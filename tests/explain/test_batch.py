@@ -90,6 +90,8 @@ def test_batch_file(tmp_path: Path) -> None:
         ({"paths": [[]], "seq_lens": [1, 2]}, "2 seq_lens for 1 paths; one a request is expected"),
         ({"paths": [[]], "seq_lens": [-4]}, "seq_lens[0] is -4; expected 1 to 2147483647"),
         ({"paths": [[]], "seq_lens": [3], "query_lens": [4]}, "query_lens[0] is 4; expected 1 to its seq_len, 3"),
+        ({"paths": [[[10**20, 0, 9]]], "seq_lens": [9]}, "paths[0][0][0]: Input should be less than 9223372036"),
+        ({"paths": [[[1, 0, 10**20]]], "seq_lens": [9]}, "paths[0][0][2]: Input should be less than or equal to 2"),
         ({"paths": [[[1, 0, 9]]], "seq_lens": [8]}, "the path of request 0 ends at 9, beyond its seq_len 8"),
     ],
 )
