@@ -26,10 +26,17 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
     engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
     try:
         pool = int(engine.get_server_info()["max_total_num_tokens"])
-        connection.send(Ready(room=min(int(engine.tokenizer_manager.context_len), pool) - _KEPT_BACK))
+        room = min(int(engine.tokenizer_manager.context_len), pool) - _KEPT_BACK
+        connection.send(Ready(room, _vocab_size(engine)))
         engine.loop.run_until_complete(_serve(engine, connection))
     finally:
         engine.shutdown()
+
+
+def _vocab_size(engine: Any) -> int | None:
+    """The model's vocabulary, where this version of SGLang tells it."""
+    size = getattr(getattr(engine.tokenizer_manager, "model_config", None), "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 async def _serve(engine: Any, connection: Connection) -> None:

@@ -53,6 +53,22 @@ BAD = [
     (with_body(GOOD, max_tokens=0), "invalid_request", "body.max_tokens = 0"),
     (with_body(GOOD, temperature=3), "invalid_request", "body.temperature = 3"),
     (with_body(GOOD, n=0), "invalid_request", "body.n = 0"),
+    (with_body(GOOD, n="3"), "invalid_request", "body.n = '3'"),
+    (with_body(GOOD, n=True), "invalid_request", "body.n = True"),
+    (with_body(GOOD, n=2.0), "invalid_request", "body.n = 2.0"),
+    (with_body(GOOD, max_tokens="5"), "invalid_request", "body.max_tokens = '5'"),
+    (with_body(GOOD, max_tokens=2**31), "invalid_request", "body.max_tokens = 2147483648"),
+    (with_body(CHAT, max_completion_tokens=True), "invalid_request", "body.max_completion_tokens = True"),
+    (with_body(GOOD, min_tokens="1"), "invalid_request", "body.min_tokens = '1'"),
+    (with_body(GOOD, min_tokens=2**31), "invalid_request", "body.min_tokens = 2147483648"),
+    (with_body(GOOD, seed="1"), "invalid_request", "body.seed = '1'"),
+    (with_body(GOOD, seed=2**63), "invalid_request", "body.seed = 9223372036854775808"),
+    (with_body(GOOD, top_k=2**31), "invalid_request", "body.top_k = 2147483648"),
+    (with_body(GOOD, top_k=False), "invalid_request", "body.top_k = False"),
+    (with_body(GOOD, stop_token_ids=[2**31]), "invalid_request", "body.stop_token_ids.0 = 2147483648"),
+    (with_body(GOOD, temperature="0.5"), "invalid_request", "body.temperature = '0.5'"),
+    (with_body(GOOD, temperature=True), "invalid_request", "body.temperature = True"),
+    (with_body(GOOD, ignore_eos="yes"), "invalid_request", "body.ignore_eos = 'yes'"),
     (with_body(GOOD, stream=True), "invalid_request", "body.stream = True"),
     (with_body(GOOD, logprobs=5), "invalid_request", "body.logprobs = 5"),
     (with_body(CHAT, messages=[]), "invalid_request", "body.messages = []"),
@@ -103,6 +119,11 @@ def test_sampling_parameters_have_sglangs_names():
     }.items() <= sampling.items()
     assert body.limit == 4
     assert "max_new_tokens" not in sampling  # a matter of the room there is
+
+
+def test_the_largest_values_that_sglang_can_take_are_read():
+    largest = with_body(GOOD, top_k=2**31 - 1, seed=2**63 - 1, max_tokens=2**31 - 1, temperature=1, top_p=1)
+    assert isinstance(parse_line(1, json.dumps(largest).encode()), BatchRequest)
 
 
 def test_limits():

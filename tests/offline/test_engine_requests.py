@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,16 @@ def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(m
     assert {outcome.error for outcome in found} == {
         "The request queue is full. It has no room for this request; raise --max-queued-requests"
     }
+
+
+@pytest.mark.parametrize(
+    ("manager", "size"),
+    [
+        (SimpleNamespace(model_config=SimpleNamespace(vocab_size=32_000)), 32_000),
+        (SimpleNamespace(model_config=SimpleNamespace(vocab_size=None)), None),
+        (SimpleNamespace(model_config=SimpleNamespace()), None),
+        (SimpleNamespace(), None),
+    ],
+)
+def test_the_vocabulary_is_unknown_where_sglang_does_not_tell_it(manager, size):
+    assert offline_engine._vocab_size(SimpleNamespace(tokenizer_manager=manager)) == size
