@@ -105,7 +105,10 @@ class CompletionBody(_Body):
 
 
 class ChatBody(_Body):
-    """Body of a /v1/chat/completions request. Without a limit it may use up the context."""
+    """Body of a /v1/chat/completions request. Without a limit it may use up the context.
+
+    messages: contents are text, those given in parts joined; None only in an assistant's message with tool calls.
+    """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: Count | None = None
@@ -113,15 +116,37 @@ class ChatBody(_Body):
     logprobs: Literal[False, None] = None
 
     @model_validator(mode="after")
-    def _messages_have_roles(self) -> ChatBody:
+    def _messages_are_text(self) -> ChatBody:
         for number, message in enumerate(self.messages):
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise ValueError(f"messages[{number}] needs a role and a content")
+            if message["content"] is None and message["role"] == "assistant" and message.get("tool_calls"):
+                continue
+            message["content"] = _text(message["content"], f"messages[{number}].content")
         return self
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _text(content: Any, name: str) -> str:
+    """A message's content as one text. Raises ValueError, which names it, for anything but text and parts of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{name} = {_shortened(content)}: expected text, or a list of parts of text")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(
+                f"{name}[{number}] is {_shortened(kind or part)}; only parts with the type 'text' can run offline"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}[{number}].text = {_shortened(part.get('text'))}: expected text")
+        texts.append(part["text"])
+    return " ".join(texts)  # as SGLang's server does it for templates that take no parts
 
 
 class _Line(BaseModel):
