@@ -139,9 +139,14 @@ class Journal:
         return end
 
 
+def unfinished(path: Path) -> Path:
+    """What `write_lines` calls the file until it is whole."""
+    return path.with_name(path.name + ".unfinished")
+
+
 def write_lines(path: Path, lines: Iterator[bytes]) -> int:
     """Writes a file so that it is there whole or not at all; returns the number of lines."""
-    scratch = path.with_name(path.name + ".unfinished")
+    scratch = unfinished(path)
     count = 0
     with scratch.open("wb") as file:
         for line in lines:

@@ -22,6 +22,11 @@ from sgl_prefix_attn.offline.prompts import Int32Array, PromptsBuilder
 _POLL_SECONDS = 0.5
 
 
+def journal_of(output: Path) -> Path:
+    """Where the journal of a run with this output is."""
+    return output.with_name(output.name + ".journal")
+
+
 @dataclass(frozen=True)
 class BatchOptions:
     """A batch run.
@@ -42,7 +47,7 @@ class BatchOptions:
 
     @property
     def journal(self) -> Path:
-        return self.output.with_name(self.output.name + ".journal")
+        return journal_of(self.output)
 
 
 @dataclass
