@@ -13,13 +13,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
 
-TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+# SGLang keeps them as 32-bit numbers (seeds: 64), and its scheduler dies of one that does not fit.
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
+Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
 
 
 @dataclass(frozen=True)
@@ -38,23 +51,23 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=128)
+    temperature: StrictFloat = Field(1.0, ge=0, le=2)
+    top_p: StrictFloat = Field(1.0, gt=0, le=1)
+    n: StrictInt = Field(1, ge=1, le=128)
     stop: StrictStr | list[StrictStr] | None = None
-    seed: int | None = None
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    seed: Annotated[StrictInt, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
+    presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, StrictFloat] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     stream: Literal[False, None] = None
     # SGLang's
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
+    top_k: Annotated[StrictInt, Field(ge=-1, le=_INT32_MAX)] | None = None
+    min_p: StrictFloat | None = Field(None, ge=0, le=1)
+    repetition_penalty: StrictFloat | None = Field(None, gt=0, le=2)
+    min_tokens: StrictInt = Field(0, ge=0, le=_INT32_MAX)
+    ignore_eos: StrictBool = False
     stop_token_ids: list[TokenId] | None = None
 
     def sampling(self) -> dict[str, Any]:
@@ -82,7 +95,7 @@ class CompletionBody(_Body):
     """Body of a /v1/completions request; a prompt is text or token ids."""
 
     prompt: StrictStr | Annotated[list[TokenId], Field(min_length=1)]
-    max_tokens: int = Field(DEFAULT_COMPLETION_TOKENS, ge=1)
+    max_tokens: Count = DEFAULT_COMPLETION_TOKENS
     echo: Literal[False, None] = None
     logprobs: Literal[0, None] = None
 
@@ -92,23 +105,48 @@ class CompletionBody(_Body):
 
 
 class ChatBody(_Body):
-    """Body of a /v1/chat/completions request. Without a limit it may use up the context."""
+    """Body of a /v1/chat/completions request. Without a limit it may use up the context.
+
+    messages: contents are text, those given in parts joined; None only in an assistant's message with tool calls.
+    """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: Literal[False, None] = None
 
     @model_validator(mode="after")
-    def _messages_have_roles(self) -> ChatBody:
+    def _messages_are_text(self) -> ChatBody:
         for number, message in enumerate(self.messages):
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise ValueError(f"messages[{number}] needs a role and a content")
+            if message["content"] is None and message["role"] == "assistant" and message.get("tool_calls"):
+                continue
+            message["content"] = _text(message["content"], f"messages[{number}].content")
         return self
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _text(content: Any, name: str) -> str:
+    """A message's content as one text. Raises ValueError, which names it, for anything but text and parts of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{name} = {_shortened(content)}: expected text, or a list of parts of text")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(
+                f"{name}[{number}] is {_shortened(kind or part)}; only parts with the type 'text' can run offline"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}[{number}].text = {_shortened(part.get('text'))}: expected text")
+        texts.append(part["text"])
+    return " ".join(texts)  # as SGLang's server does it for templates that take no parts
 
 
 class _Line(BaseModel):

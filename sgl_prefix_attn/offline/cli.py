@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
-from sgl_prefix_attn.offline.journal import JournalError
+from sgl_prefix_attn.offline.journal import JournalError, unfinished
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
-from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
+from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--errors", type=Path, metavar="FILE", help="failed lines (default: OUT with .errors before its suffix)"
     )
     parser.add_argument("--ordered", action="store_true", help="results in the order of IN (default: as they finish)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT and errors file")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="engines to run, each with its groups")
     parser.add_argument(
         "--ray",
@@ -99,8 +99,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
             raise UsageError(f"{name} {value}: expected at least 1")
     if not args.input.is_file():
         raise UsageError(f"{args.input}: no such file")
-    if args.output.resolve() in (args.input.resolve(), errors.resolve()) or errors.resolve() == args.input.resolve():
-        raise UsageError("IN, OUT and the errors file must be three different files")
+    _check_files(args.input, args.output, errors, args.overwrite)
     device = _device(args)
     logs.mkdir(parents=True, exist_ok=True)
     arguments = ("--model-path", args.model, *_server_arguments(args.server_args, device))
@@ -116,7 +115,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
             else ()
         )
         engines.append(EngineArguments(arguments + more, environment, log))
-    options = BatchOptions(
+    return BatchOptions(
         args.input,
         args.output,
         errors,
@@ -126,10 +125,30 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         window=args.window,
         grouped=not args.no_grouping,
     )
-    # With a journal next to it, an output is one that this run has still to replace.
-    if args.output.exists() and not args.overwrite and not options.journal.exists():
-        raise UsageError(f"{args.output} exists; --overwrite replaces it")
-    return options
+
+
+def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> None:
+    """Raises UsageError when a run would replace or delete what it was not asked to."""
+    files = {
+        "IN": source,
+        "OUT": output,
+        "the errors file": errors,
+        "the journal": journal_of(output),
+        "OUT while it is written": unfinished(output),
+        "the errors file while it is written": unfinished(errors),
+    }
+    names: dict[Path, str] = {}
+    for name, path in files.items():
+        other = names.setdefault(path.resolve(), name)
+        if other != name:
+            raise UsageError(f"{path} is both {other} and {name}; IN, OUT and errors must be three different files")
+    # With a journal next to them, they are ones that this run has still to replace.
+    replaceable = overwrite or files["the journal"].exists()
+    for path in (output, errors):
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no regular file")
+        if path.exists() and not replaceable:
+            raise UsageError(f"{path} exists; --overwrite replaces it")
 
 
 def _server_arguments(text: str, device: str) -> list[str]:

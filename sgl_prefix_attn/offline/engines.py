@@ -35,9 +35,13 @@ class EngineArguments:
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine takes requests. `room`: most tokens that a prompt and its output may have together."""
+    """An engine takes requests.
+
+    room: most tokens that a prompt and its output may have together. vocab_size: token ids are below it; None: unknown.
+    """
 
     room: int
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)

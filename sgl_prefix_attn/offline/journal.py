@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ class Finished:
 
 class Journal:
     """Opens the journal at `path`, or starts one, for the input file `source` and `model`.
+
+    One without results is rewritten if it is another input's or model's.
 
     Attributes:
         finished: lines of the input that are done.
@@ -91,13 +94,8 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def _open(self, digest: str, model: str) -> None:
-        content_end = self._cut_torn_line()
-        if content_end == 0:
-            self.created = int(time.time())
-            new = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
-            os.write(self._fd, orjson.dumps(new) + b"\n")
-            os.fsync(self._fd)
-            _sync_folder(self.path)
+        if self._cut_torn_line() == 0:
+            self._start(digest, model)
             return
         with self.path.open("rb") as file:
             header = self._parsed(file.readline(), 1)
@@ -106,14 +104,29 @@ class Journal:
                 ("input_sha256", digest, "for another input file, or the file was changed"),
                 ("model", model, f"with the model {header.get('model')!r}, not {model!r}"),
             )
+            first = file.readline()
             for key, value, what in expected:
-                if header.get(key) != value:
-                    raise JournalError(
-                        f"{self.path} was written {what}; delete it to start anew, or choose another output"
-                    )
+                if header.get(key) == value:
+                    continue
+                # A run that never got to a result, for a mistake in its input or model, has nothing to lose.
+                if not first and header.get("version") == _VERSION and "input_sha256" in header:
+                    os.ftruncate(self._fd, 0)
+                    self._start(digest, model)
+                    return
+                raise JournalError(
+                    f"{self.path} was written {what}; delete it to start anew, or choose another output"
+                )
             self.created = int(header["created"])
-            for number, text in enumerate(file, 2):
+            for number, text in enumerate(itertools.chain([first] if first else [], file), 2):
                 self.finished.add(int(self._parsed(text, number)["line"]))
+
+    def _start(self, digest: str, model: str) -> None:
+        """Writes the header to the empty file."""
+        self.created = int(time.time())
+        new = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
+        os.write(self._fd, orjson.dumps(new) + b"\n")
+        os.fsync(self._fd)
+        _sync_folder(self.path)
 
     def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
         try:
@@ -139,9 +152,14 @@ class Journal:
         return end
 
 
+def unfinished(path: Path) -> Path:
+    """What `write_lines` calls the file until it is whole."""
+    return path.with_name(path.name + ".unfinished")
+
+
 def write_lines(path: Path, lines: Iterator[bytes]) -> int:
     """Writes a file so that it is there whole or not at all; returns the number of lines."""
-    scratch = path.with_name(path.name + ".unfinished")
+    scratch = unfinished(path)
     count = 0
     with scratch.open("wb") as file:
         for line in lines:

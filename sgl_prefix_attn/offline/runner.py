@@ -17,9 +17,14 @@ from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EngineP
 from sgl_prefix_attn.offline.journal import Finished, Journal, write_lines
 from sgl_prefix_attn.offline.plan import Plan, Work
 from sgl_prefix_attn.offline.progress import Progress
-from sgl_prefix_attn.offline.prompts import PromptsBuilder
+from sgl_prefix_attn.offline.prompts import Int32Array, PromptsBuilder
 
 _POLL_SECONDS = 0.5
+
+
+def journal_of(output: Path) -> Path:
+    """Where the journal of a run with this output is."""
+    return output.with_name(output.name + ".journal")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class BatchOptions:
 
     @property
     def journal(self) -> Path:
-        return self.output.with_name(self.output.name + ".journal")
+        return journal_of(self.output)
 
 
 @dataclass
@@ -145,7 +150,9 @@ def _prepare(
             builder.append(tokens)
             encoded.append(request)
     progress.say("loading the model")
-    room = min(ready.room for ready in pool.wait_ready())
+    engines = pool.wait_ready()
+    room = min(ready.room for ready in engines)
+    vocab_size = min((ready.vocab_size for ready in engines if ready.vocab_size is not None), default=None)
     prompts = builder.finish()
     kept, limits, fitting = [], array("q"), PromptsBuilder()
     for number, request in enumerate(encoded):
@@ -153,6 +160,10 @@ def _prepare(
         limit = room - length if request.body.limit is None else request.body.limit
         if length + max(1, limit) > room:
             errors.append(_too_long(request, length, room))
+            continue
+        # SGLang checks none of them: the engine would die of the first.
+        if vocab_size is not None and (foreign := _foreign_token(request, prompts[number], vocab_size)) is not None:
+            errors.append(foreign)
             continue
         kept.append(request)
         limits.append(limit)
@@ -174,6 +185,20 @@ def _too_long(request: BatchRequest, length: int, room: int) -> LineError:
         f"a prompt of {length} tokens{asked} does not fit: the engine has room for {room} tokens of both",
         request.custom_id,
     )
+
+
+def _foreign_token(request: BatchRequest, prompt: Int32Array, vocab_size: int) -> LineError | None:
+    """An error if a token of the prompt, or one to stop at, is not in the model's vocabulary."""
+    stop = request.body.stop_token_ids or []
+    for where, token in (("the prompt", int(prompt.max(initial=0))), ("stop_token_ids", max(stop, default=0))):
+        if token >= vocab_size:
+            return LineError(
+                request.line,
+                "invalid_prompt" if where == "the prompt" else "invalid_request",
+                f"{where} has the token id {token}; those of the model are below {vocab_size}",
+                request.custom_id,
+            )
+    return None
 
 
 def _run(

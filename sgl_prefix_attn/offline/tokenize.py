@@ -38,13 +38,14 @@ class PromptEncoder:
                 request, "the model has no tokenizer; only /v1/completions with token ids as the prompt can run"
             )
         if not isinstance(body, ChatBody):
-            tokens = self._tokenizer.encode(body.prompt)
-            return tokens if tokens else self._error(request, "the prompt has no tokens")
-        try:
-            rendered = self._tokenizer.apply_chat_template(body.messages, tokenize=False, add_generation_prompt=True)
-            return list(self._tokenizer.encode(rendered, add_special_tokens=False))
-        except Exception as error:  # a chat template is a program of the model's authors: it can raise anything
-            return self._error(request, f"the model's chat template cannot render the messages: {error}")
+            tokens = list(self._tokenizer.encode(body.prompt))
+        else:
+            try:
+                text = self._tokenizer.apply_chat_template(body.messages, tokenize=False, add_generation_prompt=True)
+                tokens = list(self._tokenizer.encode(text, add_special_tokens=False))
+            except Exception as error:  # a chat template is a program of the model's authors: it can raise anything
+                return self._error(request, f"the model's chat template cannot render the messages: {error}")
+        return tokens if tokens else self._error(request, "the prompt has no tokens")
 
     @staticmethod
     def _error(request: BatchRequest, message: str) -> LineError:

@@ -12,6 +12,8 @@ from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Tas
 
 # What SGLang's scheduler cuts off silently of a request that fills context or pool to the last token.
 _KEPT_BACK = 6
+_QUEUE_FULL = "queue is full"  # in SGLang's words for a request beyond --max-queued-requests
+_RETRY_SECONDS = 0.5
 
 
 def main(connection: Connection, arguments: EngineArguments) -> None:
@@ -24,10 +26,17 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
     engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
     try:
         pool = int(engine.get_server_info()["max_total_num_tokens"])
-        connection.send(Ready(room=min(int(engine.tokenizer_manager.context_len), pool) - _KEPT_BACK))
+        room = min(int(engine.tokenizer_manager.context_len), pool) - _KEPT_BACK
+        connection.send(Ready(room, _vocab_size(engine)))
         engine.loop.run_until_complete(_serve(engine, connection))
     finally:
         engine.shutdown()
+
+
+def _vocab_size(engine: Any) -> int | None:
+    """The model's vocabulary, where this version of SGLang tells it."""
+    size = getattr(getattr(engine.tokenizer_manager, "model_config", None), "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 async def _serve(engine: Any, connection: Connection) -> None:
@@ -35,8 +44,9 @@ async def _serve(engine: Any, connection: Connection) -> None:
     inbox: asyncio.Queue[Task | None] = asyncio.Queue()
     threading.Thread(target=_read, args=(connection, loop, inbox), daemon=True).start()
     running: set[asyncio.Task[None]] = set()
+    requests = _Requests(engine)
     while (task := await inbox.get()) is not None:
-        job = loop.create_task(_generate(engine, connection, task))
+        job = loop.create_task(_report(requests, connection, task))
         running.add(job)
         job.add_done_callback(running.discard)
     for job in running:
@@ -54,15 +64,49 @@ def _read(connection: Connection, loop: asyncio.AbstractEventLoop, inbox: asynci
             return
 
 
-async def _generate(engine: Any, connection: Connection, task: Task) -> None:
-    try:
-        result = await engine.async_generate(input_ids=task.tokens.tolist(), sampling_params=task.sampling)
-        outcome = Outcome(task.number, _answer(result if isinstance(result, list) else [result]))
-    except ValueError as error:  # how SGLang refuses a request
-        outcome = Outcome(task.number, None, str(error))
-    except RuntimeError as error:  # it gave the request up
-        outcome = Outcome(task.number, None, f"the engine gave the request up: {error}")
-    connection.send(outcome)
+async def _report(requests: _Requests, connection: Connection, task: Task) -> None:
+    connection.send(await requests.outcome(task))
+
+
+class _Requests:
+    """The requests that an engine has; every one gets an outcome, or the batch would wait for it for ever."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._inside = 0
+
+    async def outcome(self, task: Task) -> Outcome:
+        """Runs a request; again while SGLang's queue is full of others."""
+        while True:
+            alone = self._inside == 0
+            self._inside += 1
+            try:
+                tokens = task.tokens.tolist()
+                result = await self._engine.async_generate(input_ids=tokens, sampling_params=task.sampling)
+                return Outcome(task.number, _answer(result if isinstance(result, list) else [result]))
+            except ValueError as error:  # how SGLang refuses a request
+                return Outcome(task.number, None, str(error))
+            except Exception as error:  # it gave the request up, with whatever exception its version has for that
+                reason = _reason(error)
+            finally:
+                self._inside -= 1
+            if _QUEUE_FULL not in reason:
+                return Outcome(task.number, None, f"the engine gave the request up: {reason}")
+            if alone:  # then nobody will make room
+                more = "It has no room for this request; raise --max-queued-requests"
+                return Outcome(task.number, None, f"{reason} {more}")
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _reason(error: Exception) -> str:
+    """An exception of SGLang's in words: FastAPI's carry them in `detail`."""
+    if isinstance(error, _AbortedError):
+        return str(error)
+    return str(getattr(error, "detail", None) or f"{type(error).__name__}: {error}")
+
+
+class _AbortedError(Exception):
+    """SGLang ended a request without an answer; says why."""
 
 
 def _answer(samples: list[dict[str, Any]]) -> Answer:
@@ -70,7 +114,7 @@ def _answer(samples: list[dict[str, Any]]) -> Answer:
     for sample in samples:
         reason = sample["meta_info"].get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise RuntimeError(str(reason.get("message", "aborted")))
+            raise _AbortedError(str(reason.get("message", "aborted")))
         choices.append(Choice(tuple(sample["output_ids"]), sample.get("text"), str(reason.get("type", ""))))
     meta = samples[0]["meta_info"]
     return Answer(tuple(choices), int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0)))

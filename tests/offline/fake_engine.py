@@ -24,6 +24,7 @@ from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline.killed_batch import die_at
 
 ROOM = 400
+VOCABULARY = 1000
 REFUSED_TOKEN = 999  # a prompt that begins with it is refused by the engine
 DEADLY_TOKEN = 998  # the engine dies of it, once
 
@@ -36,7 +37,7 @@ def tokens_for(prompt: list[int], count: int) -> tuple[int, ...]:
 def main(connection: Connection, arguments: EngineArguments) -> None:
     """Arguments: number of the engine, mean seconds a request takes, the file that notes what is executed."""
     number, seconds, noted = arguments.arguments
-    connection.send(Ready(ROOM))
+    connection.send(Ready(ROOM, VOCABULARY))
     rng = random.Random(os.getpid())
     held: list[Task] = []
     open_for_more = True

@@ -26,6 +26,10 @@ def with_body(entry: dict, **values: object) -> dict:
     return {**entry, "body": {**entry["body"], **values}}
 
 
+def with_content(content: object, role: str = "user", **values: object) -> dict:
+    return with_body(CHAT, messages=[{"role": role, "content": content, **values}])
+
+
 def without(entry: dict, name: str) -> dict:
     return {key: value for key, value in entry.items() if key != name}
 
@@ -53,10 +57,39 @@ BAD = [
     (with_body(GOOD, max_tokens=0), "invalid_request", "body.max_tokens = 0"),
     (with_body(GOOD, temperature=3), "invalid_request", "body.temperature = 3"),
     (with_body(GOOD, n=0), "invalid_request", "body.n = 0"),
+    (with_body(GOOD, n="3"), "invalid_request", "body.n = '3'"),
+    (with_body(GOOD, n=True), "invalid_request", "body.n = True"),
+    (with_body(GOOD, n=2.0), "invalid_request", "body.n = 2.0"),
+    (with_body(GOOD, max_tokens="5"), "invalid_request", "body.max_tokens = '5'"),
+    (with_body(GOOD, max_tokens=2**31), "invalid_request", "body.max_tokens = 2147483648"),
+    (with_body(CHAT, max_completion_tokens=True), "invalid_request", "body.max_completion_tokens = True"),
+    (with_body(GOOD, min_tokens="1"), "invalid_request", "body.min_tokens = '1'"),
+    (with_body(GOOD, min_tokens=2**31), "invalid_request", "body.min_tokens = 2147483648"),
+    (with_body(GOOD, seed="1"), "invalid_request", "body.seed = '1'"),
+    (with_body(GOOD, seed=2**63), "invalid_request", "body.seed = 9223372036854775808"),
+    (with_body(GOOD, top_k=2**31), "invalid_request", "body.top_k = 2147483648"),
+    (with_body(GOOD, top_k=False), "invalid_request", "body.top_k = False"),
+    (with_body(GOOD, stop_token_ids=[2**31]), "invalid_request", "body.stop_token_ids.0 = 2147483648"),
+    (with_body(GOOD, temperature="0.5"), "invalid_request", "body.temperature = '0.5'"),
+    (with_body(GOOD, temperature=True), "invalid_request", "body.temperature = True"),
+    (with_body(GOOD, ignore_eos="yes"), "invalid_request", "body.ignore_eos = 'yes'"),
     (with_body(GOOD, stream=True), "invalid_request", "body.stream = True"),
     (with_body(GOOD, logprobs=5), "invalid_request", "body.logprobs = 5"),
     (with_body(CHAT, messages=[]), "invalid_request", "body.messages = []"),
     (with_body(CHAT, messages=[{"role": "user"}]), "invalid_request", "messages[0] needs a role and a content"),
+    (with_content(None), "invalid_request", "messages[0].content = None: expected text, or a list of parts of text"),
+    (with_content(5), "invalid_request", "messages[0].content = 5: expected text"),
+    (with_content([]), "invalid_request", "messages[0].content = []: expected text"),
+    (with_content({"type": "text", "text": "x"}), "invalid_request", "messages[0].content = {'type'"),
+    (
+        with_content([{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "u"}}]),
+        "invalid_request",
+        "messages[0].content[1] is 'image_url'; only parts with the type 'text' can run offline",
+    ),
+    (with_content(["hello"]), "invalid_request", "messages[0].content[0] is 'hello'; only parts with the type 'text'"),
+    (with_content([{"type": "text"}]), "invalid_request", "messages[0].content[0].text = None: expected text"),
+    (with_content(None, role="assistant"), "invalid_request", "messages[0].content = None"),
+    (with_content(None, tool_calls=[{"id": "a"}]), "invalid_request", "messages[0].content = None"),
     (with_body(CHAT, prompt="x"), "unknown_field", "body.prompt is an unknown field"),
 ]
 
@@ -103,6 +136,16 @@ def test_sampling_parameters_have_sglangs_names():
     }.items() <= sampling.items()
     assert body.limit == 4
     assert "max_new_tokens" not in sampling  # a matter of the room there is
+
+
+def test_the_largest_values_that_sglang_can_take_are_read():
+    largest = with_body(GOOD, top_k=2**31 - 1, seed=2**63 - 1, max_tokens=2**31 - 1, temperature=1, top_p=1)
+    assert isinstance(parse_line(1, json.dumps(largest).encode()), BatchRequest)
+
+
+def test_an_assistants_message_with_tool_calls_needs_no_content():
+    entry = with_content(None, role="assistant", tool_calls=[{"id": "a"}])
+    assert parse_line(1, json.dumps(entry).encode()).body.messages == entry["body"]["messages"]
 
 
 def test_limits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import pytest
@@ -25,13 +26,28 @@ def source(tmp_path):
 def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
     existing = tmp_path / "existing.jsonl"
     existing.touch()
+    fifo, folder = tmp_path / "fifo", tmp_path / "folder"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    journal, scratch = tmp_path / "out.journal", tmp_path / "out.unfinished"
+    batches.write(journal, [batches.line(0, [1])])
+    batches.write(scratch, [batches.line(0, [1])])
     for arguments, message in (
         ([tmp_path / "none", tmp_path / "out"], "no such file"),
         ([source, tmp_path / "out", "--engines", 0], "--engines 0: expected at least 1"),
         ([source, tmp_path / "out", "--window", -1], "--window -1: expected at least 1"),
         ([source, source], "must be three different files"),
         ([source, tmp_path / "out", "--errors", source], "must be three different files"),
+        ([source, tmp_path / "out", "--errors", tmp_path / "." / "out"], "must be three different files"),
+        ([journal, tmp_path / "out"], "out.journal is both IN and the journal"),
+        ([source, tmp_path / "out", "--errors", journal], "out.journal is both the errors file and the journal"),
+        ([scratch, tmp_path / "out"], "out.unfinished is both IN and OUT while it is written"),
+        ([source, tmp_path / "out", "--errors", scratch], "out.unfinished is both the errors file and OUT while"),
         ([source, existing], "existing.jsonl exists; --overwrite replaces it"),
+        ([source, tmp_path / "new", "--errors", existing], "existing.jsonl exists; --overwrite replaces it"),
+        ([source, fifo, "--overwrite"], "fifo is no regular file"),
+        ([source, tmp_path / "new", "--errors", fifo, "--overwrite"], "fifo is no regular file"),
+        ([source, tmp_path / "new", "--errors", folder, "--overwrite"], "folder is no regular file"),
     ):
         assert cli.run(parsed(*arguments)) == 2
         assert message in capsys.readouterr().err
@@ -48,6 +64,14 @@ def test_an_output_with_its_journal_is_one_to_go_on_with(source, tmp_path):
     existing.touch()
     (tmp_path / "out.jsonl.journal").touch()
     assert cli._options(parsed(source, existing), tmp_path).output == existing
+
+
+def test_an_errors_file_is_replaced_when_asked_to_or_by_the_job_that_has_a_journal(source, tmp_path):
+    output, existing = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    existing.touch()
+    assert cli._options(parsed(source, output, "--errors", existing, "--overwrite"), tmp_path).errors == existing
+    (tmp_path / "out.jsonl.journal").touch()
+    assert cli._options(parsed(source, output, "--errors", existing), tmp_path).errors == existing
 
 
 def test_the_engines_arguments(source, tmp_path):

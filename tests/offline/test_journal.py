@@ -69,12 +69,33 @@ def test_a_torn_header_starts_anew(source):
 
 
 def test_a_changed_input_or_model_is_refused(source):
-    open_journal(source).close()
+    journal = open_journal(source)
+    journal.append(results(1))
+    journal.close()
     with pytest.raises(JournalError, match="with the model 'model', not 'other'"):
         open_journal(source, "other")
     source.write_text("another input\n")
     with pytest.raises(JournalError, match="for another input file, or the file was changed; delete it"):
         open_journal(source)
+
+
+def test_a_start_that_came_to_no_result_does_not_keep_a_corrected_one_from_running(source):
+    open_journal(source, "modle").close()
+    source.write_text("the corrected input\n")
+    corrected = open_journal(source)
+    corrected.append(results(1))
+    corrected.close()
+    again = open_journal(source)
+    assert again.finished == {1}
+    assert [entry for _, entry in again.read()] == results(1)
+
+
+def test_a_file_that_is_no_journal_is_not_rewritten(source):
+    path = source.with_name("journal")
+    path.write_text('{"version": 1}\n')
+    with pytest.raises(JournalError, match="was written for another input file"):
+        open_journal(source)
+    assert path.read_text() == '{"version": 1}\n'
 
 
 def test_damage_in_the_middle_is_refused_not_skipped(source):

@@ -98,6 +98,29 @@ def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
     assert summary.failed == 7
 
 
+def test_tokens_that_the_model_does_not_have_are_errors_of_their_lines(tmp_path):
+    last = fake_engine.VOCABULARY - 1
+    lines = [
+        batches.line(0, [1, last, 2], stop_token_ids=[last]),
+        batches.line(1, [1, last + 1, 2]),
+        batches.line(2, [1], stop_token_ids=[3, 2**31 - 1]),
+        batches.line(3, [8]),
+    ]
+    run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-3"]
+    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == [
+        {
+            "code": "invalid_prompt",
+            "message": "line 2: the prompt has the token id 1000; those of the model are below 1000",
+        },
+        {
+            "code": "invalid_request",
+            "message": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
+        },
+    ]
+    assert "1000" not in Path(f"{tmp_path / 'out.jsonl'}.executed").read_text()
+
+
 def test_no_group_is_split_over_engines(tmp_path):
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(120, groups=12))
     run(source, tmp_path / "out.jsonl", engines=3)

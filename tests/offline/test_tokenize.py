@@ -13,9 +13,11 @@ from sgl_prefix_attn.offline.tokenize import PromptEncoder
 
 WORDS = {word: number for number, word in enumerate(["<unk>", "<user>", "<assistant>", "hello", "world", "again"])}
 TEMPLATE = (
+    "{% if messages[0].content != 'vanish' %}"
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if messages[0].content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -48,6 +50,12 @@ def test_messages_are_rendered_with_the_generation_prompt(encoder):
     assert encoder.encode(request("/v1/chat/completions", messages=messages)) == [1, 3, 2, 4, 2]
 
 
+def test_content_in_parts_is_their_text(encoder):
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
+    messages = [{"role": "user", "content": parts}]
+    assert encoder.encode(request("/v1/chat/completions", messages=messages)) == [1, 3, 4, 2]
+
+
 def test_a_template_that_refuses_is_an_error_of_the_line(encoder):
     error = encoder.encode(request("/v1/chat/completions", messages=[{"role": "user", "content": "refuse"}]))
     assert isinstance(error, LineError)
@@ -56,9 +64,13 @@ def test_a_template_that_refuses_is_an_error_of_the_line(encoder):
 
 
 def test_a_prompt_without_tokens_is_an_error(encoder):
-    error = encoder.encode(request("/v1/completions", prompt=""))
-    assert isinstance(error, LineError)
-    assert error.message == "the prompt has no tokens"
+    for entry in (
+        request("/v1/completions", prompt=""),
+        request("/v1/chat/completions", messages=[{"role": "user", "content": "vanish"}]),
+    ):
+        error = encoder.encode(entry)
+        assert isinstance(error, LineError)
+        assert error.message == "the prompt has no tokens"
 
 
 def test_without_a_tokenizer_only_token_ids(tmp_path):

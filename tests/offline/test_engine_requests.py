@@ -1,0 +1,113 @@
+"""Every request that SGLang's engine is given has an outcome, whatever the engine makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import HTTPException
+
+from sgl_prefix_attn.offline.engines import Outcome, Task
+from sgl_prefix_attn.sglang_plugin import offline_engine
+
+SAMPLE = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type": "length"}, "prompt_tokens": 1}}
+FULL = HTTPException(503, "The request queue is full.")
+
+
+class Sent:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+
+    def send(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+class GivesUp:
+    """An engine that ends every request with this exception."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def async_generate(self, **_: Any) -> Any:
+        raise self._error
+
+
+class SmallQueue:
+    """An engine whose queue has room for that many requests; one takes a moment."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._queued = room, 0
+
+    async def async_generate(self, **_: Any) -> Any:
+        if self._queued == self._room:
+            raise FULL
+        self._queued += 1
+        await asyncio.sleep(0.01)
+        self._queued -= 1
+        return SAMPLE
+
+
+def outcomes(engine: Any, count: int = 1) -> list[Outcome]:
+    async def serve() -> None:
+        requests = offline_engine._Requests(engine)
+        tasks = [Task(number, np.array([1], dtype=np.int32), {}) for number in range(count)]
+        await asyncio.wait_for(asyncio.gather(*(offline_engine._report(requests, sent, task) for task in tasks)), 30)
+
+    sent: Any = Sent()
+    asyncio.run(serve())
+    return sorted(sent.outcomes, key=lambda outcome: outcome.number)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no such thing"), "no such thing"),
+        (HTTPException(500, "Out of memory."), "the engine gave the request up: Out of memory."),
+        (RuntimeError("it stopped"), "the engine gave the request up: RuntimeError: it stopped"),
+        (TimeoutError(), "the engine gave the request up: TimeoutError: "),
+        (KeyError("rid"), "the engine gave the request up: KeyError: 'rid'"),
+    ],
+)
+def test_whatever_the_engine_raises_is_the_requests_error(error, message):
+    assert outcomes(GivesUp(error)) == [Outcome(0, None, message)]
+
+
+def test_an_aborted_sample_is_the_requests_error():
+    class Aborts:
+        async def async_generate(self, **_: Any) -> Any:
+            return [SAMPLE, {"meta_info": {"finish_reason": {"type": "abort", "message": "it took too long"}}}]
+
+    assert outcomes(Aborts()) == [Outcome(0, None, "the engine gave the request up: it took too long")]
+
+
+def test_a_full_queue_is_waited_for(monkeypatch):
+    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.001)
+    found = outcomes(SmallQueue(2), count=9)
+    assert [outcome.number for outcome in found] == list(range(9))
+    assert all(outcome.answer is not None for outcome in found)
+
+
+def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(monkeypatch):
+    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.001)
+    found = outcomes(SmallQueue(0), count=3)
+    assert {outcome.error for outcome in found} == {
+        "The request queue is full. It has no room for this request; raise --max-queued-requests"
+    }
+
+
+@pytest.mark.parametrize(
+    ("manager", "size"),
+    [
+        (SimpleNamespace(model_config=SimpleNamespace(vocab_size=32_000)), 32_000),
+        (SimpleNamespace(model_config=SimpleNamespace(vocab_size=None)), None),
+        (SimpleNamespace(model_config=SimpleNamespace()), None),
+        (SimpleNamespace(), None),
+    ],
+)
+def test_the_vocabulary_is_unknown_where_sglang_does_not_tell_it(manager, size):
+    assert offline_engine._vocab_size(SimpleNamespace(tokenizer_manager=manager)) == size
