@@ -96,12 +96,19 @@ class CacheKeeper:
         """Pins a prefix: what is cached of it at once, the rest as soon as some request has computed it.
 
         Raises:
-            ValueError, PinBudgetError: as PinLedger.add.
+            ValueError, PinBudgetError: as PinLedger.add. Whatever the cache raises goes on, and no pin stays behind.
         """
         self._check_root()
+        namespace = self._tree.namespace(namespace)
         pin = self.ledger.add(tokens, namespace=namespace.text, label=label, ttl_steps=ttl_steps)
         self._held[pin.id] = _Held(namespace)
-        self._lock_pin(pin)
+        try:
+            self._lock_pin(pin)
+        except BaseException:
+            # Nobody would know its number, and it would count against the budget for good.
+            self.ledger.release(pin.id)
+            self._unlock_pin(self._held.pop(pin.id))
+            raise
         self.counters.pins_made += 1
         self._count_pins()
         return pin
@@ -117,8 +124,8 @@ class CacheKeeper:
 
     def pins_of(self, tokens: Sequence[int], namespace: Namespace = PLAIN) -> list[Pin]:
         """The pins of exactly this prefix."""
-        wanted = tuple(tokens)
-        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == namespace.text]
+        wanted, text = tuple(tokens), self._tree.namespace(namespace).text
+        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == text]
 
     def held_tokens(self, pin_id: int) -> int:
         """How much of a pin is cached, and so held."""
@@ -136,7 +143,7 @@ class CacheKeeper:
         """So many requests of a group that share this prefix are still to come. ValueError: retention is off."""
         if not self.retention:
             raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
-        self.worth.announce(keys_of(tokens, self._block, namespace.text), uses)
+        self.worth.announce(keys_of(tokens, self._block, self._tree.namespace(namespace).text), uses)
 
     def announce_shared(self, request: Any, shared: SharedPrefix) -> None:
         """Announces a stretch of a request's prompt, without what lies before it."""
@@ -307,10 +314,12 @@ class CacheKeeper:
         handle = self._tree.find(pin.tokens, held.namespace)
         if handle is None:
             return
+        # In this order, so that whatever raises, every lock that is held is known.
+        end = self._tree.path(handle)[-1].end
         lock = self._tree.lock(handle)
-        self._unlock_pin(held)
-        held.lock = lock
-        held.tokens = self._tree.path(handle)[-1].end
+        before, held.lock, held.tokens = held.lock, lock, end
+        if before is not None:
+            self._tree.release(before)
 
     def _unlock_pin(self, held: _Held) -> None:
         if held.lock is not None:
