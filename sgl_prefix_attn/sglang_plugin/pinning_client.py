@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from sgl_prefix_attn.sglang_plugin.pinning_commands import (
     ANSWER_KEY,
+    MAX_TOKENS,
     AnnounceCommand,
     Command,
     ListCommand,
@@ -65,7 +66,7 @@ class EnginePins:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
         """
         manager = self._engine.tokenizer_manager
-        ids = _one_of(manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(manager, token_ids, text)
         command = PinCommand(
             token_ids=ids, ttl_steps=ttl_steps, label=label, extra_key=extra_key, cache_salt=cache_salt
         )
@@ -83,7 +84,7 @@ class EnginePins:
         """Ends one pin by its number, or all pins of exactly one prefix."""
         if pin_id is not None:
             return self._run(ReleaseCommand(id=pin_id))
-        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
 
     def announce(
@@ -99,7 +100,7 @@ class EnginePins:
 
         Until the last of them is scheduled the prefix is kept before all others; then it is the first to go.
         """
-        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
 
     def pins(self) -> list[dict[str, Any]]:
@@ -196,14 +197,22 @@ def add_routes_to_server() -> None:
 
 
 def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
-    """The token ids, of the text if that is given; whether they are such is for the command to see."""
+    """The token ids, of the text if that is given; whether they are such is for the command to see.
+
+    Raises:
+        ValueError: not exactly one is given, or there are too many tokens.
+    """
     if (token_ids is None) == (text is None):
         raise ValueError("say which prefix: either text or token_ids")
-    if text is None:
+    if text is not None:
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r}: it has to be a string")
+        token_ids = token_ids_of(manager, text)
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         return token_ids
-    if not isinstance(text, str):
-        raise ValueError(f"text is {text!r}: it has to be a string")
-    return token_ids_of(manager, text)
+    if len(token_ids) > MAX_TOKENS:  # before they are copied, looked at one by one, and sent to every scheduler
+        raise ValueError(f"token_ids has {len(token_ids)} tokens: a prefix can have up to {MAX_TOKENS}")
+    return list(token_ids)
 
 
 def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:

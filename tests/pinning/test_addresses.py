@@ -79,3 +79,23 @@ def test_a_server_without_tokenizer_takes_only_tokens() -> None:
     manager.tokenizer = None
     assert "give token_ids" in client(manager).post(pinning_client.PATH, json={"text": "a"}).json()["error"]["message"]
     assert client(manager).post(pinning_client.PATH, json={"token_ids": [1]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "ttl", [0, 1 << 31, 1.0, "5", True], ids=["none", "too many", "a fraction", "a string", "a truth"]
+)
+def test_steps_are_a_number_of_them(ttl: object) -> None:
+    manager = Manager(answer())
+    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1], "ttl_steps": ttl})
+    assert (response.status_code, manager.commands) == (400, [])
+    assert "ttl_steps" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["token_ids", "text"])
+def test_prefixes_longer_than_any_pool_reach_no_scheduler(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning_client, "MAX_TOKENS", 4)
+    manager = Manager(answer())
+    prefix = {"token_ids": [1] * 5, "text": "abcde"}[field]
+    response = client(manager).post(pinning_client.PATH, json={field: prefix})
+    assert (response.status_code, manager.commands) == (400, [])
+    assert "5 tokens: a prefix can have up to 4" in response.json()["error"]["message"]
