@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from sgl_prefix_attn.sglang_plugin.pinning_commands import (
     ANSWER_KEY,
+    COPY_KEY,
     MAX_TOKENS,
     AnnounceCommand,
     Command,
@@ -25,6 +26,12 @@ from sgl_prefix_attn.sglang_plugin.pinning_commands import (
 logger = logging.getLogger(__name__)
 
 PATH = "/prefixpack/pins"
+_NO_ANSWER = {
+    "error": {
+        "kind": "unavailable",
+        "message": "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang",
+    }
+}
 _HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}
 
 
@@ -115,20 +122,50 @@ class EnginePins:
 
 
 async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
-    """Hands a command to all schedulers; one answer per data-parallel copy. Raises PinningError."""
+    """Hands a command to all schedulers; one answer per data-parallel copy.
+
+    A pin that one copy refuses is pinned on none: it is released on those that made or renewed it.
+
+    Raises:
+        PinningError: a copy refused. If others did not, the message says which did.
+    """
+    answers = await _ask(manager, command)
+    refused = [answer for answer in answers if "error" in answer]
+    if not refused:
+        return answers
+    message = refused[0]["error"]["message"]
+    if len(refused) < len(answers):
+        message = "; ".join(
+            f"copy {answer.get(COPY_KEY, number)} of the model refused: {answer['error']['message']}"
+            for number, answer in enumerate(answers)
+            if "error" in answer
+        )
+        message += "; " + await _undo(manager, command, answers)
+    raise PinningError(refused[0]["error"]["kind"], message)
+
+
+async def _ask(manager: Any, command: Command) -> list[dict[str, Any]]:
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()
     outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(command)))
-    answers = [output.internal_state.get(ANSWER_KEY) for output in outputs]
-    for answer in answers:
-        if answer is None:
-            raise PinningError(
-                "unavailable", "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang"
-            )
-        if "error" in answer:
-            raise PinningError(answer["error"]["kind"], answer["error"]["message"])
-    return answers
+    return [output.internal_state.get(ANSWER_KEY, _NO_ANSWER) for output in outputs]
+
+
+async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -> str:
+    """Makes all copies alike again after some refused, where that is possible; says what became of the others."""
+    if not isinstance(command, PinCommand):
+        return "the others did as asked"
+    # One number for all of them: it stands for what is pinned.
+    (pin_id,) = {answer["pin"]["id"] for answer in answers if "error" not in answer}
+    failed = [
+        answer["error"]["message"]
+        for answer in await _ask(manager, ReleaseCommand(id=pin_id))
+        if "error" in answer and answer["error"]["kind"] != "unknown"
+    ]
+    if failed:
+        return f"the others keep pin {pin_id}, because it could not be released: {'; '.join(failed)}"
+    return "the pin was released on the others"
 
 
 def token_ids_of(manager: Any, text: str) -> list[int]:

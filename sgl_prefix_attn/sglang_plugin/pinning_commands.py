@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
 
 ID_PREFIX = "prefixpack-pins:"
 ANSWER_KEY = "prefixpack_pins"
+COPY_KEY = "data_parallel_rank"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
