@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -316,6 +317,19 @@ class TestCommands:
     def test_refusals(self, request_id: str, error: str) -> None:
         keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
         assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
+
+    @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
+    def test_an_answer_says_which_copy_gave_it(self, rank: int | None, said: dict[str, int]) -> None:
+        server = SmallServer(CACHES[0], slots=64, settings=pinning(50))
+        scheduler = SimpleNamespace(tree_cache=server.cache, ps=SimpleNamespace(dp_rank=rank))
+        request = SimpleNamespace(rid=pinning_commands.encode(ListCommand()))
+        output = pinning_hooks.around_get_internal_state(lambda *args: None, scheduler, request)
+        assert output.internal_state[pinning_commands.ANSWER_KEY] == {
+            "pins": [],
+            "pinned_tokens": 0,
+            "budget_tokens": 32,
+            **said,
+        }
 
     def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:
         answer = pinning_commands.answer(pinning_commands.encode(ListCommand()), None)
