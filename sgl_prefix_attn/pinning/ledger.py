@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import numpy as np
 
 from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
+
+# Users make a few dozen. Each keeps its own tokens, so without a limit pins of one prefix would cost memory and time
+# in every scheduler, but nothing of the budget.
+MAX_PINS = 1024
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,8 @@ class Pin:
     """A prefix that is to stay cached.
 
     Attributes:
-        id: number, never used twice.
+        id: number that stands for the prefix as it was asked for, its namespace and its label: the same in every
+            scheduler and in every run, and exact in JSON.
         tokens: its token ids.
         namespace: prefixes of different namespaces share nothing.
         label: the owner's own words.
@@ -54,8 +61,8 @@ class PinLedger:
         self.step = 0
         self._pins: dict[int, Pin] = {}
         self._sorted: list[tuple[bytes, int]] = []
-        self._next_id = 1
         self._pinned = 0
+        self._next_end: float = math.inf  # no pin ends before
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -85,31 +92,44 @@ class PinLedger:
     def add(
         self, tokens: Sequence[int], *, namespace: str | None = None, label: str = "", ttl_steps: int | None = None
     ) -> Pin:
-        """Pins a prefix.
+        """Pins a prefix. What is pinned already, with this namespace and label, is renewed: it lasts as long as asked
+        for now, and has all its tokens again if it was shortened.
 
         Raises:
             ValueError: there are no tokens, or ttl_steps is below 1.
-            PinBudgetError: the budget does not allow it.
+            PinBudgetError: the budget does not allow it, or there are MAX_PINS pins.
         """
         if not tokens:
             raise ValueError("there are no tokens to pin")
         if ttl_steps is not None and ttl_steps < 1:
             raise ValueError(f"ttl_steps is {ttl_steps}: a pin lasts at least one scheduler step")
-        cost = self.cost(tokens, namespace)
+        if len(tokens) > self.budget:  # said before anything is copied
+            raise PinBudgetError(
+                f"pinning {len(tokens)} tokens is not possible, because that is more than all of the budget of "
+                f"{self.budget}; pin a shorter prefix or raise the budget"
+            )
+        text = _text(tokens, namespace)
+        pin_id = _id(text, label)
+        before = self._pins.get(pin_id)
+        if before is None and len(self._pins) >= MAX_PINS:
+            raise PinBudgetError(f"there are {MAX_PINS} pins, which is as many as there can be; release pins")
+        cost = self._alone(text, len(tokens))
         if self._pinned + cost > self.budget:
             raise PinBudgetError(
                 f"pinning {len(tokens)} tokens needs {cost} more tokens, but {self._pinned} of the budget of "
                 f"{self.budget} are pinned already; release pins, pin a shorter prefix or raise the budget"
             )
-        pin = Pin(
-            self._next_id,
-            tuple(tokens),
-            namespace,
-            label,
-            None if ttl_steps is None else self.step + ttl_steps,
-        )
-        self._next_id += 1
-        self._insert(pin)
+        expires = None if ttl_steps is None else self.step + ttl_steps
+        if before is not None and len(before.tokens) == len(tokens):
+            pin = replace(before, expires=expires)
+            self._pins[pin_id] = pin
+        else:
+            pin = Pin(pin_id, tuple(tokens), namespace, label, expires)
+            if before is None:
+                self._insert(pin)
+            else:
+                self._replace(before, pin)
+        self._ends(pin)
         return pin
 
     def release(self, pin_id: int) -> Pin:
@@ -121,35 +141,38 @@ class PinLedger:
     def advance(self, steps: int = 1) -> list[Pin]:
         """Time goes on by scheduler steps; returns the pins that ended."""
         self.step += steps
+        if self.step < self._next_end:
+            return []
         ended = [pin for pin in self._pins.values() if pin.expires is not None and pin.expires <= self.step]
         for pin in ended:
             self._remove(pin)
+        self._next_end = math.inf
+        for pin in self._pins.values():
+            self._ends(pin)
         return ended
 
-    def shed(self, tokens: int, worth: Callable[[Pin], float]) -> list[Shed]:
-        """Gives up pins until at least `tokens` tokens are no longer pinned, or nothing is.
+    def shed_order(self, worth: Callable[[Pin], float]) -> list[Pin]:
+        """Pins in the order in which they give way: the least worth first, then what ends first, then the newest."""
+        newest_first = reversed(self._pins.values())
+        return sorted(newest_first, key=lambda pin: (worth(pin), math.inf if pin.expires is None else pin.expires))
 
-        The least worth goes first, then what expires first, then the newest. The last one is shortened rather than
-        ended if a part of it suffices.
+    def shed(self, pin_id: int, kept: int = 0) -> Shed:
+        """A pin gives way: of its tokens the first `kept` stay pinned, and with none it ends.
+
+        Raises:
+            UnknownPinError: there is no such pin.
+            ValueError: `kept` is not below what the pin has.
         """
-        order = sorted(
-            self._pins.values(),
-            key=lambda pin: (worth(pin), float("inf") if pin.expires is None else pin.expires, -pin.id),
-        )
-        result = []
-        for pin in order:
-            if tokens <= 0:
-                break
-            before = self._pinned
+        pin = self.get(pin_id)
+        if not 0 <= kept < len(pin.tokens):
+            raise ValueError(f"kept is {kept}: a pin of {len(pin.tokens)} tokens that gives way keeps fewer")
+        after = None
+        if kept:
+            after = replace(pin, tokens=pin.tokens[:kept])
+            self._replace(pin, after)
+        else:
             self._remove(pin)
-            freed = before - self._pinned
-            after = None
-            if freed > tokens:
-                after = replace(pin, tokens=pin.tokens[: len(pin.tokens) - tokens])
-                self._insert(after)
-            tokens -= before - self._pinned
-            result.append(Shed(pin, after))
-        return result
+        return Shed(pin, after)
 
     def clear(self) -> list[Pin]:
         """Ends all pins; returns them."""
@@ -157,18 +180,34 @@ class PinLedger:
         self._pins.clear()
         self._sorted.clear()
         self._pinned = 0
+        self._next_end = math.inf
         return pins
 
+    def _ends(self, pin: Pin) -> None:
+        if pin.expires is not None:
+            self._next_end = min(self._next_end, pin.expires)
+
     def _insert(self, pin: Pin) -> None:
-        text = _text(pin.tokens, pin.namespace)
-        self._pinned += self._alone(text, len(pin.tokens))
-        insort(self._sorted, (text, pin.id))
+        self._count(pin)
         self._pins[pin.id] = pin
 
     def _remove(self, pin: Pin) -> None:
+        self._uncount(pin)
+        del self._pins[pin.id]
+
+    def _replace(self, before: Pin, after: Pin) -> None:
+        """In place, so that the pin stays as old as it is."""
+        self._uncount(before)
+        self._insert(after)
+
+    def _count(self, pin: Pin) -> None:
+        text = _text(pin.tokens, pin.namespace)
+        self._pinned += self._alone(text, len(pin.tokens))
+        insort(self._sorted, (text, pin.id))
+
+    def _uncount(self, pin: Pin) -> None:
         text = _text(pin.tokens, pin.namespace)
         del self._sorted[bisect_left(self._sorted, (text, pin.id))]
-        del self._pins[pin.id]
         self._pinned -= self._alone(text, len(pin.tokens))
 
     def _alone(self, text: bytes, length: int) -> int:
@@ -176,6 +215,12 @@ class PinLedger:
         place = bisect_left(self._sorted, (text, 0))
         neighbours = self._sorted[max(0, place - 1) : place + 1]
         return length - max((_shared(text, other) for other, _ in neighbours), default=0)
+
+
+def _id(text: bytes, label: str) -> int:
+    """53 bits, which every JSON reader keeps; never 0."""
+    digest = blake2b(text, digest_size=8, key=blake2b(label.encode(), digest_size=16).digest()).digest()
+    return (int.from_bytes(digest, "little") >> 11) or 1
 
 
 def _text(tokens: Sequence[int], namespace: str | None) -> bytes:

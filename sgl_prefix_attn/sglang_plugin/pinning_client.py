@@ -13,6 +13,8 @@ from pydantic import ValidationError
 
 from sgl_prefix_attn.sglang_plugin.pinning_commands import (
     ANSWER_KEY,
+    COPY_KEY,
+    MAX_TOKENS,
     AnnounceCommand,
     Command,
     ListCommand,
@@ -24,6 +26,12 @@ from sgl_prefix_attn.sglang_plugin.pinning_commands import (
 logger = logging.getLogger(__name__)
 
 PATH = "/prefixpack/pins"
+_NO_ANSWER = {
+    "error": {
+        "kind": "unavailable",
+        "message": "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang",
+    }
+}
 _HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}
 
 
@@ -65,7 +73,7 @@ class EnginePins:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
         """
         manager = self._engine.tokenizer_manager
-        ids = _one_of(manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(manager, token_ids, text)
         command = PinCommand(
             token_ids=ids, ttl_steps=ttl_steps, label=label, extra_key=extra_key, cache_salt=cache_salt
         )
@@ -83,7 +91,7 @@ class EnginePins:
         """Ends one pin by its number, or all pins of exactly one prefix."""
         if pin_id is not None:
             return self._run(ReleaseCommand(id=pin_id))
-        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
 
     def announce(
@@ -99,7 +107,7 @@ class EnginePins:
 
         Until the last of them is scheduled the prefix is kept before all others; then it is the first to go.
         """
-        ids = _one_of(self._engine.tokenizer_manager, None if token_ids is None else list(token_ids), text)
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
 
     def pins(self) -> list[dict[str, Any]]:
@@ -114,20 +122,50 @@ class EnginePins:
 
 
 async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
-    """Hands a command to all schedulers; one answer per data-parallel copy. Raises PinningError."""
+    """Hands a command to all schedulers; one answer per data-parallel copy.
+
+    A pin that one copy refuses is pinned on none: it is released on those that made or renewed it.
+
+    Raises:
+        PinningError: a copy refused. If others did not, the message says which did.
+    """
+    answers = await _ask(manager, command)
+    refused = [answer for answer in answers if "error" in answer]
+    if not refused:
+        return answers
+    message = refused[0]["error"]["message"]
+    if len(refused) < len(answers):
+        message = "; ".join(
+            f"copy {answer.get(COPY_KEY, number)} of the model refused: {answer['error']['message']}"
+            for number, answer in enumerate(answers)
+            if "error" in answer
+        )
+        message += "; " + await _undo(manager, command, answers)
+    raise PinningError(refused[0]["error"]["kind"], message)
+
+
+async def _ask(manager: Any, command: Command) -> list[dict[str, Any]]:
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()
     outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(command)))
-    answers = [output.internal_state.get(ANSWER_KEY) for output in outputs]
-    for answer in answers:
-        if answer is None:
-            raise PinningError(
-                "unavailable", "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang"
-            )
-        if "error" in answer:
-            raise PinningError(answer["error"]["kind"], answer["error"]["message"])
-    return answers
+    return [output.internal_state.get(ANSWER_KEY, _NO_ANSWER) for output in outputs]
+
+
+async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -> str:
+    """Makes all copies alike again after some refused, where that is possible; says what became of the others."""
+    if not isinstance(command, PinCommand):
+        return "the others did as asked"
+    # One number for all of them: it stands for what is pinned.
+    (pin_id,) = {answer["pin"]["id"] for answer in answers if "error" not in answer}
+    failed = [
+        answer["error"]["message"]
+        for answer in await _ask(manager, ReleaseCommand(id=pin_id))
+        if "error" in answer and answer["error"]["kind"] != "unknown"
+    ]
+    if failed:
+        return f"the others keep pin {pin_id}, because it could not be released: {'; '.join(failed)}"
+    return "the pin was released on the others"
 
 
 def token_ids_of(manager: Any, text: str) -> list[int]:
@@ -196,14 +234,22 @@ def add_routes_to_server() -> None:
 
 
 def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
-    """The token ids, of the text if that is given; whether they are such is for the command to see."""
+    """The token ids, of the text if that is given; whether they are such is for the command to see.
+
+    Raises:
+        ValueError: not exactly one is given, or there are too many tokens.
+    """
     if (token_ids is None) == (text is None):
         raise ValueError("say which prefix: either text or token_ids")
-    if text is None:
+    if text is not None:
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r}: it has to be a string")
+        token_ids = token_ids_of(manager, text)
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         return token_ids
-    if not isinstance(text, str):
-        raise ValueError(f"text is {text!r}: it has to be a string")
-    return token_ids_of(manager, text)
+    if len(token_ids) > MAX_TOKENS:  # before they are copied, looked at one by one, and sent to every scheduler
+        raise ValueError(f"token_ids has {len(token_ids)} tokens: a prefix can have up to {MAX_TOKENS}")
+    return list(token_ids)
 
 
 def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,12 @@ from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
 
 ID_PREFIX = "prefixpack-pins:"
 ANSWER_KEY = "prefixpack_pins"
+COPY_KEY = "data_parallel_rank"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 
 
 class _Prefix(BaseModel):
@@ -38,7 +41,7 @@ class PinCommand(_Prefix):
     """Pin a prefix, for `ttl_steps` scheduler steps or until it is released."""
 
     command: Literal["pin"] = "pin"
-    ttl_steps: Annotated[int, Field(ge=1)] | None = None
+    ttl_steps: Count | None = None
     label: Annotated[str, Field(max_length=200)] = ""
 
 
@@ -64,7 +67,7 @@ class AnnounceCommand(_Prefix):
     """Say that `uses` requests of an offline group are still to come that share this prefix, and then no more."""
 
     command: Literal["announce"] = "announce"
-    uses: Annotated[int, Field(ge=1)]
+    uses: Count
 
 
 class ListCommand(BaseModel):

@@ -246,6 +246,10 @@ def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv
         if keeper is not None:
             keeper.counters.failed()
         answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
+    # Answers come in any order, and whoever asked wants to know whose a refusal is.
+    rank = getattr(getattr(scheduler, "ps", scheduler), "dp_rank", None)
+    if rank is not None:
+        answer[pinning_commands.COPY_KEY] = rank
     return GetInternalStateReqOutput(internal_state={pinning_commands.ANSWER_KEY: answer})
 
 

@@ -11,9 +11,9 @@ Reads nothing but requests, tree and pool, and counts time in scheduler steps an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sgl_prefix_attn.offline.queue_order import SharedPrefix
@@ -95,13 +95,27 @@ class CacheKeeper:
     ) -> Pin:
         """Pins a prefix: what is cached of it at once, the rest as soon as some request has computed it.
 
+        The same prefix, namespace and label again renews the pin.
+
         Raises:
-            ValueError, PinBudgetError: as PinLedger.add.
+            ValueError, PinBudgetError: as PinLedger.add. Whatever the cache raises goes on, and no pin stays behind.
         """
         self._check_root()
+        namespace = self._tree.namespace(namespace)
         pin = self.ledger.add(tokens, namespace=namespace.text, label=label, ttl_steps=ttl_steps)
+        if pin.id in self._held:
+            if self._held[pin.id].tokens < len(pin.tokens):
+                self._lock_pin(pin)
+            self._count_pins()
+            return pin
         self._held[pin.id] = _Held(namespace)
-        self._lock_pin(pin)
+        try:
+            self._lock_pin(pin)
+        except BaseException:
+            # Nobody would know its number, and it would count against the budget for good.
+            self.ledger.release(pin.id)
+            self._unlock_pin(self._held.pop(pin.id))
+            raise
         self.counters.pins_made += 1
         self._count_pins()
         return pin
@@ -117,8 +131,8 @@ class CacheKeeper:
 
     def pins_of(self, tokens: Sequence[int], namespace: Namespace = PLAIN) -> list[Pin]:
         """The pins of exactly this prefix."""
-        wanted = tuple(tokens)
-        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == namespace.text]
+        wanted, text = tuple(tokens), self._tree.namespace(namespace).text
+        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == text]
 
     def held_tokens(self, pin_id: int) -> int:
         """How much of a pin is cached, and so held."""
@@ -136,7 +150,7 @@ class CacheKeeper:
         """So many requests of a group that share this prefix are still to come. ValueError: retention is off."""
         if not self.retention:
             raise ValueError("retention is off: set PREFIXPACK_RETENTION=reuse")
-        self.worth.announce(keys_of(tokens, self._block, namespace.text), uses)
+        self.worth.announce(keys_of(tokens, self._block, self._tree.namespace(namespace).text), uses)
 
     def announce_shared(self, request: Any, shared: SharedPrefix) -> None:
         """Announces a stretch of a request's prompt, without what lies before it."""
@@ -176,7 +190,12 @@ class CacheKeeper:
             held = self._held[pin.id]
             if held.tokens < len(pin.tokens) and held.namespace == namespace:
                 upto = held.tokens + 1
-                if len(tokens) >= upto and pin.tokens[:upto] == tuple(tokens[:upto]):
+                # The last one first: most requests have nothing to do with most pins, and need no copy for each.
+                if (
+                    len(tokens) >= upto
+                    and pin.tokens[upto - 1] == tokens[upto - 1]
+                    and pin.tokens[:upto] == tuple(tokens[:upto])
+                ):
                     self._lock_pin(pin)
         if self.retention:
             keys = self._prompt_keys(request)
@@ -206,23 +225,50 @@ class CacheKeeper:
         return int(tokens - self._allocator.available_size() - self._cache.evictable_size())
 
     def make_room(self, tokens: int) -> bool:
-        """Sheds pins until so many tokens are free or evictable; whether they are."""
+        """Sheds pins until so many tokens are free or evictable; whether they are.
+
+        Only pins whose end helps are shed: not what is not cached yet, and not what running requests hold as well.
+        """
         self._check_root()
-        missing = self.missing(tokens)
-        while missing > 0 and len(self.ledger):
-            for shed in self.ledger.shed(missing, self._worth_of_pin):
-                held = self._held.pop(shed.before.id)
-                self._unlock_pin(held)
-                after = 0
-                if shed.after is not None:
-                    self._held[shed.after.id] = _Held(held.namespace)
-                    self._lock_pin(shed.after)
-                    after = len(shed.after.tokens)
-                self.counters.pins_shed += 1
-                self.counters.tokens_shed += len(shed.before.tokens) - after
-            self._count_pins()
-            missing = self.missing(tokens)
-        return missing <= 0
+        if self.missing(tokens) <= 0:
+            return True
+        let_go: list[tuple[Pin, Any, int]] = []  # the pin, the node it held, and how much that was
+        for pin in self.ledger.shed_order(self._worth_of_pin):
+            held = self._held[pin.id]
+            if held.lock is None:
+                continue
+            let_go.append((pin, held.lock.handle, held.tokens))
+            self._unlock_pin(held)
+            if self.missing(tokens) <= 0:
+                break
+        # Only now, because two pins of the same nodes free them together, and neither does so alone. What should stay
+        # longest is taken back first.
+        target = max(0, self.missing(tokens))
+        for pin, handle, cached in reversed(let_go):
+            self._take_back(pin, handle, cached, lambda: self.missing(tokens) - target)
+        self._count_pins()
+        return target <= 0
+
+    def _take_back(self, pin: Pin, handle: Any, cached: int, excess: Callable[[], int]) -> None:
+        """Locks what a pin held again, or the longest beginning found of it that leaves no `excess`; else it ends."""
+        held = self._held[pin.id]
+        held.lock, held.tokens = self._tree.lock(handle), cached
+        over, cut = excess(), 0
+        while over > 0:
+            self._unlock_pin(held)
+            # What is cut may be held by others too and so free less than its length; twice as much soon does not.
+            cut += max(over, cut)
+            if cut >= cached:
+                break
+            self._lock_pin(replace(pin, tokens=pin.tokens[: cached - cut]))
+            over = excess()
+        if held.tokens == cached:
+            return
+        self.counters.pins_shed += 1
+        self.counters.tokens_shed += len(pin.tokens) - held.tokens
+        self.ledger.shed(pin.id, held.tokens)
+        if held.lock is None:
+            del self._held[pin.id]
 
     @contextmanager
     def protected(self, tokens: int) -> Iterator[None]:
@@ -307,10 +353,12 @@ class CacheKeeper:
         handle = self._tree.find(pin.tokens, held.namespace)
         if handle is None:
             return
+        # In this order, so that whatever raises, every lock that is held is known.
+        end = self._tree.path(handle)[-1].end
         lock = self._tree.lock(handle)
-        self._unlock_pin(held)
-        held.lock = lock
-        held.tokens = self._tree.path(handle)[-1].end
+        before, held.lock, held.tokens = held.lock, lock, end
+        if before is not None:
+            self._tree.release(before)
 
     def _unlock_pin(self, held: _Held) -> None:
         if held.lock is not None:
@@ -319,6 +367,8 @@ class CacheKeeper:
         held.tokens = 0
 
     def _worth_of_pin(self, pin: Pin) -> float:
+        if not self.retention:  # nothing is known of any
+            return 0.0
         keys = keys_of(pin.tokens, self._block, pin.namespace)
         return self.worth.of(keys[-1]) if keys else 0.0
 

@@ -6,6 +6,7 @@ so SGLang's accounting stays right; each is released exactly once, with what tak
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -47,6 +48,9 @@ class LockableTree(Protocol):
 
     name: str
 
+    def namespace(self, asked: Namespace) -> Namespace:
+        """The namespace as the cache keeps it, which is what requests that were sent with it carry."""
+
     def root(self) -> object:
         """Identity of the tree's present content: another one after a reset."""
 
@@ -83,6 +87,13 @@ class _Tree:
         self._reader = reader
         self._match_params = MatchPrefixParams
         self._radix_key = RadixKey
+        self._takes_salt = "cache_salt" in inspect.signature(RadixKey).parameters
+
+    def namespace(self, asked: Namespace) -> Namespace:
+        if self._takes_salt or asked.cache_salt is None:
+            return asked
+        # SGLang up to 0.5.17 joins both where requests come in, in this order, and knows only the result afterwards.
+        return Namespace(asked.cache_salt + (asked.extra_key or ""))
 
     def root(self) -> object:
         return self._reader.root()

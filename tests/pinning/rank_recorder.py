@@ -149,8 +149,8 @@ def _advanced(ledger: PinLedger, ended: Any, *args: Any) -> None:
         note("expired", [pin.id for pin in ended], ledger.step)
 
 
-def _shed(ledger: PinLedger, shed: Any, *args: Any) -> None:
-    note("shed", [(s.before.id, len(s.before.tokens), 0 if s.after is None else len(s.after.tokens)) for s in shed])
+def _shed(ledger: PinLedger, shed: Any, *args: Any, **kwargs: Any) -> None:
+    note("shed", shed.before.id, len(shed.before.tokens), 0 if shed.after is None else len(shed.after.tokens))
 
 
 def _stepped(keeper: CacheKeeper, result: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,11 +51,47 @@ def test_text_becomes_tokens_and_every_scheduler_answers() -> None:
     assert manager.commands == [{"command": "pin", "token_ids": [97, 98], "ttl_steps": 5, "label": ""}]
 
 
-def test_one_refusing_scheduler_refuses() -> None:
-    manager = Manager(answer(pinned_tokens=2), answer(error={"kind": "budget", "message": "too much"}))
+def test_what_all_schedulers_refuse_is_refused() -> None:
+    manager = Manager(*[answer(error={"kind": "budget", "message": "too much"})] * 2)
     response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
     assert response.status_code == 409
     assert response.json() == {"error": {"kind": "budget", "message": "too much"}}
+    assert len(manager.commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("released", "then"),
+    [
+        ([answer(released=[77]), answer(error={"kind": "unknown", "message": "no pin"})], "was released on the others"),
+        ([answer(error={"kind": "failed", "message": "broken"})] * 2, "the others keep pin 77, .* broken"),
+    ],
+    ids=["and is released", "and cannot be released"],
+)
+def test_a_pin_that_one_copy_refuses_is_pinned_on_none(released: list[dict[str, Any]], then: str) -> None:
+    class Copies(Manager):
+        async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+            result = await super().get_internal_state_communicator(request)
+            self.answers = tuple(released)
+            return result
+
+    refusal = answer(error={"kind": "budget", "message": "too much"}, data_parallel_rank=3)
+    manager = Copies(refusal, answer(pin={"id": 77}, data_parallel_rank=2))
+    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
+    assert response.status_code == 409
+    error = response.json()["error"]
+    assert error["kind"] == "budget"
+    assert re.search(f"copy 3 of the model refused: too much; .*{then}", error["message"])
+    assert manager.commands[1:] == [{"command": "release", "id": 77}]
+
+
+def test_a_release_that_one_copy_refuses_says_so() -> None:
+    """One copy may have shed a pin, or seen it expire, before the other."""
+    manager = Manager(answer(released=[5]), answer(error={"kind": "unknown", "message": "there is no pin 5"}))
+    response = client(manager).request("DELETE", pinning_client.PATH, json={"id": 5})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == (
+        "copy 1 of the model refused: there is no pin 5; the others did as asked"
+    )
 
 
 def test_schedulers_that_do_not_know_the_command_are_named() -> None:
@@ -79,3 +116,23 @@ def test_a_server_without_tokenizer_takes_only_tokens() -> None:
     manager.tokenizer = None
     assert "give token_ids" in client(manager).post(pinning_client.PATH, json={"text": "a"}).json()["error"]["message"]
     assert client(manager).post(pinning_client.PATH, json={"token_ids": [1]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "ttl", [0, 1 << 31, 1.0, "5", True], ids=["none", "too many", "a fraction", "a string", "a truth"]
+)
+def test_steps_are_a_number_of_them(ttl: object) -> None:
+    manager = Manager(answer())
+    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1], "ttl_steps": ttl})
+    assert (response.status_code, manager.commands) == (400, [])
+    assert "ttl_steps" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["token_ids", "text"])
+def test_prefixes_longer_than_any_pool_reach_no_scheduler(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning_client, "MAX_TOKENS", 4)
+    manager = Manager(answer())
+    prefix = {"token_ids": [1] * 5, "text": "abcde"}[field]
+    response = client(manager).post(pinning_client.PATH, json={field: prefix})
+    assert (response.status_code, manager.commands) == (400, [])
+    assert "5 tokens: a prefix can have up to 4" in response.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,66 @@ def test_pins_give_way_only_as_far_as_needed(kind: str) -> None:
     assert server.keeper.held_tokens(pin.id) == len(left.tokens)
     assert server.keeper.counters.pins_shed > 0
     assert server.keeper.counters.tokens_shed == 50 - len(left.tokens)
+
+
+def hold_everything_by_a_running_request(server: SmallServer) -> None:
+    server.send(prompt(1, 20), 20)
+    assert server.step()
+
+
+def test_what_is_not_cached_does_not_give_way(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    hold_everything_by_a_running_request(server)
+    pin = server.keeper.pin(prompt(2, 30))
+    assert not server.keeper.make_room(60)
+    assert server.keeper.ledger.pins() == [pin]
+
+
+def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    hold_everything_by_a_running_request(server)
+    pin = server.keeper.pin(prompt(1, 20))
+    protected = server.cache.protected_size()
+    assert not server.keeper.make_room(60)
+    assert server.keeper.ledger.pins() == [pin]
+    assert server.keeper.held_tokens(pin.id) == 20
+    assert (server.keeper.counters.pins_shed, server.cache.protected_size()) == (0, protected)
+    server.abort(server.running.reqs[0])
+    assert server.step()
+    assert run(server, [*prompt(1), 5]) == 20
+
+
+def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(2, 20))
+    useful = server.keeper.pin(prompt(2, 20))
+    hold_everything_by_a_running_request(server)
+    useless = server.keeper.pin(prompt(1, 20))
+    assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 5)
+    assert server.keeper.ledger.get(useless.id) == useless
+    assert server.keeper.held_tokens(useful.id) == len(server.keeper.ledger.get(useful.id).tokens) == 15
+
+
+def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1, 50))
+    pins = [server.keeper.pin(prompt(1, 50), label=label) for label in "ab"]
+    room = server.allocator.available_size() + server.cache.evictable_size()
+    assert server.keeper.make_room(room + 10)
+    assert [server.keeper.held_tokens(pin.id) for pin in pins] == [40, 40]
+    assert server.keeper.make_room(room + 50)
+    assert server.keeper.ledger.pins() == []
+    assert server.cache.protected_size() == 0
+
+
+def test_a_shortened_pin_that_is_asked_for_again_holds_all_that_is_cached(kind: str) -> None:
+    server = SmallServer(kind, slots=64, settings=pinning())
+    run(server, prompt(1, 50))
+    pin = server.keeper.pin(prompt(1, 50))
+    assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
+    assert server.keeper.held_tokens(pin.id) == 40
+    assert server.keeper.pin(prompt(1, 50)) == pin
+    assert server.keeper.held_tokens(pin.id) == 50
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
@@ -224,14 +285,22 @@ class TestCommands:
         keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
         made = pinning_commands.answer(pinning_commands.encode(PinCommand(token_ids=[1, 2], label="x")), keeper)
         assert made == {
-            "pin": {"id": 1, "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
+            "pin": {"id": made["pin"]["id"], "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
             "pinned_tokens": 2,
             "budget_tokens": 32,
         }
         listed = pinning_commands.answer(pinning_commands.encode(ListCommand()), keeper)
         assert listed["pins"] == [made["pin"]]
         released = pinning_commands.answer(pinning_commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
-        assert (released["released"], released["pinned_tokens"]) == ([1], 0)
+        assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
+
+    def test_the_same_command_again_renews_the_pin(self, kind: str) -> None:
+        keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
+        command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
+        first = pinning_commands.answer(pinning_commands.encode(command), keeper)
+        keeper.step()
+        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == first
+        assert len(keeper.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
 
     @pytest.mark.parametrize(
         ("request_id", "error"),
@@ -248,6 +317,19 @@ class TestCommands:
     def test_refusals(self, request_id: str, error: str) -> None:
         keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
         assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
+
+    @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
+    def test_an_answer_says_which_copy_gave_it(self, rank: int | None, said: dict[str, int]) -> None:
+        server = SmallServer(CACHES[0], slots=64, settings=pinning(50))
+        scheduler = SimpleNamespace(tree_cache=server.cache, ps=SimpleNamespace(dp_rank=rank))
+        request = SimpleNamespace(rid=pinning_commands.encode(ListCommand()))
+        output = pinning_hooks.around_get_internal_state(lambda *args: None, scheduler, request)
+        assert output.internal_state[pinning_commands.ANSWER_KEY] == {
+            "pins": [],
+            "pinned_tokens": 0,
+            "budget_tokens": 32,
+            **said,
+        }
 
     def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:
         answer = pinning_commands.answer(pinning_commands.encode(ListCommand()), None)

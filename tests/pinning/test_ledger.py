@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Never
 
 import pytest
 
 from sgl_prefix_attn.pinning import Pin, PinBudgetError, PinLedger, UnknownPinError
+from sgl_prefix_attn.pinning.ledger import MAX_PINS
 
 
 def distinct(pins: list[Pin]) -> int:
@@ -50,7 +52,7 @@ def test_a_pin_is_released_once() -> None:
     ledger = PinLedger(budget=60)
     pin = ledger.add(range(10))
     ledger.release(pin.id)
-    with pytest.raises(UnknownPinError, match="no pin 1"):
+    with pytest.raises(UnknownPinError, match=f"no pin {pin.id}"):
         ledger.release(pin.id)
     assert ledger.pinned_tokens == 0
 
@@ -78,18 +80,97 @@ def test_the_least_worth_is_shed_first_then_what_expires_first_then_the_newest()
     ledger = PinLedger(budget=100)
     a, b, c, d = (ledger.add([name] * 10, ttl_steps=ttl) for name, ttl in ((1, None), (2, None), (3, 5), (4, None)))
     worth = {a.id: 0.5, b.id: 0.1, c.id: 0.1, d.id: 0.1}
-    assert [shed.before.id for shed in ledger.shed(40, lambda pin: worth[pin.id])] == [c.id, d.id, b.id, a.id]
+    assert ledger.shed_order(lambda pin: worth[pin.id]) == [c, d, b, a]
 
 
-def test_the_last_pin_is_shortened_if_that_suffices() -> None:
+def test_a_pin_gives_way_in_part_or_ends() -> None:
     ledger = PinLedger(budget=100)
     pin = ledger.add(range(100))
-    (shed,) = ledger.shed(30, lambda pin: 0.0)
+    shed = ledger.shed(pin.id, kept=70)
     assert shed.before == pin
     assert shed.after is not None
     assert shed.after.tokens == tuple(range(70))
     assert shed.after.id == pin.id
     assert ledger.pinned_tokens == 70
+    assert ledger.shed(pin.id).after is None
+    assert (ledger.pins(), ledger.pinned_tokens) == ([], 0)
+
+
+@pytest.mark.parametrize("kept", [-1, 10])
+def test_giving_way_leaves_less(kept: int) -> None:
+    ledger = PinLedger(budget=100)
+    pin = ledger.add(range(10))
+    with pytest.raises(ValueError, match=f"kept is {kept}"):
+        ledger.shed(pin.id, kept)
+
+
+def test_the_same_pin_again_renews_it() -> None:
+    ledger = PinLedger(budget=100)
+    first, other = ledger.add(range(10), label="system", ttl_steps=3), ledger.add(range(50), ttl_steps=9)
+    ledger.advance(2)
+    again = ledger.add(range(10), label="system", ttl_steps=5)
+    assert (again.id, again.expires) == (first.id, 7)
+    assert ledger.pins() == [again, other]
+    assert ledger.advance(4) == []
+    assert ledger.advance() == [again]
+    assert ledger.add(range(50)).expires is None
+    assert ledger.advance(10) == []
+
+
+def test_a_shortened_pin_is_whole_again_when_renewed() -> None:
+    ledger = PinLedger(budget=100)
+    pin = ledger.add(range(100))
+    ledger.shed(pin.id, kept=10)
+    assert ledger.add(range(100)) == pin
+    assert ledger.pinned_tokens == 100
+
+
+def test_a_renewal_that_the_budget_does_not_allow_changes_nothing() -> None:
+    ledger = PinLedger(budget=100)
+    pin = ledger.add(range(100))
+    ledger.shed(pin.id, kept=10)
+    ledger.add(range(1000, 1050))
+    with pytest.raises(PinBudgetError, match="needs 90 more tokens"):
+        ledger.add(range(100))
+    assert ledger.get(pin.id).tokens == tuple(range(10))
+    assert ledger.pinned_tokens == 60
+
+
+def test_a_number_stands_for_the_same_pin_in_every_ledger() -> None:
+    """Copies of a model number by themselves, and have not all been asked for the same."""
+    first, second = PinLedger(budget=100), PinLedger(budget=100)
+    second.add(range(5))
+    assert first.add(range(10), label="a").id == second.add(range(10), label="a").id
+    ids = [
+        first.add(tokens, namespace=namespace, label=label).id
+        for tokens in ([1], [2])
+        for namespace in (None, "lora")
+        for label in ("", "a")
+    ]
+    assert len(set(ids)) == len(ids)
+    assert all(0 < pin_id < 1 << 53 for pin_id in ids)
+
+
+def test_there_are_only_so_many_pins() -> None:
+    ledger = PinLedger(budget=100)
+    pins = [ledger.add([1], label=str(number)) for number in range(MAX_PINS)]
+    with pytest.raises(PinBudgetError, match=rf"there are {MAX_PINS} pins.*release pins"):
+        ledger.add([1])
+    assert ledger.add([1], label="7") == pins[7]
+    ledger.release(pins[0].id)
+    ledger.add([1])
+
+
+def test_what_is_longer_than_the_budget_is_refused_before_it_is_copied() -> None:
+    class Long(list[int]):
+        def __len__(self) -> int:
+            return 1 << 40
+
+        def __iter__(self) -> Never:
+            raise AssertionError("copied")
+
+    with pytest.raises(PinBudgetError, match="more than all of the budget of 100"):
+        PinLedger(budget=100).add(Long([1]))
 
 
 def test_clearing_ends_everything() -> None:
@@ -113,14 +194,13 @@ def test_random_histories_count_every_shared_prefix_once(seed: int) -> None:
                 with pytest.raises(PinBudgetError):
                     ledger.add(tokens, namespace=namespace)
             else:
-                ledger.add(tokens, namespace=namespace, ttl_steps=dice.choice([None, 3, 10]))
+                ledger.add(tokens, namespace=namespace, label=dice.choice("ab"), ttl_steps=dice.choice([None, 3, 10]))
                 assert ledger.pinned_tokens == before + cost
         elif action < 0.8 and len(ledger):
             ledger.release(dice.choice(ledger.pins()).id)
         elif action < 0.9:
             ledger.advance()
         else:
-            need, before = dice.randint(1, 15), ledger.pinned_tokens
-            ledger.shed(need, lambda pin: pin.id % 3)
-            assert before - ledger.pinned_tokens == min(before, need) or ledger.pinned_tokens <= before - need
+            for pin in ledger.shed_order(lambda pin: len(pin.tokens) % 3)[:2]:
+                ledger.shed(pin.id, dice.randrange(len(pin.tokens)))
         assert ledger.pinned_tokens == distinct(ledger.pins()) <= ledger.budget

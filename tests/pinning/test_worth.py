@@ -161,3 +161,22 @@ class TestPrefixWorth:
     def test_a_group_has_members(self) -> None:
         with pytest.raises(ValueError, match="uses is 0"):
             PrefixWorth().announce([1], uses=0)
+
+    def test_groups_that_end_early_are_forgotten(self) -> None:
+        """Their last use never comes, so nothing else would take them out."""
+        worth = PrefixWorth(max_keys=3)
+        for key in range(5):
+            worth.announce([key], uses=2)
+            worth.announce([0], uses=1)
+        assert [worth.of(key) for key in range(5)] == [7.0, 0.0, 0.0, 2.0, 2.0]
+
+    def test_what_is_spent_is_forgotten_longest_ago_first(self) -> None:
+        worth = PrefixWorth(max_keys=3)
+        for key in range(5):
+            worth.announce([key], uses=1)
+            assert worth.scheduled(key, [key]) == [key]
+        assert [worth.of(key) < 0 for key in range(5)] == [False, False, True, True, True]
+
+    def test_something_has_to_be_remembered(self) -> None:
+        with pytest.raises(ValueError, match="max_keys is 0"):
+            PrefixWorth(max_keys=0)
