@@ -14,7 +14,7 @@ from sgl_prefix_attn.core import gpu, planner
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
-from sgl_prefix_attn.core.step_buffers import StepLimits
+from sgl_prefix_attn.core.step_buffers import StepLimits, plan_words
 
 OLDEST_CAPABILITY = (8, 0)
 _SMALLEST_LIMIT = 256
@@ -81,7 +81,7 @@ class StepPool:
         kv_dtype = k_cache.dtype
         shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2], kv_bytes=kv_dtype.itemsize)
         key = (make_step, shape, q.dtype, kv_dtype, q.device)
-        needed = limits_of(plan, host_lens)
+        needed = limits_of(plan, host_lens, shape)
         limits, step = self._steps.get(key, (StepLimits(0, 0, 0, 0), None))
         if step is None or not _fits(needed, limits):
             limits = _with_room(needed, limits)
@@ -131,9 +131,9 @@ def _triton_step(obstacle: str) -> MakeStep:
     return TritonStep
 
 
-def limits_of(plan: Plan, seq_lens: Int64Array) -> StepLimits:
-    """What buffers need to hold for a plan at these lengths."""
-    _, kv_slots = _native.plan_words(plan, seq_lens, 0, 1)
+def limits_of(plan: Plan, seq_lens: Int64Array, shape: ModelShape) -> StepLimits:
+    """What buffers need to hold for a plan at these lengths. Raises PlanTooLarge beyond 2^31 - 1 KV slots."""
+    _, kv_slots = plan_words(plan, seq_lens, 0, shape)
     return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sgl_prefix_attn import _native
@@ -33,6 +35,21 @@ class StepLimits:
     items: int
     kv_slots: int
     partial_slots: int
+
+
+def plan_words(
+    plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_blocks: int = 0
+) -> tuple[npt.NDArray[np.int32], int]:
+    """A plan as the device reads it, and the KV slots that it needs room for: see csrc/cuda/plan_words.h.
+
+    Raises:
+        PlanTooLarge: more than 2^31 - 1 KV slots.
+        ValueError: lengths of another batch.
+    """
+    try:
+        return _native.plan_words(plan, seq_lens, growth, shape.group, shape.kv_heads, warp_blocks)
+    except OverflowError as overflow:
+        raise PlanTooLarge(str(overflow)) from overflow
 
 
 class StepBuffers:
@@ -81,12 +98,7 @@ class StepBuffers:
         Raises:
             PlanTooLarge: nothing was changed.
         """
-        try:
-            words, kv_slots = _native.plan_words(
-                plan, seq_lens, growth, self.shape.group, self.shape.kv_heads, self.warp_blocks
-            )
-        except OverflowError as overflow:
-            raise PlanTooLarge(str(overflow)) from overflow
+        words, kv_slots = plan_words(plan, seq_lens, growth, self.shape, self.warp_blocks)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

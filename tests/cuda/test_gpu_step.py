@@ -15,6 +15,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import gpu
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import GpuStep
+from sgl_prefix_attn.core.gpu_attention import limits_of
 from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 
@@ -90,6 +91,8 @@ def test_more_kv_slots_than_a_word_can_count_are_refused(launches: list[str]) ->
     plan = planner.plan(PrefixForest.from_paths([()] * len(lens)), lens)
     with pytest.raises(PlanTooLarge, match=r"more than 2\^31 - 1 KV slots"):
         step_of(128).load(plan, lens, 0)
+    with pytest.raises(PlanTooLarge, match=r"more than 2\^31 - 1 KV slots"):
+        limits_of(plan, lens, ModelShape(8, 2, 128))
 
 
 def test_tables_and_scale_are_checked(launches: list[str]) -> None:

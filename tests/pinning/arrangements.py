@@ -13,26 +13,15 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
+from tests.pinning.engine_pins import OPTIONS
+
 
 def server(model: str) -> dict[str, Any]:
     from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
 
     from sgl_prefix_attn.demo.server import free_port
 
-    running = HttpServerEngineAdapter(
-        model_path=model,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        grammar_backend="none",
-        context_length=2048,
-        max_total_tokens=2048,
-        log_level="error",
-        host="127.0.0.1",
-        port=free_port(),
-    )
+    running = HttpServerEngineAdapter(model_path=model, host="127.0.0.1", port=free_port(), **OPTIONS)
     try:
         address = f"http://127.0.0.1:{running.server_args.port}/prefixpack/pins"
         body = json.dumps({"token_ids": list(range(20, 60))}).encode()

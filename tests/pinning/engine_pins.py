@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "grammar_backend": "none",
+    "context_length": 2048,
+    "max_total_tokens": 2048,
+    "log_level": "error",
+}
 
 
 def main(model: str) -> None:
@@ -11,18 +24,7 @@ def main(model: str) -> None:
 
     from sgl_prefix_attn.sglang_plugin.pinning_client import EnginePins, PinningError
 
-    engine = sglang.Engine(
-        model_path=model,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        grammar_backend="none",
-        context_length=2048,
-        max_total_tokens=2048,
-        log_level="error",
-    )
+    engine = sglang.Engine(model_path=model, **OPTIONS)
     try:
         pins = EnginePins(engine)
         tokens = [20 + position % 900 for position in range(300)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,6 @@ from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
-
-
-@pytest.fixture(autouse=True)
-def _no_hooks_afterwards() -> Iterator[None]:
-    yield
-    pinning_hooks.activate(None)
 
 
 @pytest.fixture(params=CACHES)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin import pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
-
-
-@pytest.fixture(autouse=True)
-def _no_hooks_afterwards() -> Iterator[None]:
-    yield
-    pinning_hooks.activate(None)
 
 
 @pytest.fixture(params=CACHES)

@@ -17,12 +17,6 @@ from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
 
-@pytest.fixture(autouse=True)
-def _no_hooks_afterwards():
-    yield
-    pinning_hooks.activate(None)
-
-
 def request(place: Place | None, tokens: int = 10) -> Any:
     parameters = None if place is None else {CUSTOM_PARAMETER: place.encode()}
     return SimpleNamespace(

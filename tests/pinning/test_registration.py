@@ -22,11 +22,10 @@ from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
     found: list[Hook] = []
     monkeypatch.setattr(hooks, "register", found.extend)
-    yield found
-    pinning_hooks.activate(None)
+    return found
 
 
 def test_by_default_nothing_is_hooked(registered: list[Hook]) -> None:

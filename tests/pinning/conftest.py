@@ -1,0 +1,16 @@
+"""What all tests of pinning have in common."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_afterwards() -> Iterator[None]:
+    yield
+    hooks = sys.modules.get("sgl_prefix_attn.sglang_plugin.pinning_hooks")  # some tests need no SGLang
+    if hooks is not None:
+        hooks.activate(None)
