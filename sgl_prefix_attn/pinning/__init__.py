@@ -3,7 +3,7 @@
 from sgl_prefix_attn.pinning.cached_tree import ROOT, CachedNode, CachedTree, Stretch
 from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
 from sgl_prefix_attn.pinning.keys import prefix_keys
-from sgl_prefix_attn.pinning.ledger import Pin, PinLedger, Shed
+from sgl_prefix_attn.pinning.ledger import Pin, PinLedger
 from sgl_prefix_attn.pinning.lookahead import Lookahead
 from sgl_prefix_attn.pinning.reuse import ReuseMemory
 from sgl_prefix_attn.pinning.worth import PrefixWorth
@@ -18,7 +18,6 @@ __all__ = [
     "PinLedger",
     "PrefixWorth",
     "ReuseMemory",
-    "Shed",
     "Stretch",
     "UnknownPinError",
     "prefix_keys",

@@ -37,14 +37,6 @@ class Pin:
     expires: int | None = None
 
 
-@dataclass(frozen=True)
-class Shed:
-    """A pin that had to give way: what it was, and what is left of it (None: nothing)."""
-
-    before: Pin
-    after: Pin | None
-
-
 class PinLedger:
     """Pins under a token budget. A prefix that several pins share counts once, also when one is part of another.
 
@@ -156,8 +148,8 @@ class PinLedger:
         newest_first = reversed(self._pins.values())
         return sorted(newest_first, key=lambda pin: (worth(pin), math.inf if pin.expires is None else pin.expires))
 
-    def shed(self, pin_id: int, kept: int = 0) -> Shed:
-        """A pin gives way: of its tokens the first `kept` stay pinned, and with none it ends.
+    def shed(self, pin_id: int, kept: int = 0) -> Pin | None:
+        """A pin gives way: of its tokens the first `kept` stay pinned, and with none it ends. Returns what is left.
 
         Raises:
             UnknownPinError: there is no such pin.
@@ -166,13 +158,12 @@ class PinLedger:
         pin = self.get(pin_id)
         if not 0 <= kept < len(pin.tokens):
             raise ValueError(f"kept is {kept}: a pin of {len(pin.tokens)} tokens that gives way keeps fewer")
-        after = None
-        if kept:
-            after = replace(pin, tokens=pin.tokens[:kept])
-            self._replace(pin, after)
-        else:
+        if kept == 0:
             self._remove(pin)
-        return Shed(pin, after)
+            return None
+        left = replace(pin, tokens=pin.tokens[:kept])
+        self._replace(pin, left)
+        return left
 
     def clear(self) -> list[Pin]:
         """Ends all pins; returns them."""
