@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
-from sgl_prefix_attn.pinning import CachedTree, PinLedger
+from sgl_prefix_attn.pinning import CachedTree, Pin, PinLedger
 from sgl_prefix_attn.sglang_plugin.counters import Counters
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.group_scheduling import GroupScheduler, place_of
@@ -149,8 +149,8 @@ def _advanced(ledger: PinLedger, ended: Any, *args: Any) -> None:
         note("expired", [pin.id for pin in ended], ledger.step)
 
 
-def _shed(ledger: PinLedger, shed: Any, *args: Any, **kwargs: Any) -> None:
-    note("shed", shed.before.id, len(shed.before.tokens), 0 if shed.after is None else len(shed.after.tokens))
+def _shed(ledger: PinLedger, left: Pin | None, pin_id: int, *args: Any, **kwargs: Any) -> None:
+    note("shed", pin_id, 0 if left is None else len(left.tokens))
 
 
 def _stepped(keeper: CacheKeeper, result: None) -> None:
