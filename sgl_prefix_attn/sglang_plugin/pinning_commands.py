@@ -128,13 +128,13 @@ def _carry_out(command: Command, keeper: CacheKeeper) -> dict[str, Any]:
         keeper.announce(command.token_ids, command.uses, command.namespace)
         return _totals(keeper)
     if isinstance(command, ListCommand):
-        return {"pins": [_describe(pin, keeper) for pin in keeper.ledger.pins()], **_totals(keeper)}
+        return {"pins": [_describe(pin, keeper) for pin in keeper.pins.ledger.pins()], **_totals(keeper)}
     if command.id is not None:
         released = [keeper.release(command.id).id]
     else:
         assert command.token_ids is not None
         namespace = Namespace(command.extra_key or None, command.cache_salt or None)
-        pins = keeper.pins_of(command.token_ids, namespace)
+        pins = keeper.pins.of(command.token_ids, namespace)
         if not pins:
             raise UnknownPinError(f"there is no pin of this prefix of {len(command.token_ids)} tokens")
         released = [keeper.release(pin.id).id for pin in pins]
@@ -146,13 +146,13 @@ def _describe(pin: Pin, keeper: CacheKeeper) -> dict[str, Any]:
         "id": pin.id,
         "label": pin.label,
         "tokens": len(pin.tokens),
-        "cached_tokens": keeper.held_tokens(pin.id),
-        "steps_left": None if pin.expires is None else pin.expires - keeper.ledger.step,
+        "cached_tokens": keeper.pins.held_tokens(pin.id),
+        "steps_left": None if pin.expires is None else pin.expires - keeper.pins.ledger.step,
     }
 
 
 def _totals(keeper: CacheKeeper) -> dict[str, Any]:
-    return {"pinned_tokens": keeper.ledger.pinned_tokens, "budget_tokens": keeper.ledger.budget}
+    return {"pinned_tokens": keeper.pins.ledger.pinned_tokens, "budget_tokens": keeper.pins.ledger.budget}
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def keeper_of(cache: Any) -> CacheKeeper | None:
 def around_evict(original: Callable[..., Any], tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
     """AROUND hook on `evict_from_tree_cache`: pins give way before an allocation fails, and retention chooses."""
     keeper = keeper_of(tree_cache)
-    if keeper is None or not (keeper.retention or len(keeper.ledger)):
+    if keeper is None or not (keeper.retention or keeper.pins):
         return original(tree_cache, num_tokens, *args, **kwargs)
     with keeper.protected(num_tokens):
         return original(tree_cache, num_tokens, *args, **kwargs)
@@ -167,7 +167,7 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
         return original(adder, req, *args, **kwargs)
     result = original(adder, req, *args, **kwargs)
     try:
-        if result.name == "NO_TOKEN" and len(keeper.ledger) and not _admitted(adder, req) and _idle(adder):
+        if result.name == "NO_TOKEN" and keeper.pins and not _admitted(adder, req) and _idle(adder):
             # One token more than the request and the cap on new tokens can take.
             wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
             keeper.make_room(min(wanted, adder.token_to_kv_pool_allocator.size))
@@ -182,10 +182,10 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 def after_calc_priority(result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order; what offline jobs share."""
     keeper = keeper_of(policy.tree_cache)
-    if keeper is None or not keeper.retention:
+    if keeper is None or keeper.retention is None:
         return
     try:
-        keeper.offline.arrived(waiting_queue)
+        keeper.arrived(waiting_queue)
         keeper.queue(waiting_queue)
     except Exception:  # the one guard of this hook
         keeper.counters.failed()
@@ -194,7 +194,7 @@ def after_calc_priority(result: Any, policy: Any, waiting_queue: Any, *args: Any
 def after_release_kv(result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
     keeper = keeper_of(tree_cache)
-    if keeper is None or not (keeper.retention or len(keeper.ledger)):
+    if keeper is None or not (keeper.retention or keeper.pins):
         return
     try:
         keeper.left_behind(req)

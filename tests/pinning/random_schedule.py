@@ -71,8 +71,8 @@ class RandomSchedule:
             self.did["flushes"] += server.flush()
         elif action < 0.55:
             self.pin(Namespace(namespace) if namespace else PLAIN)
-        elif action < 0.60 and len(server.keeper.ledger):
-            server.keeper.release(dice.choice(server.keeper.ledger.pins()).id)
+        elif action < 0.60 and len(server.keeper.pins.ledger):
+            server.keeper.release(dice.choice(server.keeper.pins.ledger.pins()).id)
         else:
             server.step()
         self.check()
@@ -103,7 +103,7 @@ class RandomSchedule:
             keeper.pin(tokens, namespace, ttl_steps=self.dice.choice([None, None, 1, 5, 50]))
         except PinBudgetError:
             self.did["pins refused"] += 1
-            assert keeper.ledger.pinned_tokens + len(tokens) > keeper.ledger.budget
+            assert keeper.pins.ledger.pinned_tokens + len(tokens) > keeper.pins.ledger.budget
 
     def check(self) -> None:
         self.server.check_accounting()
@@ -117,10 +117,11 @@ class RandomSchedule:
         while server.waiting or server.running.reqs:
             # Nothing run in a step means nothing will ever run: no time passes and nothing comes free.
             idle = 0 if server.step() else idle + 1
-            assert idle < 2, f"hangs with {len(server.waiting)} waiting and {server.keeper.ledger.pinned_tokens} pinned"
+            pinned = server.keeper.pins.ledger.pinned_tokens
+            assert idle < 2, f"hangs with {len(server.waiting)} waiting and {pinned} pinned"
             self.check()
         assert len(server.finished) + len(server.aborted) == self.sent
-        for pin in server.keeper.ledger.pins():
+        for pin in server.keeper.pins.ledger.pins():
             server.keeper.release(pin.id)
         assert server.cache.protected_size() == 0
         self.check()

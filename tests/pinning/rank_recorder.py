@@ -29,7 +29,9 @@ from sgl_prefix_attn.pinning import CachedTree, Pin, PinLedger
 from sgl_prefix_attn.sglang_plugin.counters import Counters
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.group_scheduling import GroupScheduler, place_of
+from sgl_prefix_attn.sglang_plugin.pinning_held import HeldPins
 from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.pinning_retention import Retention
 from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
 
 FOLDER = "RANK_EVENTS"
@@ -64,10 +66,10 @@ def record() -> None:
     _after(PinLedger, "advance", _advanced)
     _after(PinLedger, "shed", _shed)
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
-    _after(CacheKeeper, "_lock_pin", lambda keeper, _, pin: note("held", pin.id, keeper.held_tokens(pin.id)))
-    _after(CacheKeeper, "announce", lambda keeper, _, tokens, uses, *a, **k: note("announced", len(tokens), uses))
-    _after(CacheKeeper, "announce_shared", lambda keeper, _, request, shared: note("announced", request.rid, *shared))
-    _after(CacheKeeper, "queue", lambda keeper, _, waiting: note("ahead", keeper.worth.lookahead.requests()))
+    _after(HeldPins, "_lock", lambda pins, _, pin: note("held", pin.id, pins.held_tokens(pin.id)))
+    _after(Retention, "announce", lambda retention, _, tokens, uses, *a: note("announced", len(tokens), uses))
+    _after(Retention, "announce_shared", lambda retention, _, request, shared: note("announced", request.rid, *shared))
+    _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.worth.lookahead.requests()))
     _after(CacheKeeper, "step", _stepped)
     _after(CachedTree, "give_up", _given_up)
     _after(GroupScheduler, "arrange", _arranged)
@@ -154,9 +156,9 @@ def _shed(ledger: PinLedger, left: Pin | None, pin_id: int, *args: Any, **kwargs
 
 
 def _stepped(keeper: CacheKeeper, result: None) -> None:
-    cache = keeper._cache
+    cache = keeper.pins._cache
     pool = (keeper._allocator.available_size(), cache.evictable_size(), cache.protected_size())
-    note("step", keeper.ledger.step, *pool, keeper.counters.as_dict())
+    note("step", keeper.pins.ledger.step, *pool, keeper.counters.as_dict())
 
 
 def _given_up(tree: CachedTree, nodes: Any, tokens: int, *args: Any, **kwargs: Any) -> None:

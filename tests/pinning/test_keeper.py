@@ -47,7 +47,7 @@ def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1))
     pin = server.keeper.pin(prompt(1))
-    assert server.keeper.held_tokens(pin.id) == 20
+    assert server.keeper.pins.held_tokens(pin.id) == 20
     for other in range(2, 10):
         run(server, prompt(other))
     assert run(server, [*prompt(1), 5]) == 20
@@ -61,21 +61,21 @@ def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None
 def test_a_prefix_that_is_not_cached_is_held_as_soon_as_it_is(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     pin = server.keeper.pin(prompt(1))
-    assert server.keeper.held_tokens(pin.id) == 0
+    assert server.keeper.pins.held_tokens(pin.id) == 0
     run(server, [*prompt(1, 10), 5])
-    assert server.keeper.held_tokens(pin.id) == 10
+    assert server.keeper.pins.held_tokens(pin.id) == 10
     run(server, [*prompt(1), 5])
-    assert server.keeper.held_tokens(pin.id) == 20
+    assert server.keeper.pins.held_tokens(pin.id) == 20
 
 
 def test_a_pin_holds_only_its_own_namespace(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     pin = server.keeper.pin(prompt(1), Namespace("lora"))
     run(server, prompt(1))
-    assert server.keeper.held_tokens(pin.id) == 0
+    assert server.keeper.pins.held_tokens(pin.id) == 0
     run(server, [*prompt(1), 5], namespace="lora")
-    assert server.keeper.held_tokens(pin.id) == 20
-    assert server.keeper.pins_of(prompt(1), PLAIN) == []
+    assert server.keeper.pins.held_tokens(pin.id) == 20
+    assert server.keeper.pins.of(prompt(1), PLAIN) == []
 
 
 def test_pins_give_way_only_as_far_as_needed(kind: str) -> None:
@@ -83,9 +83,9 @@ def test_pins_give_way_only_as_far_as_needed(kind: str) -> None:
     run(server, prompt(1, 50))
     pin = server.keeper.pin(prompt(1, 50))
     run(server, prompt(2, 30))
-    left = server.keeper.ledger.get(pin.id)
+    left = server.keeper.pins.ledger.get(pin.id)
     assert 0 < len(left.tokens) < 50
-    assert server.keeper.held_tokens(pin.id) == len(left.tokens)
+    assert server.keeper.pins.held_tokens(pin.id) == len(left.tokens)
     assert server.keeper.counters.pins_shed > 0
     assert server.keeper.counters.tokens_shed == 50 - len(left.tokens)
 
@@ -100,7 +100,7 @@ def test_what_is_not_cached_does_not_give_way(kind: str) -> None:
     hold_everything_by_a_running_request(server)
     pin = server.keeper.pin(prompt(2, 30))
     assert not server.keeper.make_room(60)
-    assert server.keeper.ledger.pins() == [pin]
+    assert server.keeper.pins.ledger.pins() == [pin]
 
 
 def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> None:
@@ -109,8 +109,8 @@ def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> N
     pin = server.keeper.pin(prompt(1, 20))
     protected = server.cache.protected_size()
     assert not server.keeper.make_room(60)
-    assert server.keeper.ledger.pins() == [pin]
-    assert server.keeper.held_tokens(pin.id) == 20
+    assert server.keeper.pins.ledger.pins() == [pin]
+    assert server.keeper.pins.held_tokens(pin.id) == 20
     assert (server.keeper.counters.pins_shed, server.cache.protected_size()) == (0, protected)
     server.abort(server.running.reqs[0])
     assert server.step()
@@ -124,8 +124,8 @@ def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
     hold_everything_by_a_running_request(server)
     useless = server.keeper.pin(prompt(1, 20))
     assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 5)
-    assert server.keeper.ledger.get(useless.id) == useless
-    assert server.keeper.held_tokens(useful.id) == len(server.keeper.ledger.get(useful.id).tokens) == 15
+    assert server.keeper.pins.ledger.get(useless.id) == useless
+    assert server.keeper.pins.held_tokens(useful.id) == len(server.keeper.pins.ledger.get(useful.id).tokens) == 15
 
 
 def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
@@ -134,9 +134,9 @@ def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
     pins = [server.keeper.pin(prompt(1, 50), label=label) for label in "ab"]
     room = server.allocator.available_size() + server.cache.evictable_size()
     assert server.keeper.make_room(room + 10)
-    assert [server.keeper.held_tokens(pin.id) for pin in pins] == [40, 40]
+    assert [server.keeper.pins.held_tokens(pin.id) for pin in pins] == [40, 40]
     assert server.keeper.make_room(room + 50)
-    assert server.keeper.ledger.pins() == []
+    assert server.keeper.pins.ledger.pins() == []
     assert server.cache.protected_size() == 0
 
 
@@ -145,9 +145,9 @@ def test_a_shortened_pin_that_is_asked_for_again_holds_all_that_is_cached(kind: 
     run(server, prompt(1, 50))
     pin = server.keeper.pin(prompt(1, 50))
     assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
-    assert server.keeper.held_tokens(pin.id) == 40
+    assert server.keeper.pins.held_tokens(pin.id) == 40
     assert server.keeper.pin(prompt(1, 50)) == pin
-    assert server.keeper.held_tokens(pin.id) == 50
+    assert server.keeper.pins.held_tokens(pin.id) == 50
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
@@ -234,7 +234,7 @@ def test_a_flush_forgets_pins_and_their_locks(kind: str) -> None:
     run(server, prompt(1))
     server.keeper.pin(prompt(1))
     assert server.flush()
-    assert server.keeper.ledger.pins() == []
+    assert server.keeper.pins.ledger.pins() == []
     run(server, prompt(1))
     assert server.cache.protected_size() == 0
 
@@ -249,14 +249,14 @@ def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
     server.pool.clear()
     server.allocator.clear()
     server.keeper.pin(prompt(2))
-    assert [pin.tokens[0] for pin in server.keeper.ledger.pins()] == [2000]
+    assert [pin.tokens[0] for pin in server.keeper.pins.ledger.pins()] == [2000]
 
 
 def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
     first, second = (SmallServer(kind, slots=64, settings=pinning()) for _ in range(2))
     pin = first.keeper.pin(prompt(1))
-    assert second.keeper.ledger.pins() == []
-    assert first.keeper.ledger.pins() == [pin]
+    assert second.keeper.pins.ledger.pins() == []
+    assert first.keeper.pins.ledger.pins() == [pin]
 
 
 def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(server.keeper, "_protect", broken)
+    monkeypatch.setattr(server.keeper.retention, "protect", broken)
     for name in (2, 3, 4, 5):
         run(server, prompt(name))
     assert server.keeper.counters.failures > 0
@@ -293,7 +293,7 @@ class TestCommands:
         first = pinning_commands.answer(pinning_commands.encode(command), keeper)
         keeper.step()
         assert pinning_commands.answer(pinning_commands.encode(command), keeper) == first
-        assert len(keeper.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
+        assert len(keeper.pins.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
 
     @pytest.mark.parametrize(
         ("request_id", "error"),

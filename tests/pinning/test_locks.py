@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sgl_prefix_attn.sglang_plugin import pinning_hooks
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
+from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace, NodeLock
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -40,9 +41,9 @@ def test_a_cache_that_raises_leaves_no_pin_behind(
         patch.setattr(keeper._tree, step, broken)
         with pytest.raises(RuntimeError, match="broken"):
             keeper.pin(range(20))
-    assert (keeper.ledger.pins(), keeper.ledger.pinned_tokens, server.cache.protected_size()) == ([], 0, 0)
+    assert (keeper.pins.ledger.pins(), keeper.pins.ledger.pinned_tokens, server.cache.protected_size()) == ([], 0, 0)
     pin = keeper.pin(range(20))
-    assert keeper.held_tokens(pin.id) == 20
+    assert keeper.pins.held_tokens(pin.id) == 20
 
 
 def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
@@ -59,10 +60,10 @@ def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
     monkeypatch.setattr(tree, "_takes_salt", False)
     asked = Namespace("lora", "pepper")
     pin = server.keeper.pin(range(20), asked)
-    assert server.keeper.held_tokens(pin.id) == 0
+    assert server.keeper.pins.held_tokens(pin.id) == 0
     serve(server, list(range(20)), extra_key="pepperlora")
-    assert server.keeper.held_tokens(pin.id) == 20
-    assert server.keeper.pins_of(range(20), asked) == [pin]
+    assert server.keeper.pins.held_tokens(pin.id) == 20
+    assert server.keeper.pins.of(range(20), asked) == [pin]
 
 
 def test_where_keys_have_a_salt_it_stays_apart(server: SmallServer) -> None:
@@ -70,4 +71,28 @@ def test_where_keys_have_a_salt_it_stays_apart(server: SmallServer) -> None:
         pytest.skip("keys of this release have no salt")
     pin = server.keeper.pin(range(20), Namespace("lora", "pepper"))
     serve(server, list(range(20)), extra_key="pepperlora")
-    assert server.keeper.held_tokens(pin.id) == 0
+    assert server.keeper.pins.held_tokens(pin.id) == 0
+
+
+def test_an_eviction_whose_locks_fail_half_way_holds_none(
+    server: SmallServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinning_hooks.activate(PinningSettings(retention=True, lookahead=0, block=1))
+    for name in range(1, 4):
+        serve(server, [1000 * name + position for position in range(14)])
+    tree, taken = server.keeper._tree, 0
+    lock = tree.lock
+
+    def second_fails(handle: Any) -> NodeLock:
+        nonlocal taken
+        taken += 1
+        if taken == 2:
+            raise RuntimeError("broken")
+        return lock(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "lock", second_fails)
+        serve(server, [5000 + position for position in range(14)])
+    assert taken >= 2
+    assert server.keeper.counters.failures >= 1
+    assert server.cache.protected_size() == 0

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
-from sgl_prefix_attn.sglang_plugin import pinning_groups, pinning_hooks, pinning_keeper
+from sgl_prefix_attn.sglang_plugin import pinning_groups, pinning_hooks, pinning_retention
 from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from tests.pinning.generations import CACHES
@@ -64,15 +64,15 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
     bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
     pinning_hooks.after_calc_priority(None, server, server.waiting)
-    assert server.keeper.worth.lookahead.requests() == [bad.rid, good.rid]
+    assert server.keeper.retention.worth.lookahead.requests() == [bad.rid, good.rid]
     assert server.keeper.counters.failures == 0
 
 
 def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
     hashed: list[int] = []
-    keys_of = pinning_keeper.keys_of
+    keys_of = pinning_retention.keys_of
     monkeypatch.setattr(
-        pinning_keeper, "keys_of", lambda tokens, *rest: hashed.append(len(tokens)) or keys_of(tokens, *rest)
+        pinning_retention, "keys_of", lambda tokens, *rest: hashed.append(len(tokens)) or keys_of(tokens, *rest)
     )
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, lookahead=0, block=2))
     sent = server.send(prompt(1), 2)
@@ -80,7 +80,7 @@ def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeyp
     sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
     pinning_hooks.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
-    worth = server.keeper.worth
+    worth = server.keeper.retention.worth
     # A block counts for the stretch that ends it.
     assert [worth.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
 
@@ -110,7 +110,7 @@ def test_a_jobs_prefix_is_kept_until_its_last_request_and_then_goes_first(kind: 
         for name in (2, 3, 4):
             ask(server, prompt(name))
         assert ask(server, [*prompt(1), 1 + number], Place("job", number, 20, 2, (shared,))) == 20
-    assert len(server.keeper.offline) == 0
+    assert len(server.keeper.retention.offline) == 0
     ask(server, prompt(5))
     ask(server, prompt(6))
     assert ask(server, [*prompt(1), 9]) < 20
