@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,36 +24,13 @@ from sgl_prefix_attn.sglang_plugin.executor import CpuExecutor, Executor, Packed
 from sgl_prefix_attn.sglang_plugin.graph_routes import GraphRoutes, several_ranks
 from sgl_prefix_attn.sglang_plugin.handover import Handed
 from sgl_prefix_attn.sglang_plugin.inner import knows_kv_scales
-from sgl_prefix_attn.sglang_plugin.layers import (
-    FP8,
-    UNSCALED,
-    attention_layers,
-    kv_scales,
-    unsupported_buffers,
-    unsupported_layer,
-    unsupported_pool,
-)
+from sgl_prefix_attn.sglang_plugin.known_layers import KnownLayers
+from sgl_prefix_attn.sglang_plugin.layers import UNSCALED, kv_scales
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
 from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
 from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _LayerFacts:
-    """What is looked up once per layer; holds the layer, so that its id() stays its own.
-
-    Attributes:
-        obstacle: why the layer never runs packed, None if it does.
-        slot: index of its shape's planner and plan; -1 with an obstacle.
-        has_scales: whether its KV is stored divided by the layer's scales.
-    """
-
-    layer: Any
-    obstacle: str | None
-    slot: int
-    has_scales: bool
 
 
 @delegate(AttentionBackend, "inner")
@@ -75,21 +51,18 @@ class PrefixPackBackend(AttentionBackend):
         self.inner = inner
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self._runner = runner
         self._runtime = runtime
         self._counters = runtime.counters
         made = make_executor(runner, runtime.settings) if executor is None else executor
-        # Why no step of this runner ever runs packed.
-        self._never = made if isinstance(made, str) else None
+        never = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, runtime.settings) if isinstance(made, str) else made
         self.routes = StepRoutes(runtime.settings, runtime.counters, self._executor, runtime.inner_backend, inner)
         self.graph_routes = GraphRoutes(self._graph_has_choice)
-        if self._never is None:
+        if never is None:
             runtime.routes, runtime.graph_routes = self.routes, self.graph_routes
-        self._knows_kv_scales = knows_kv_scales(runtime.inner_backend)
-        self._layers: dict[int, _LayerFacts] = {}
-        self._layers_seen = False
-        self._any_layer_falls_back = False
+        self._layers = KnownLayers(
+            runner, self._executor, self._counters, never, knows_kv_scales(runtime.inner_backend)
+        )
         self._step: PackedStep | None = None
         self._inner_ready = False
 
@@ -108,21 +81,21 @@ class PrefixPackBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._begin(forward_batch, in_graph=False)
         # A packed step needs the inner metadata only if one of its layers will run there.
-        if self._step is None or self._any_layer_falls_back:
+        if self._step is None or self._layers.any_falls_back:
             self._init_inner(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
         if self._graphs_may_be_packed():
             self._executor.reserve_graphs(max_bs)
-            if not self._layers_seen:
-                self._look_at_layers()
-            if self._never == reasons.NO_MEMORY and several_ranks():  # others capture two graphs of each size
+            if not self._layers.looked:
+                self._layers.look_at_model()
+            if self._layers.never == reasons.NO_MEMORY and several_ranks():  # others capture two graphs of each size
                 raise RuntimeError(f"prefixpack: {reasons.EXPLANATIONS[reasons.NO_MEMORY]}")
 
     def _graphs_may_be_packed(self) -> bool:
         return (
-            self._never is None
+            self._layers.never is None
             and self._executor.runs_in_graphs
             and self._executor.packs("decode") is None
             and not self.routes.always_inner
@@ -137,7 +110,7 @@ class PrefixPackBackend(AttentionBackend):
 
         Not if packed graphs have layers of the inner backend, which keeps metadata of one graph for each size only.
         """
-        return self.routes.may_change and self._graph_is_packed(mode) and not self._any_layer_falls_back
+        return self.routes.may_change and self._graph_is_packed(mode) and not self._layers.any_falls_back
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         packed = self._graph_is_packed(forward_batch.forward_mode) and not self.graph_routes.capturing
@@ -153,7 +126,7 @@ class PrefixPackBackend(AttentionBackend):
             self.graph_routes.replaying = alone and self.graph_routes.has(forward_batch.batch_size)
             if alone and not self.graph_routes.replaying:
                 self._read_alone(forward_batch)
-        if self._step is None or self._any_layer_falls_back:
+        if self._step is None or self._layers.any_falls_back:
             self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             self._inner_ready = True
 
@@ -167,7 +140,7 @@ class PrefixPackBackend(AttentionBackend):
 
     def _all_packed_in_graph(self) -> bool:
         """Whether the graph that is captured has nothing of the inner backend, which then has no metadata either."""
-        return self._step is not None and self._step.in_graph and not self._any_layer_falls_back
+        return self._step is not None and self._step.in_graph and not self._layers.any_falls_back
 
     def shared_read_ends(self, fm: Any) -> Any:
         """Where reads of the scheduler's tables end (SGLang 0.5.18 and later): see `cuda_steps`.
@@ -176,7 +149,7 @@ class PrefixPackBackend(AttentionBackend):
         answer holds for both.
         """
         inner = self.inner.shared_read_ends(fm)
-        if self._graph_is_packed(fm) and not self._any_layer_falls_back and not self.graph_routes.sizes:
+        if self._graph_is_packed(fm) and not self._layers.any_falls_back and not self.graph_routes.sizes:
             return type(inner).PRE_REPLAY
         return inner
 
@@ -229,14 +202,14 @@ class PrefixPackBackend(AttentionBackend):
         """The paths if this kind of step can run packed, else the reason why not."""
         if forward_batch.forward_mode.is_idle():
             return reasons.IDLE
-        if self._never is not None:
-            return self._never
+        if self._layers.never is not None:
+            return self._layers.never
         if in_graph and not self._graph_is_packed(forward_batch.forward_mode):
             return reasons.GRAPH
         admitted = admit(paths, forward_batch, self._executor)
-        if not self._layers_seen and not isinstance(admitted, str):
-            self._look_at_layers()
-            return admitted if self._never is None else self._never
+        if not self._layers.looked and not isinstance(admitted, str):
+            self._layers.look_at_model()
+            return admitted if self._layers.never is None else self._layers.never
         return admitted
 
     def _plan_step(self, paths: StepPaths, handed: Handed, forward_batch: Any, in_graph: bool) -> str | None:
@@ -293,13 +266,6 @@ class PrefixPackBackend(AttentionBackend):
         self._executor.begin(step)
         self._step = step
 
-    def _look_at_layers(self) -> None:
-        """Learns from the model, once, which layers there are, so that planning happens before the forward."""
-        self._layers_seen = True
-        for layer in attention_layers(getattr(self._runner, "model", None)):
-            self._facts(layer)
-        self._executor.seal()
-
     # Layers ---------------------------------------------------------------------------------------------------------
 
     def forward(
@@ -337,7 +303,7 @@ class PrefixPackBackend(AttentionBackend):
     ) -> Any:
         step = self._step
         if step is not None and not forward_batch.forward_mode.is_idle():
-            facts = self._facts(layer)
+            facts = self._layers.facts(layer)
             reason = (
                 facts.obstacle or _call_obstacle(step, q, layer, kwargs) or self._executor.call_obstacle(facts.slot, q)
             )
@@ -354,46 +320,12 @@ class PrefixPackBackend(AttentionBackend):
                 )
             self._counters.fallback(reason)
             # What a captured graph has of the inner backend needs its metadata at every replay.
-            self._any_layer_falls_back |= step.in_graph
+            self._layers.any_falls_back |= step.in_graph
             if not self._inner_ready:
                 self._init_inner(forward_batch)
         return inner_forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
-
-    def _facts(self, layer: Any) -> _LayerFacts:
-        facts = self._layers.get(id(layer))
-        if facts is None:
-            facts = self._look_at(layer)
-            self._counters.count_planners(self._executor.planners)
-            self._layers[id(layer)] = facts
-            self._any_layer_falls_back |= facts.obstacle is not None
-        return facts
-
-
-    def _look_at(self, layer: Any) -> _LayerFacts:
-        obstacle = self._never or unsupported_layer(layer) or unsupported_pool(self.token_to_kv_pool)
-        if obstacle is not None:
-            return _LayerFacts(layer, obstacle, -1, False)
-        k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        obstacle = (
-            unsupported_buffers(layer, k_cache, v_cache)
-            or self._executor.obstacle(layer, k_cache)
-            or self._executor.obstacle(layer, v_cache)
-        )
-        has_scales = self._knows_kv_scales and obstacle is None and k_cache.dtype is FP8
-        if has_scales and kv_scales(layer) is None:
-            obstacle = reasons.KV_SCALES
-        slot = -1
-        if obstacle is None:
-            try:
-                slot = self._executor.slot(layer, k_cache)
-            except torch.OutOfMemoryError:
-                obstacle = self._never = reasons.NO_MEMORY
-                logger.exception("prefixpack: no memory for the buffers of packed steps")
-        return _LayerFacts(layer, obstacle, slot, has_scales)
-
 
 def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
     """Why this call of a layer cannot run packed, None if it can."""

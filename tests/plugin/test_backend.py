@@ -109,7 +109,7 @@ class TestAttentionVariants:
         plain = world.run()
         for layer in world.layers:
             layer.logit_cap = 0.5
-        assert world.backend._layers  # looked up per layer, but the cap is read per call
+        assert world.backend._layers.obstacles() == {None}  # looked up per layer, but the cap is read per call
         capped = world.run()
         assert world.fallbacks == {}
         assert not torch.allclose(plain[0], capped[0], atol=1e-3)
@@ -299,13 +299,13 @@ class TestLayerFallbacks:
         world = decode()
         for name, value in change.items():
             setattr(world.layers[1], name, value)
-        assert world.backend._facts(world.layers[1]).obstacle == reason
+        assert world.backend._layers.facts(world.layers[1]).obstacle == reason
         assert reason in reasons.EXPLANATIONS
 
     def test_a_kv_cache_in_a_type_the_packed_path_does_not_know(self) -> None:
         world = decode(kv_dtype=torch.float8_e5m2)
-        world.backend._look_at_layers()
-        assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.KV_DTYPE}
+        world.backend._layers.look_at_model()
+        assert world.backend._layers.obstacles() == {reasons.KV_DTYPE}
 
     def test_an_argument_nobody_knows(self) -> None:
         world = decode()

@@ -282,7 +282,7 @@ class TestDraftModel:
         runner = World([[]], [9], is_draft_worker=True, draft_attention_backend=None).runner
         runtime.stop()
         backend = create_backend(runner, Settings(metrics=False))
-        assert backend._never == reasons.DRAFT_WORKER
+        assert backend._layers.never == reasons.DRAFT_WORKER
 
     def test_what_the_user_named_stays(self) -> None:
         assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"

@@ -409,7 +409,7 @@ class TestFence:
 
     def test_a_layer_of_the_inner_backend_decides_for_all(self) -> None:
         world = graphs(4)
-        world.backend._any_layer_falls_back = True
+        world.backend._layers.any_falls_back = True
         assert self.ends(world, ForwardMode.DECODE) is world.inner.shared_read_ends(ForwardMode.DECODE)
 
     def test_other_steps_are_the_inner_backends(self) -> None:
@@ -450,16 +450,16 @@ class TestAdmission:
 
     def test_layers_the_gpu_kernels_do_not_know(self) -> None:
         world = decode(head_dim=32)
-        world.backend._look_at_layers()
-        assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.HEAD_DIM}
+        world.backend._layers.look_at_model()
+        assert world.backend._layers.obstacles() == {reasons.HEAD_DIM}
         world = decode(kv_dtype=torch.float32)
-        world.backend._look_at_layers()
-        assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.KV_DTYPE}
+        world.backend._layers.look_at_model()
+        assert world.backend._layers.obstacles() == {reasons.KV_DTYPE}
 
     @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (256, 64)])
     def test_plans_have_the_tiles_that_the_kernels_have_for_the_head_size(self, head_dim: int, widest: int) -> None:
         world = decode(head_dim=head_dim)
-        world.backend._look_at_layers()
+        world.backend._layers.look_at_model()
         assert [planner.device.tile_rows[-1] for planner in world.executor.planners] == [widest]
 
     def test_a_model_of_such_layers_only_has_stock_graphs(self) -> None:
@@ -480,7 +480,7 @@ class TestAdmission:
         world = graphs(4)
         late = SimpleNamespace(**vars(world.layers[0]))
         late.tp_q_head_num = 8
-        assert world.backend._facts(late).obstacle == reasons.LATE_LAYER
+        assert world.backend._layers.facts(late).obstacle == reasons.LATE_LAYER
 
 
 class TestKernels:

@@ -176,8 +176,8 @@ def test_which_inner_backends_know_scales() -> None:
 
 class TestOtherCaches:
     def obstacles(self, world: World) -> set[str | None]:
-        world.backend._look_at_layers()
-        return {facts.obstacle for facts in world.backend._layers.values()}
+        world.backend._layers.look_at_model()
+        return world.backend._layers.obstacles()
 
     def test_e5m2(self) -> None:
         assert self.obstacles(make_world(kv_dtype=torch.float8_e5m2)) == {reasons.KV_DTYPE}
@@ -224,8 +224,8 @@ class TestOnAGpu:
 
     def test_queries_that_the_kernels_do_not_take(self) -> None:
         world = gpu_world(dtype=torch.float32)
-        world.backend._look_at_layers()
-        assert {facts.obstacle for facts in world.backend._layers.values()} == {reasons.QUERY_DTYPE}
+        world.backend._layers.look_at_model()
+        assert world.backend._layers.obstacles() == {reasons.QUERY_DTYPE}
 
     def test_layers_over_different_caches_have_steps_of_their_own(self) -> None:
         world = gpu_world()
