@@ -82,6 +82,8 @@ class TestEagerSteps:
         assert world.fallbacks == {reasons.COMPUTE_BOUND: 1}
         assert world.inner.metadata_calls == 1
         assert world.inner.layer_calls == LAYERS
+        never_packed = world.handover._tracker.never_packed
+        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == [None, *[reasons.COMPUTE_BOUND] * 2]
 
     def test_extend_runs_packed_if_asked_for(self) -> None:
         world = extend(settings=Settings(metrics=False, pack_extend=True))
