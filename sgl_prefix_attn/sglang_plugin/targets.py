@@ -187,6 +187,7 @@ _BACKENDS = (
         "token_to_kv_pool use_mla_backend",
     ),
     *_attributes("configs.model_config.ModelConfig", "hf_config"),
+    Target("configs.model_config.is_minimax_sparse", Use.CALL, ("config",)),
     *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
     Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
     Target("model_executor.forward_context.get_forward_context", Use.CALL),

@@ -135,11 +135,16 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
-def has_linear_layers(runner: Any) -> bool:
-    """Whether linear-attention layers keep states of their own: SGLang then puts a backend for them before ours."""
+def has_other_layers(runner: Any) -> bool:
+    """Whether SGLang puts a backend of its own before ours: for layers of linear attention, which keep states of their
+    own, or for the sparse ones of MiniMax models.
+    """
+    from sglang.srt.configs.model_config import is_minimax_sparse
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+    hf_config = getattr(runner.model_config, "hf_config", None)
+    sparse = hf_config is not None and is_minimax_sparse(hf_config)
+    return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
 
 
 def has_sliding_window_pool(pool: Any) -> bool:
