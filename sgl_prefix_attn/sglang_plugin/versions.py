@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin import targets
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
 TREE_CORE_VARIABLE: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+GLUE_VARIABLE: Final = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 NEWEST: Final = targets.SUPPORTED_VERSIONS[-1]
 
 
@@ -132,6 +133,20 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     if hasattr(UnifiedTreeCoreInterface, "collect_path_info") or default == "python" or TREE_CORE_VARIABLE in environ:
         return False
     environ[TREE_CORE_VARIABLE] = "python"
+    return True
+
+
+def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
+    """Switches off what SGLang has from 0.5.19 on, if asked to: a graph of the work before a replay, kept by its size.
+
+    It replays what the device did, without us; so the plan of the batch that was captured would serve all others.
+    To be called before SGLang makes its decode graph runner. Returns whether it was on.
+    """
+    from sglang.srt.environ import envs
+
+    if not hasattr(envs, GLUE_VARIABLE) or not getattr(envs, GLUE_VARIABLE).get():
+        return False
+    environ[GLUE_VARIABLE] = "0"
     return True
 
 
