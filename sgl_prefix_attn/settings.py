@@ -137,7 +137,7 @@ class Settings(BaseModel):
     )
     metrics: bool = Field(True, description="Export Prometheus metrics next to SGLang's (needs --enable-metrics).")
     metrics_flush_steps: int = Field(
-        32, ge=1, le=1_000_000, description="Packed steps between two updates of the Prometheus metrics."
+        32, ge=1, le=1_000_000, description="Steps, packed or not, between two updates of the Prometheus metrics."
     )
 
     @field_validator("max_tile_rows")
