@@ -53,7 +53,8 @@ class Settings(BaseModel):
     handover: Literal["auto", "hooks", "patch"] = Field(
         "auto",
         description="How request paths travel from the scheduler to the backend. hooks: SGLang's plug-in hooks. patch: "
-        "the native seam of `python -m sgl_prefix_attn patch`. auto: the patch where it is applied, else hooks.",
+        "the native seam of `python -m sgl_prefix_attn patch`; not for models with layers of linear or sparse "
+        "attention as well. auto: the patch where it is applied and reaches us, else hooks.",
     )
     pack_decode: bool = Field(True, description="Run decode batches packed.")
     pack_extend: Literal["auto"] | bool = Field(
@@ -136,7 +137,7 @@ class Settings(BaseModel):
     )
     metrics: bool = Field(True, description="Export Prometheus metrics next to SGLang's (needs --enable-metrics).")
     metrics_flush_steps: int = Field(
-        32, ge=1, le=1_000_000, description="Packed steps between two updates of the Prometheus metrics."
+        32, ge=1, le=1_000_000, description="Steps, packed or not, between two updates of the Prometheus metrics."
     )
 
     @field_validator("max_tile_rows")

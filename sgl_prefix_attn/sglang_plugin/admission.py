@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
         return reasons.TWO_BATCH_OVERLAP
     if arguments.enable_pdmux:
         return reasons.PDMUX
+    if versions.keep_metadata_out_of_graphs(os.environ):
+        logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
     return CudaExecutor(runner, settings, kernels)
 
 

@@ -28,7 +28,7 @@ from sgl_prefix_attn.sglang_plugin.known_layers import KnownLayers
 from sgl_prefix_attn.sglang_plugin.layers import UNSCALED, kv_scales
 from sgl_prefix_attn.sglang_plugin.runtime import Runtime
 from sgl_prefix_attn.sglang_plugin.step_routes import StepRoutes
-from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.tracker import Mode, StepPaths
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ class PrefixPackBackend(AttentionBackend):
         )
         self._step: PackedStep | None = None
         self._inner_ready = False
+        if never != reasons.DRAFT_WORKER:  # whose steps are not read anyway
+            runtime.handover.leave_out(self._never_packs)
+
+    def _never_packs(self, mode: Mode) -> str | None:
+        return self._layers.never or self._executor.packs(mode)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not set yet: __init__ has not run
@@ -326,6 +331,7 @@ class PrefixPackBackend(AttentionBackend):
         return inner_forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
+
 
 def _call_obstacle(step: PackedStep, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
     """Why this call of a layer cannot run packed, None if it can."""

@@ -34,7 +34,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
     runtime = runtime_module.start(settings, version, handover_kind(settings, version, runner), runner)
-    runtime.inner_backend = name
+    if not runner.is_draft_worker:  # it comes after its target, which is what the process tells about
+        runtime.inner_backend = name
     kind = runtime.handover.kind
     wanted = hooks.OTHER_HOOKS + (hooks.HANDOVER_HOOKS if kind == "hooks" else ())
     if is_cpu(runner):
@@ -91,12 +92,12 @@ def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
         )
     if not patched or settings.handover == "hooks":
         return "hooks"
-    if not versions.has_linear_layers(runner):
+    if not versions.has_other_layers(runner):
         return "patch"
     if settings.handover == "patch":
         raise ValueError(
-            "handover='patch', but this model has layers of linear attention as well, and SGLang's backend for both "
-            "kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
+            "handover='patch', but this model has layers of linear attention or sparse ones as well, and SGLang's "
+            "backend for both kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
         )
-    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's hybrid linear backend")
+    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's backend for other layers")
     return "hooks"

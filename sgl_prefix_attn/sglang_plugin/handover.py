@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.counters import Counters
-from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, Mode, StepPaths
 
 Kind = Literal["hooks", "patch"]
 
@@ -49,6 +49,10 @@ class Handover:
         self._tracker = tracker
         self._counters = counters
         self._current: Handed | None = None
+
+    def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
+        """From now on, paths are not read for steps of kinds for which `never_packed` has a reason."""
+        self._tracker.never_packed = never_packed
 
     def read(self, batch: Any) -> Handed:
         """Reads a batch's paths; never raises."""

@@ -20,7 +20,7 @@ COUNTERS = {
     "plans_made_total": ("Plans made by the planner.", "plans_made"),
     "plans_reused_total": ("Steps that reused the plan of the step before.", "plans_reused"),
     "plan_seconds_total": ("Seconds spent in making plans.", "plan_seconds"),
-    "host_seconds_total": ("Seconds of host work before packed forwards: paths, forest, plan.", "host_seconds"),
+    "host_seconds_total": ("Seconds of host work of ours before forwards: paths, forest, plan.", "host_seconds"),
     "kv_tokens_read_total": ("KV tokens read by packed steps, per layer and KV head.", "kv_tokens_read"),
     "kv_tokens_saved_total": ("KV tokens that request-wise attention would have read besides.", "kv_tokens_saved"),
 }

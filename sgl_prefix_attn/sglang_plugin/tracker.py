@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -119,9 +120,14 @@ _FINISHED = operator.attrgetter("finished_reason")
 
 
 class BatchTracker:
-    """Makes the `StepPaths` of schedule batches, or says by a reason why there are none."""
+    """Makes the `StepPaths` of schedule batches, or says by a reason why there are none.
+
+    Attributes:
+        never_packed: why no step of a kind runs packed, None if some may; paths that nobody will use are not read.
+    """
 
     def __init__(self) -> None:
+        self.never_packed: Callable[[Mode], str | None] = _may_be_packed
         self._tree: Any = None
         self._mirror: TreeMirror | None = None
         self._no_mirror = reasons.UNKNOWN_TREE
@@ -186,6 +192,10 @@ class BatchTracker:
         )
 
     def _decode_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+        useless = self.never_packed("decode")
+        if useless is not None:
+            self._decode = None
+            return useless
         if batch.seq_lens_cpu is None:
             return reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
@@ -249,19 +259,28 @@ class BatchTracker:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
             return reasons.NO_HOST_LENGTHS
         requests = batch.reqs
-        self._prefilled.update(requests)
+        # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
+        num_decode = len(batch.decoding_reqs or ())
+        mode: Mode = "mixed" if num_decode else "extend"
+        # No node of those that decode is changed by it, so they are not to be looked up again for that.
+        self._prefilled.update(requests[: len(requests) - num_decode])
         if len(self._prefilled) > _MOST_PREFILLED:
             self._prefilled.clear()
             self._decode = None
-        # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
-        num_decode = len(batch.decoding_reqs or ())
+        useless = self.never_packed(mode)
+        if useless is not None:
+            return useless
         forest, _ = mirror.forest(
             list(map(_LAST_NODE, requests)),
             np.array(batch.prefix_lens, dtype=np.int64),
             _live(_finished(requests)),
         )
         query_lens = np.array(batch.extend_lens, dtype=np.int64)
-        return StepPaths(forest, "mixed" if num_decode else "extend", len(requests), num_decode, query_lens)
+        return StepPaths(forest, mode, len(requests), num_decode, query_lens)
+
+
+def _may_be_packed(mode: Mode) -> None:
+    """Of all kinds of steps, as long as no backend has said which it packs."""
 
 
 def _decode_state(

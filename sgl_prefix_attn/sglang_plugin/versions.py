@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin import targets
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
 TREE_CORE_VARIABLE: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+GLUE_VARIABLE: Final = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 NEWEST: Final = targets.SUPPORTED_VERSIONS[-1]
 
 
@@ -135,11 +136,30 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
-def has_linear_layers(runner: Any) -> bool:
-    """Whether linear-attention layers keep states of their own: SGLang then puts a backend for them before ours."""
+def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
+    """Switches off what SGLang has from 0.5.19 on, if asked to: a graph of the work before a replay, kept by its size.
+
+    It replays what the device did, without us; so the plan of the batch that was captured would serve all others.
+    To be called before SGLang makes its decode graph runner. Returns whether it was on.
+    """
+    from sglang.srt.environ import envs
+
+    if not hasattr(envs, GLUE_VARIABLE) or not getattr(envs, GLUE_VARIABLE).get():
+        return False
+    environ[GLUE_VARIABLE] = "0"
+    return True
+
+
+def has_other_layers(runner: Any) -> bool:
+    """Whether SGLang puts a backend of its own before ours: for layers of linear attention, which keep states of their
+    own, or for the sparse ones of MiniMax models.
+    """
+    from sglang.srt.configs.model_config import is_minimax_sparse
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-    return isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+    hf_config = getattr(runner.model_config, "hf_config", None)
+    sparse = hf_config is not None and is_minimax_sparse(hf_config)
+    return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
 
 
 def has_sliding_window_pool(pool: Any) -> bool:

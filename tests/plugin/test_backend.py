@@ -24,11 +24,12 @@ from sgl_prefix_attn.sglang_plugin import reasons, runtime, versions
 from sgl_prefix_attn.sglang_plugin.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.delegation import delegated_members
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
-from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.tracker import Mode, StepPaths
 from tests.plugin.attention_world import LAYERS, World
 
 SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
 LENGTHS = [300, 265, 205, 9]
+MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +191,15 @@ class TestStepFallbacks:
 
     def test_draft_worker(self) -> None:
         self.falls_back(decode(is_draft_worker=True), reasons.DRAFT_WORKER)
+
+    def test_no_paths_are_read_for_a_runner_that_never_packs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
+        tracker = decode().handover._tracker
+        assert {tracker.never_packed(mode) for mode in MODES} == {reasons.HYBRID_SWA}
+
+    def test_what_a_draft_model_packs_does_not_keep_paths_from_being_read(self) -> None:
+        tracker = decode(is_draft_worker=True).handover._tracker
+        assert {tracker.never_packed(mode) for mode in MODES} == {None}
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     def test_decode_context_parallelism(self, device: str) -> None:

@@ -110,6 +110,17 @@ class TestFactory:
             with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
                 creation.handover_kind(Settings(handover="patch"), "0.5.20", runner)
 
+    def test_with_sparse_layers_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
+
+        assert "prepare_schedule_batch" not in vars(MiniMaxHybridAttnBackend)
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
+        runner = self.runner()
+        runner.model_config = gpu_runner("MiniMaxM3SparseForCausalLM").model_config
+        assert creation.handover_kind(Settings(), "0.5.20", runner) == "hooks"
+        with pytest.raises(ValueError, match=r"handover='patch', but this model has layers .* or sparse ones"):
+            creation.handover_kind(Settings(handover="patch"), "0.5.20", runner)
+
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -283,6 +294,16 @@ class TestDraftModel:
         runtime.stop()
         backend = create_backend(runner, Settings(metrics=False))
         assert backend._layers.never == reasons.DRAFT_WORKER
+
+    def test_what_the_process_tells_about_is_the_target(self) -> None:
+        runner = World([[]], [9], draft_attention_backend=None).runner
+        runtime.stop()
+        create_backend(runner, Settings(metrics=False))
+        runner.is_draft_worker, runner.device = True, "cuda"
+        create_backend(runner, Settings(metrics=False, inner_backend="fa3"))
+        current = runtime.active()
+        assert current is not None
+        assert current.inner_backend == "torch_native"
 
     def test_what_the_user_named_stays(self) -> None:
         assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"

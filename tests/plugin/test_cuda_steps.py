@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import admission, backend, cuda_steps, gpu_kernels, reasons, runtime
+from sgl_prefix_attn.sglang_plugin import admission, backend, cuda_steps, gpu_kernels, reasons, runtime, versions
 from sgl_prefix_attn.sglang_plugin.cuda_steps import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.executor import STEPS_WITHOUT_A_LOOK
 from sgl_prefix_attn.sglang_plugin.handover import NOTHING, Handed
@@ -82,6 +83,8 @@ class TestEagerSteps:
         assert world.fallbacks == {reasons.COMPUTE_BOUND: 1}
         assert world.inner.metadata_calls == 1
         assert world.inner.layer_calls == LAYERS
+        never_packed = world.handover._tracker.never_packed
+        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == [None, *[reasons.COMPUTE_BOUND] * 2]
 
     def test_extend_runs_packed_if_asked_for(self) -> None:
         world = extend(settings=Settings(metrics=False, pack_extend=True))
@@ -447,6 +450,21 @@ class TestAdmission:
         runner = decode().runner
         runner.device, runner.spec_algorithm = "cuda", SpeculativeAlgorithm.EAGLE
         assert admission.make_executor(runner, Settings()) == reasons.SPECULATIVE
+
+    def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from sglang.srt.environ import envs
+
+        switch = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH
+        self.executor()
+        assert versions.GLUE_VARIABLE not in os.environ
+        monkeypatch.setenv(versions.GLUE_VARIABLE, "1")
+        assert self.executor(disable_radix_cache=True) == reasons.NO_RADIX_CACHE
+        assert switch.get(), "nothing of ours is in the graphs of a server that never packs"
+        self.executor()
+        assert not switch.get()
+        assert f"{versions.GLUE_VARIABLE} is switched off" in caplog.text
 
     def test_layers_the_gpu_kernels_do_not_know(self) -> None:
         world = decode(head_dim=32)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.sglang_plugin import reasons
 from sgl_prefix_attn.sglang_plugin.mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.state import paths_of
 from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
@@ -315,6 +316,46 @@ class TestKnownSituations:
         assert step.query_lens is not None
         assert step.query_lens.tolist() == [10, 1, 1]
         assert paths_of(step.forest) == [[(0, 0, 30)]] * 3
+
+    def test_those_that_decode_in_a_mixed_step_are_not_looked_up_again(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        first = tracker.step(scheduler.decode_batch())
+        chunked = scheduler.request([1] * 30 + [4] * 30)
+        scheduler.match(chunked, upto=40)
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.extend_batch([chunked], scheduler.running))
+        scheduler.decode()
+        assert tracker.step(scheduler.decode_batch()) is first
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_kinds_of_steps_that_never_run_packed_are_not_read(
+        self, kind: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        tracker.never_packed = lambda mode: None if mode == "decode" else reasons.COMPUTE_BOUND
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        late = [scheduler.request([1] * 30 + [number] * 9) for number in (4, 5)]
+        for request in late:
+            scheduler.match(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeMirror, "forest", lambda *args: pytest.fail("the tree was read"))
+            assert tracker.step(scheduler.extend_batch(late[:1])) == reasons.COMPUTE_BOUND
+            scheduler.decode()
+            assert tracker.step(scheduler.extend_batch(late[1:], scheduler.running)) == reasons.COMPUTE_BOUND
+        scheduler.running += late
+        if overlap:
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        for request in late:
+            scheduler.prefill_done(request)
+        scheduler.decode()
+        step = check(scheduler, tracker, scheduler.decode_batch())
+        assert [path[0] for path in paths_of(step.forest)] == [(0, 0, 30)] * 4
+        tracker.never_packed = lambda mode: reasons.NO_MEMORY
+        scheduler.running.pop()
+        assert tracker.step(scheduler.decode_batch()) == reasons.NO_MEMORY
 
     def test_other_namespaces_do_not_share(self, kind: str) -> None:
         scheduler, tracker = self.start(kind)
