@@ -287,6 +287,15 @@ class TestCommands:
         released = pinning_commands.answer(pinning_commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
         assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
 
+    def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
+        server = SmallServer(kind, slots=64, settings=pinning())
+        run(server, prompt(1, 50))
+        pin = server.keeper.pin(prompt(1, 50))
+        assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
+        command = pinning_commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
+        assert pinning_commands.answer(command, server.keeper)["released"] == [pin.id]
+        assert server.cache.protected_size() == 0
+
     def test_the_same_command_again_renews_the_pin(self, kind: str) -> None:
         keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
         command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
