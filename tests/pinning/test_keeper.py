@@ -301,7 +301,7 @@ class TestCommands:
         command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
         first = pinning_commands.answer(pinning_commands.encode(command), keeper)
         keeper.step()
-        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == first
+        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == {**first, "renewed": True}
         assert len(keeper.pins.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
 
     @pytest.mark.parametrize(
