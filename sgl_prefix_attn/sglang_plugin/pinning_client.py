@@ -249,6 +249,7 @@ def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
     if text is not None:
         if not isinstance(text, str):
             raise ValueError(f"text is {text!r}: it has to be a string")
+        text.encode()  # raises ValueError for half a surrogate pair, of which tokenizers say nothing clear
         token_ids = token_ids_of(manager, text)
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         return token_ids
@@ -266,6 +267,6 @@ def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
 async def _object(request: Any) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError:
+    except (ValueError, RecursionError):  # it can be nested deeper than can be read
         body = None
     return body if isinstance(body, dict) else {"body": "not a JSON object"}

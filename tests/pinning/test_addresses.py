@@ -113,7 +113,18 @@ def test_schedulers_that_do_not_know_the_command_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"text": "a", "token_ids": [1]}', b'{"id": "x"}', b'{"text": 3}', b'{"token_ids": 5}']
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"text": "a", "token_ids": [1]}',
+        b'{"id": "x"}',
+        b'{"text": 3}',
+        b'{"token_ids": 5}',
+        b'{"text": "\\ud800"}',
+        pytest.param(b'{"token_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="nested too deep"),
+    ],
 )
 def test_bad_bodies_reach_no_scheduler(body: bytes) -> None:
     manager = Manager(answer())
