@@ -100,7 +100,7 @@ def run_batch(
         EngineError: an engine ended; what had finished is in the journal.
     """
     progress = progress or Progress(enabled=False)
-    journal = Journal(options.journal, options.source, options.model)
+    journal = Journal(options.journal, options.source, options.model, options.errors)
     try:
         lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.journal import may_replace
 from sgl_prefix_attn.offline.runner import run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline import batches, fake_engine
@@ -152,7 +153,10 @@ def test_when_an_engine_dies_the_next_run_goes_on(tmp_path):
         run(source, output, seconds=0.001)
     assert "the engine has found something deadly" in str(error.value)
     assert not output.exists()
-    before = len(batches.read(tmp_path / "out.jsonl.journal")) - 1
+    journal = tmp_path / "out.jsonl.journal"
+    assert may_replace(journal, output.with_suffix(".errors"))
+    assert not may_replace(journal, tmp_path / "other.errors")
+    before = len(batches.read(journal)) - 1
     summary = run(source, output)
     assert summary.resumed == before
     assert len(batches.read(output)) == 101
