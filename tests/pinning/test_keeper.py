@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks
+from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks, pinning_retention
 from sgl_prefix_attn.sglang_plugin.pinning_commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
@@ -148,6 +148,28 @@ def test_a_shortened_pin_that_is_asked_for_again_holds_all_that_is_cached(kind: 
     assert server.keeper.pins.held_tokens(pin.id) == 40
     assert server.keeper.pin(prompt(1, 50)) == pin
     assert server.keeper.pins.held_tokens(pin.id) == 50
+
+
+def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SmallServer(kind, slots=64, settings=PinningSettings(budget_percent=100, retention=True, block=1))
+    hold_everything_by_a_running_request(server)
+    pin = server.keeper.pin(prompt(1, 20))
+    hashed: list[int] = []
+    keys_of = pinning_retention.keys_of
+
+    def noted(tokens: tuple[int, ...], block: int, namespace: str | None) -> list[int]:
+        hashed.append(len(tokens))
+        return keys_of(tokens, block, namespace)
+
+    monkeypatch.setattr(pinning_retention, "keys_of", noted)
+    for _ in range(3):
+        assert not server.keeper.make_room(60)
+    server.keeper.pins.ledger.shed(pin.id, 15)
+    for _ in range(3):
+        assert not server.keeper.make_room(60)
+    assert hashed == [20, 15]
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
