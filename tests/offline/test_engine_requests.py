@@ -52,6 +52,26 @@ class SmallQueue:
         return SAMPLE
 
 
+class ComesLate(SmallQueue):
+    """The first request does something else before it comes to the queue, as one of several samples does."""
+
+    _first = True
+
+    async def async_generate(self, **request: Any) -> Any:
+        if self._first:
+            self._first = False
+            await asyncio.sleep(0.005)
+        return await super().async_generate(**request)
+
+
+class NeverHasRoom(SmallQueue):
+    """An engine whose queue refuses everything, after a moment."""
+
+    async def async_generate(self, **request: Any) -> Any:
+        await asyncio.sleep(0.002)
+        raise FULL
+
+
 def outcomes(engine: Any, count: int = 1) -> list[Outcome]:
     async def serve() -> None:
         requests = offline_engine._Requests(engine)
@@ -90,6 +110,17 @@ def test_a_full_queue_is_waited_for(monkeypatch):
     found = outcomes(SmallQueue(2), count=9)
     assert [outcome.number for outcome in found] == list(range(9))
     assert all(outcome.answer is not None for outcome in found)
+
+
+def test_a_queue_that_others_filled_in_the_meantime_is_waited_for(monkeypatch):
+    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.0001)
+    assert all(outcome.answer is not None for outcome in outcomes(ComesLate(1), count=5))
+
+
+def test_requests_that_never_have_room_do_not_wait_for_each_other(monkeypatch):
+    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.01)
+    found = outcomes(NeverHasRoom(0), count=50)
+    assert all(outcome.error.endswith("raise --max-queued-requests") for outcome in found)
 
 
 def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(monkeypatch):
