@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -76,18 +77,21 @@ class _Requests:
         self._engine = engine
         self._tries = 0
         self._inside: dict[int, int] = {}  # request -> which try this is, oldest first
+        self._one_by_one = asyncio.Lock()
         self._ended = 0  # tries there had been when a request ended last
 
     async def outcome(self, task: Task) -> Outcome:
         """Runs a request; again while SGLang's queue is full of others."""
-        refused_last = refusals = 0
+        refused_last, refusals = 0, -1  # the first refusal says nothing yet
         while True:
-            outcome, reason = await self._try(task)
+            # When nobody is served, those that come and go take the room from each other.
+            async with self._one_by_one if refusals >= 2 else contextlib.nullcontext():
+                outcome, reason = await self._try(task)
             if outcome is not None:
                 self._ended = self._tries
                 return outcome
-            # Who has been inside since this one was refused last is being served. Those that come and go are not, nor
-            # are the samples of a request of which others were refused: SGLang forgets them, and they end.
+            # Who has been inside since this one was refused last is being served. Samples of a request of which others
+            # were refused are not counted: they end soon.
             oldest = next(iter(self._inside.values()), self._tries)
             refusals = 0 if oldest <= refused_last or self._ended > refused_last else refusals + 1
             refused_last = self._tries
