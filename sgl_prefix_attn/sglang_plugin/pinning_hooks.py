@@ -247,7 +247,7 @@ def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv
             keeper.counters.failed()
         answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
     # Answers come in any order, and whoever asked wants to know whose a refusal is.
-    rank = getattr(getattr(scheduler, "ps", scheduler), "dp_rank", None)
+    rank = _copy(scheduler)
     if rank is not None:
         answer[pinning_commands.COPY_KEY] = rank
     return GetInternalStateReqOutput(internal_state={pinning_commands.ANSWER_KEY: answer})
@@ -262,6 +262,18 @@ PINNING_HOOKS: tuple[Hook, ...] = (
     Hook(FLUSH, after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
     Hook(INTERNAL_STATE, around_get_internal_state, "AROUND", "nobody can pin"),
 )
+
+
+def _copy(scheduler: Any) -> int | None:
+    """Which data-parallel copy of the model a scheduler serves; None if there is only one, or nothing tells."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # Schedulers of 0.5.23 have no ranks of their own.
+    ranks = getattr(scheduler, "ps", None) or get_parallel()
+    try:
+        return getattr(ranks, "dp_rank", None)
+    except (RuntimeError, ValueError):  # 0.5.23's context, in a process that never got ranks
+        return None
 
 
 def _admitted(adder: Any, req: Any) -> bool:

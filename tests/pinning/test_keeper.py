@@ -342,10 +342,18 @@ class TestCommands:
         keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
         assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
 
+    @pytest.mark.parametrize("of_their_own", [True, False], ids=["up to 0.5.20", "0.5.23"])
     @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
-    def test_an_answer_says_which_copy_gave_it(self, rank: int | None, said: dict[str, int]) -> None:
+    def test_an_answer_says_which_copy_gave_it(
+        self, rank: int | None, said: dict[str, int], of_their_own: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         server = SmallServer(CACHES[0], slots=64, settings=pinning(50))
-        scheduler = SimpleNamespace(tree_cache=server.cache, ps=SimpleNamespace(dp_rank=rank))
+        scheduler = SimpleNamespace(tree_cache=server.cache)
+        ranks = SimpleNamespace(dp_rank=rank)
+        if of_their_own:
+            scheduler.ps = ranks
+        else:
+            monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         request = SimpleNamespace(rid=pinning_commands.encode(ListCommand()))
         output = pinning_hooks.around_get_internal_state(lambda *args: None, scheduler, request)
         assert output.internal_state[pinning_commands.ANSWER_KEY] == {
