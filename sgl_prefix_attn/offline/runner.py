@@ -105,6 +105,8 @@ def run_batch(
         lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
         remaining = [request for request in lines.usable if request.line not in journal.finished]
+        # An earlier version may have run what this one refuses: a result stays one.
+        lines.errors = [error for error in lines.errors if error.line not in journal.finished]
         if remaining:
             with start(main, options.engines) as pool, progress:
                 work = _prepare(remaining, encode, pool, lines.errors, progress)
