@@ -159,7 +159,7 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
     """AROUND hook on `PrefillAdder.add_one_req`: notes who was admitted, and keeps pins from blocking admission.
 
     If nothing runs and nothing else was admitted, no KV will come free by itself, and up to SGLang 0.5.20 the refused
-    request would then never be tried again. So pins are shed and the request is tried once more. While something runs,
+    request would then never be tried again. So pins are shed and the request is tried again. While something runs,
     pins stay: the request is tried again when it ends.
     """
     keeper = keeper_of(adder.tree_cache)
@@ -170,8 +170,12 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
         if result.name == "NO_TOKEN" and keeper.pins and not _admitted(adder, req) and _idle(adder):
             # One token more than the request and the cap on new tokens can take.
             wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
-            keeper.make_room(min(wanted, adder.token_to_kv_pool_allocator.size))
+            wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
+            keeper.make_room_for(req, wanted)
             result = original(adder, req, *args, **kwargs)
+            if result.name == "NO_TOKEN" and not _admitted(adder, req):  # it may not use what is cached of it
+                keeper.make_room(wanted)
+                result = original(adder, req, *args, **kwargs)
         if _admitted(adder, req):
             keeper.admitted(req, _cached_tokens(req))
     except Exception:  # the one guard of this hook

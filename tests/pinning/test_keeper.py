@@ -128,6 +128,19 @@ def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
     assert server.keeper.pins.held_tokens(useful.id) == len(server.keeper.pins.ledger.get(useful.id).tokens) == 15
 
 
+def test_a_request_that_does_not_fit_takes_no_room_from_the_pin_that_it_uses(kind: str) -> None:
+    server = SmallServer(kind, slots=100, settings=pinning())
+    for name in (1, 2):
+        run(server, prompt(name, 40))
+    used, other = (server.keeper.pin(prompt(name, 40)) for name in (1, 2))
+    server.send([*prompt(1, 40), *prompt(7, 10)], 20)
+    assert server.step()
+    assert server.keeper.pins.held_tokens(used.id) == 40
+    # Of 20 tokens that are free and 10 + 20 that it can take, with its one more and SGLang's slack.
+    assert 25 <= server.keeper.pins.held_tokens(other.id) < 30
+    assert server.cached_tokens == 40
+
+
 def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1, 50))
