@@ -7,6 +7,7 @@ Prompts of completions may be token ids. Beyond OpenAI's fields those of SGLang 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
+# SGLang's scheduler dies of a bias that is no 32-bit float, and of logits that become infinite. OpenAI's range.
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
+_LEAST_PENALTY = 1e-6  # logits are divided by it, and SGLang takes any number above 0
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class _Body(BaseModel):
     seed: Annotated[StrictInt, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
     presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, StrictFloat] | None = None
+    logit_bias: dict[str, Bias] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     stream: Literal[False, None] = None
     # SGLang's
     top_k: Annotated[StrictInt, Field(ge=-1, le=_INT32_MAX)] | None = None
     min_p: StrictFloat | None = Field(None, ge=0, le=1)
-    repetition_penalty: StrictFloat | None = Field(None, gt=0, le=2)
+    repetition_penalty: StrictFloat | None = Field(None, ge=_LEAST_PENALTY, le=2)
     min_tokens: StrictInt = Field(0, ge=0, le=_INT32_MAX)
     ignore_eos: StrictBool = False
     stop_token_ids: list[TokenId] | None = None
@@ -238,5 +242,8 @@ def _invalid(
 
 
 def _shortened(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON can be nested deeper than Python likes to print
+        text = reprlib.repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
-from sgl_prefix_attn.offline.journal import JournalError, unfinished
+from sgl_prefix_attn.offline.journal import JournalError, may_replace, unfinished
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
@@ -142,12 +142,14 @@ def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> N
         other = names.setdefault(path.resolve(), name)
         if other != name:
             raise UsageError(f"{path} is both {other} and {name}; IN, OUT and errors must be three different files")
-    # With a journal next to them, they are ones that this run has still to replace.
-    replaceable = overwrite or files["the journal"].exists()
-    for path in (output, errors):
+    # With a journal next to it, OUT is one that this run has still to replace.
+    journal = files["the journal"]
+    for path, is_the_jobs in ((output, journal.exists()), (errors, may_replace(journal, errors))):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent}: no such folder")
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is no regular file")
-        if path.exists() and not replaceable:
+        if path.exists() and not (overwrite or is_the_jobs):
             raise UsageError(f"{path} exists; --overwrite replaces it")
 
 

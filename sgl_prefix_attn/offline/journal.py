@@ -18,6 +18,8 @@ from typing import Any
 import orjson
 
 _VERSION = 1
+# Begins the line of a run with another errors file than the first one's, which the header has.
+_ERRORS = b'{"errors":'
 
 
 class JournalError(Exception):
@@ -38,6 +40,9 @@ class Journal:
 
     One without results is rewritten if it is another input's or model's.
 
+    Args:
+        errors: the errors file that this run writes, so that a later one may replace it.
+
     Attributes:
         finished: lines of the input that are done.
         created: when the job was started first, in seconds since 1970.
@@ -46,8 +51,9 @@ class Journal:
         JournalError: it is another run's, broken, or in use by a process that runs.
     """
 
-    def __init__(self, path: Path, source: Path, model: str) -> None:
+    def __init__(self, path: Path, source: Path, model: str, errors: Path | None = None) -> None:
         self.path = path
+        self._errors = None if errors is None else _name(errors)
         self.finished: set[int] = set()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -65,10 +71,7 @@ class Journal:
     def append(self, results: Sequence[Finished]) -> None:
         """Adds finished requests; when it returns, they are on disk."""
         lines = [orjson.dumps({"line": r.line, "ok": r.ok, "record": r.record}) + b"\n" for r in results]
-        data = b"".join(lines)
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
+        self._write(b"".join(lines))
         self.finished.update(result.line for result in results)
 
     def read(self) -> Iterator[tuple[int, Finished]]:
@@ -76,7 +79,8 @@ class Journal:
         with self.path.open("rb") as file:
             offset = len(file.readline())
             for text in file:
-                yield offset, _finished(text)
+                if not _is_errors_line(text):
+                    yield offset, _finished(text)
                 offset += len(text)
 
     def read_at(self, offsets: Sequence[int]) -> Iterator[Finished]:
@@ -93,6 +97,11 @@ class Journal:
         """To be called when everything it holds has been written elsewhere."""
         self.path.unlink(missing_ok=True)
 
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._fd, data) :]
+        os.fsync(self._fd)
+
     def _open(self, digest: str, model: str) -> None:
         if self._cut_torn_line() == 0:
             self._start(digest, model)
@@ -104,28 +113,33 @@ class Journal:
                 ("input_sha256", digest, "for another input file, or the file was changed"),
                 ("model", model, f"with the model {header.get('model')!r}, not {model!r}"),
             )
+            wrong = next((what for key, value, what in expected if header.get(key) != value), None)
             first = file.readline()
-            for key, value, what in expected:
-                if header.get(key) == value:
-                    continue
-                # A run that never got to a result, for a mistake in its input or model, has nothing to lose.
-                if not first and header.get("version") == _VERSION and "input_sha256" in header:
-                    os.ftruncate(self._fd, 0)
-                    self._start(digest, model)
-                    return
+            # A run that never got to a result, for a mistake in its input or model, has nothing to lose.
+            empty = not first and header.get("version") == _VERSION and "input_sha256" in header
+            if empty and (wrong is not None or header.get("errors") != self._errors):
+                os.ftruncate(self._fd, 0)
+                self._start(digest, model)
+                return
+            if wrong is not None:
                 raise JournalError(
-                    f"{self.path} was written {what}; delete it to start anew, or choose another output"
+                    f"{self.path} was written {wrong}; delete it to start anew, or choose another output"
                 )
             self.created = int(header["created"])
             for number, text in enumerate(itertools.chain([first] if first else [], file), 2):
-                self.finished.add(int(self._parsed(text, number)["line"]))
+                entry = self._parsed(text, number)
+                if not _is_errors_line(text):
+                    self.finished.add(int(entry["line"]))
+        if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
+            self._write(orjson.dumps({"errors": self._errors}) + b"\n")
 
     def _start(self, digest: str, model: str) -> None:
         """Writes the header to the empty file."""
         self.created = int(time.time())
         new = {"version": _VERSION, "input_sha256": digest, "model": model, "created": self.created}
-        os.write(self._fd, orjson.dumps(new) + b"\n")
-        os.fsync(self._fd)
+        if self._errors is not None:
+            new["errors"] = self._errors
+        self._write(orjson.dumps(new) + b"\n")
         _sync_folder(self.path)
 
     def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
@@ -150,6 +164,32 @@ class Journal:
         if end < size:
             os.ftruncate(self._fd, end)
         return end
+
+
+def may_replace(journal: Path, errors: Path) -> bool:
+    """Whether `errors` is an errors file of the job with this journal, if there is one. Older ones do not say."""
+    if not journal.exists():
+        return False
+    files = _errors_files(journal)
+    return files is None or _name(errors) in files
+
+
+def _errors_files(journal: Path) -> list[str] | None:
+    """The errors files of a job's runs so far, None if its journal does not say."""
+    with journal.open("rb") as file:
+        try:
+            found = [orjson.loads(file.readline())["errors"]]
+            return found + [orjson.loads(text)["errors"] for text in file if _is_errors_line(text)]
+        except (orjson.JSONDecodeError, TypeError, KeyError):  # torn, or none: whoever opens it sees what it is
+            return None
+
+
+def _is_errors_line(text: bytes) -> bool:
+    return text.startswith(_ERRORS) and text.endswith(b"\n")
+
+
+def _name(path: Path) -> str:
+    return os.fsencode(path.resolve()).decode(errors="replace")
 
 
 def unfinished(path: Path) -> Path:

@@ -100,11 +100,13 @@ def run_batch(
         EngineError: an engine ended; what had finished is in the journal.
     """
     progress = progress or Progress(enabled=False)
-    journal = Journal(options.journal, options.source, options.model)
+    journal = Journal(options.journal, options.source, options.model, options.errors)
     try:
         lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
         remaining = [request for request in lines.usable if request.line not in journal.finished]
+        # An earlier version may have run what this one refuses: a result stays one.
+        lines.errors = [error for error in lines.errors if error.line not in journal.finished]
         if remaining:
             with start(main, options.engines) as pool, progress:
                 work = _prepare(remaining, encode, pool, lines.errors, progress)

@@ -77,6 +77,17 @@ class PinLedger:
                 f"there is no pin {pin_id}: it was released, has expired, was shed, or never existed"
             ) from None
 
+    def of(self, tokens: Sequence[int], namespace: str | None = None) -> list[Pin]:
+        """The pins that were asked for with exactly this prefix, whatever their labels; also those shortened since."""
+        begun = [
+            pin
+            for pin in self._pins.values()
+            if len(pin.tokens) <= len(tokens) and pin.tokens[-1] == tokens[len(pin.tokens) - 1]
+        ]
+        text = _text(tokens, namespace)
+        ids = {_id(text, label) for label in {pin.label for pin in begun}}
+        return [pin for pin in begun if pin.id in ids]
+
     def cost(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """Tokens that a pin of this prefix would add to those already pinned."""
         return self._alone(_text(tokens, namespace), len(tokens))

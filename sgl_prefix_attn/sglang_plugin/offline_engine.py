@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,7 @@ from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Tas
 _KEPT_BACK = 6
 _QUEUE_FULL = "queue is full"  # in SGLang's words for a request beyond --max-queued-requests
 _RETRY_SECONDS = 0.5
+_LONE_REFUSALS = 10  # while nobody is served
 
 
 def main(connection: Connection, arguments: EngineArguments) -> None:
@@ -73,29 +75,48 @@ class _Requests:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._inside = 0
+        self._tries = 0
+        self._inside: dict[int, int] = {}  # request -> which try this is, oldest first
+        self._one_by_one = asyncio.Lock()
+        self._ended = 0  # tries there had been when a request ended last
 
     async def outcome(self, task: Task) -> Outcome:
         """Runs a request; again while SGLang's queue is full of others."""
+        refused_last, refusals = 0, -1  # the first refusal says nothing yet
         while True:
-            alone = self._inside == 0
-            self._inside += 1
-            try:
-                tokens = task.tokens.tolist()
-                result = await self._engine.async_generate(input_ids=tokens, sampling_params=task.sampling)
-                return Outcome(task.number, _answer(result if isinstance(result, list) else [result]))
-            except ValueError as error:  # how SGLang refuses a request
-                return Outcome(task.number, None, str(error))
-            except Exception as error:  # it gave the request up, with whatever exception its version has for that
-                reason = _reason(error)
-            finally:
-                self._inside -= 1
-            if _QUEUE_FULL not in reason:
-                return Outcome(task.number, None, f"the engine gave the request up: {reason}")
-            if alone:  # then nobody will make room
+            # When nobody is served, those that come and go take the room from each other.
+            async with self._one_by_one if refusals >= 2 else contextlib.nullcontext():
+                outcome, reason = await self._try(task)
+            if outcome is not None:
+                self._ended = self._tries
+                return outcome
+            # Who has been inside since this one was refused last is being served. Samples of a request of which others
+            # were refused are not counted: they end soon.
+            oldest = next(iter(self._inside.values()), self._tries)
+            refusals = 0 if oldest <= refused_last or self._ended > refused_last else refusals + 1
+            refused_last = self._tries
+            if refusals == _LONE_REFUSALS:  # then nobody will make room
                 more = "It has no room for this request; raise --max-queued-requests"
                 return Outcome(task.number, None, f"{reason} {more}")
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _try(self, task: Task) -> tuple[Outcome | None, str]:
+        """What became of a request; None and SGLang's words if its queue was full."""
+        self._tries += 1
+        self._inside[task.number] = self._tries
+        try:
+            tokens = task.tokens.tolist()
+            result = await self._engine.async_generate(input_ids=tokens, sampling_params=task.sampling)
+            return Outcome(task.number, _answer(result if isinstance(result, list) else [result])), ""
+        except ValueError as error:  # how SGLang refuses a request
+            return Outcome(task.number, None, str(error)), ""
+        except Exception as error:  # it gave the request up, with whatever exception its version has for that
+            reason = _reason(error)
+        finally:
+            del self._inside[task.number]
+        if _QUEUE_FULL in reason:
+            return None, reason
+        return Outcome(task.number, None, f"the engine gave the request up: {reason}"), ""
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.pinning_commands import (
     ANSWER_KEY,
     COPY_KEY,
     MAX_TOKENS,
+    RENEWED_KEY,
     AnnounceCommand,
     Command,
     ListCommand,
@@ -124,7 +125,8 @@ class EnginePins:
 async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
     """Hands a command to all schedulers; one answer per data-parallel copy.
 
-    A pin that one copy refuses is pinned on none: it is released on those that made or renewed it.
+    A new pin that one copy refuses is pinned on none: it is released on those that made it. One that a copy had before
+    is not given up for that.
 
     Raises:
         PinningError: a copy refused. If others did not, the message says which did.
@@ -156,8 +158,11 @@ async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -
     """Makes all copies alike again after some refused, where that is possible; says what became of the others."""
     if not isinstance(command, PinCommand):
         return "the others did as asked"
+    done = [answer for answer in answers if "error" not in answer]
     # One number for all of them: it stands for what is pinned.
-    (pin_id,) = {answer["pin"]["id"] for answer in answers if "error" not in answer}
+    (pin_id,) = {answer["pin"]["id"] for answer in done}
+    if any(answer.get(RENEWED_KEY) for answer in done):
+        return f"the others keep pin {pin_id}, which was pinned before"
     failed = [
         answer["error"]["message"]
         for answer in await _ask(manager, ReleaseCommand(id=pin_id))
@@ -244,6 +249,7 @@ def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
     if text is not None:
         if not isinstance(text, str):
             raise ValueError(f"text is {text!r}: it has to be a string")
+        text.encode()  # raises ValueError for half a surrogate pair, of which tokenizers say nothing clear
         token_ids = token_ids_of(manager, text)
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         return token_ids
@@ -261,6 +267,6 @@ def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
 async def _object(request: Any) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError:
+    except (ValueError, RecursionError):  # it can be nested deeper than can be read
         body = None
     return body if isinstance(body, dict) else {"body": "not a JSON object"}

@@ -18,6 +18,7 @@ from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace
 ID_PREFIX = "prefixpack-pins:"
 ANSWER_KEY = "prefixpack_pins"
 COPY_KEY = "data_parallel_rank"
+RENEWED_KEY = "renewed"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
@@ -122,8 +123,10 @@ def answer(request_id: str, keeper: CacheKeeper | None) -> dict[str, Any]:
 
 def _carry_out(command: Command, keeper: CacheKeeper) -> dict[str, Any]:
     if isinstance(command, PinCommand):
+        made_before = keeper.counters.pins_made
         pin = keeper.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
-        return {"pin": _describe(pin, keeper), **_totals(keeper)}
+        renewed = {} if keeper.counters.pins_made > made_before else {RENEWED_KEY: True}
+        return {"pin": _describe(pin, keeper), **renewed, **_totals(keeper)}
     if isinstance(command, AnnounceCommand):
         keeper.announce(command.token_ids, command.uses, command.namespace)
         return _totals(keeper)

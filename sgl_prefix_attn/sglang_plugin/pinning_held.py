@@ -82,9 +82,8 @@ class HeldPins:
         return pin
 
     def of(self, tokens: Sequence[int], namespace: Namespace = PLAIN) -> list[Pin]:
-        """The pins of exactly this prefix."""
-        wanted, text = tuple(tokens), self._tree.namespace(namespace).text
-        return [pin for pin in self.ledger.pins() if pin.tokens == wanted and pin.namespace == text]
+        """The pins that were asked for with exactly this prefix; also those shortened since."""
+        return self.ledger.of(tokens, self._tree.namespace(namespace).text)
 
     def held_tokens(self, pin_id: int) -> int:
         """How much of a pin is cached, and so held."""

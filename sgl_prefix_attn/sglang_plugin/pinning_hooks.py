@@ -159,7 +159,7 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
     """AROUND hook on `PrefillAdder.add_one_req`: notes who was admitted, and keeps pins from blocking admission.
 
     If nothing runs and nothing else was admitted, no KV will come free by itself, and up to SGLang 0.5.20 the refused
-    request would then never be tried again. So pins are shed and the request is tried once more. While something runs,
+    request would then never be tried again. So pins are shed and the request is tried again. While something runs,
     pins stay: the request is tried again when it ends.
     """
     keeper = keeper_of(adder.tree_cache)
@@ -170,8 +170,12 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
         if result.name == "NO_TOKEN" and keeper.pins and not _admitted(adder, req) and _idle(adder):
             # One token more than the request and the cap on new tokens can take.
             wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
-            keeper.make_room(min(wanted, adder.token_to_kv_pool_allocator.size))
+            wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
+            keeper.make_room_for(req, wanted)
             result = original(adder, req, *args, **kwargs)
+            if result.name == "NO_TOKEN" and not _admitted(adder, req):  # it may not use what is cached of it
+                keeper.make_room(wanted)
+                result = original(adder, req, *args, **kwargs)
         if _admitted(adder, req):
             keeper.admitted(req, _cached_tokens(req))
     except Exception:  # the one guard of this hook
@@ -247,7 +251,7 @@ def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv
             keeper.counters.failed()
         answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
     # Answers come in any order, and whoever asked wants to know whose a refusal is.
-    rank = getattr(getattr(scheduler, "ps", scheduler), "dp_rank", None)
+    rank = _copy(scheduler)
     if rank is not None:
         answer[pinning_commands.COPY_KEY] = rank
     return GetInternalStateReqOutput(internal_state={pinning_commands.ANSWER_KEY: answer})
@@ -262,6 +266,18 @@ PINNING_HOOKS: tuple[Hook, ...] = (
     Hook(FLUSH, after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
     Hook(INTERNAL_STATE, around_get_internal_state, "AROUND", "nobody can pin"),
 )
+
+
+def _copy(scheduler: Any) -> int | None:
+    """Which data-parallel copy of the model a scheduler serves; None if there is only one, or nothing tells."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # Schedulers of 0.5.23 have no ranks of their own.
+    ranks = getattr(scheduler, "ps", None) or get_parallel()
+    try:
+        return getattr(ranks, "dp_rank", None)
+    except (RuntimeError, ValueError):  # 0.5.23's context, in a process that never got ranks
+        return None
 
 
 def _admitted(adder: Any, req: Any) -> bool:

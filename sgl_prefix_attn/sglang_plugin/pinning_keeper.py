@@ -122,6 +122,21 @@ class CacheKeeper:
         self._check_root()
         return self.pins.make_room(tokens, _nothing_known if self.retention is None else self.retention.worth_of_pin)
 
+    def make_room_for(self, request: Any, tokens: int) -> bool:
+        """As `make_room`, for all tokens of a request; pins of what is cached of them stay, since it will use that."""
+        self._check_root()
+        known = request.origin_input_ids + request.output_ids
+        # At least one token of a prompt is always computed.
+        handle = self._tree.find(known[:-1], Namespace.of_request(request))
+        if handle is None:
+            return self.make_room(tokens)
+        cached = self._tree.path(handle)[-1].end
+        lock = self._tree.lock(handle)
+        try:
+            return self.make_room(tokens - cached)
+        finally:
+            self._tree.release(lock)
+
     @contextmanager
     def protected(self, tokens: int) -> Iterator[None]:
         """While inside, an eviction that frees `tokens` takes what is worth least. Never raises by itself."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sgl_prefix_attn.offline.queue_order import SharedPrefix
 from sgl_prefix_attn.pinning import CachedNode, CachedTree, Lookahead, Pin, PrefixWorth, ReuseMemory, Stretch
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
+from sgl_prefix_attn.pinning.ledger import MAX_PINS
 from sgl_prefix_attn.sglang_plugin.pinning_counters import PinningCounters
 from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning_locks import LockableTree, Namespace, NodeLock
@@ -53,6 +54,8 @@ class Retention:
         self._counters = counters
         self._cached = CachedTree(block)
         self._avoided: dict[int, int] = {}  # node -> its last use when its eviction was last avoided
+        # By pin, asked for longest ago first: length and last key. Pins are compared whenever room is missing.
+        self._pin_keys: dict[int, tuple[int, int | None]] = {}
         self.offline = OfflinePrefixes(self.announce_shared)
 
     def announce(self, tokens: Sequence[int], uses: int, namespace: Namespace) -> None:
@@ -101,8 +104,14 @@ class Retention:
 
     def worth_of_pin(self, pin: Pin) -> float:
         """Worth per token of the prefix that a pin keeps."""
-        keys = keys_of(pin.tokens, self._block, pin.namespace)
-        return self.worth.of(keys[-1]) if keys else 0.0
+        length, key = self._pin_keys.pop(pin.id, (0, None))
+        if length != len(pin.tokens):
+            keys = keys_of(pin.tokens, self._block, pin.namespace)
+            length, key = len(pin.tokens), keys[-1] if keys else None
+        self._pin_keys[pin.id] = length, key
+        while len(self._pin_keys) > MAX_PINS:
+            del self._pin_keys[next(iter(self._pin_keys))]
+        return self.worth.of(key)
 
     def protect(self, tokens: int, locks: list[NodeLock]) -> None:
         """Locks everything but what is to go when `tokens` are missing: whatever SGLang's order is, it evicts that.

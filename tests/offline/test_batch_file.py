@@ -72,6 +72,9 @@ BAD = [
     (with_body(GOOD, stop_token_ids=[2**31]), "invalid_request", "body.stop_token_ids.0 = 2147483648"),
     (with_body(GOOD, temperature="0.5"), "invalid_request", "body.temperature = '0.5'"),
     (with_body(GOOD, temperature=True), "invalid_request", "body.temperature = True"),
+    (with_body(GOOD, logit_bias={"5": 1e308}), "invalid_request", "body.logit_bias = 1e+308"),
+    (with_body(GOOD, logit_bias={"5": 101}), "invalid_request", "body.logit_bias = 101"),
+    (with_body(GOOD, repetition_penalty=1e-39), "invalid_request", "body.repetition_penalty = 1e-39"),
     (with_body(GOOD, ignore_eos="yes"), "invalid_request", "body.ignore_eos = 'yes'"),
     (with_body(GOOD, stream=True), "invalid_request", "body.stream = True"),
     (with_body(GOOD, logprobs=5), "invalid_request", "body.logprobs = 5"),
@@ -102,6 +105,18 @@ def test_errors_are_clear(entry, code, message):
     assert found.code == code
     assert message in found.message
     assert failure(found)["error"]["message"].startswith("line 12: ")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [with_body(GOOD, prompt="NESTED"), changed(GOOD, body="NESTED"), with_content("NESTED")],
+    ids=["prompt", "body", "content"],
+)
+def test_values_nested_deeper_than_they_can_be_printed_are_errors_of_their_line(entry):
+    found = parse_line(3, json.dumps(entry).replace('"NESTED"', "[" * 1000 + "]" * 1000).encode())
+    assert isinstance(found, LineError)
+    assert (found.code, found.custom_id) == ("invalid_request", entry["custom_id"])
+    assert "[[[" in found.message
 
 
 def test_several_problems_of_a_line_are_reported_together():

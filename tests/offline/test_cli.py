@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from sgl_prefix_attn.offline import cli
+from sgl_prefix_attn.offline.journal import Journal
+from sgl_prefix_attn.offline.runner import journal_of
 from tests.offline import batches
 
 
@@ -45,6 +47,8 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
         ([source, tmp_path / "out", "--errors", scratch], "out.unfinished is both the errors file and OUT while"),
         ([source, existing], "existing.jsonl exists; --overwrite replaces it"),
         ([source, tmp_path / "new", "--errors", existing], "existing.jsonl exists; --overwrite replaces it"),
+        ([source, tmp_path / "new", "--errors", tmp_path / "none" / "errors"], "none: no such folder"),
+        ([source, tmp_path / "none" / "out"], "none: no such folder"),
         ([source, fifo, "--overwrite"], "fifo is no regular file"),
         ([source, tmp_path / "new", "--errors", fifo, "--overwrite"], "fifo is no regular file"),
         ([source, tmp_path / "new", "--errors", folder, "--overwrite"], "folder is no regular file"),
@@ -72,6 +76,17 @@ def test_an_errors_file_is_replaced_when_asked_to_or_by_the_job_that_has_a_journ
     assert cli._options(parsed(source, output, "--errors", existing, "--overwrite"), tmp_path).errors == existing
     (tmp_path / "out.jsonl.journal").touch()
     assert cli._options(parsed(source, output, "--errors", existing), tmp_path).errors == existing
+
+
+def test_another_errors_file_that_exists_is_kept_when_a_job_goes_on(source, tmp_path):
+    output, first, existing = (tmp_path / name for name in ("out.jsonl", "first.jsonl", "existing.jsonl"))
+    Journal(journal_of(output), source, "m", first).close()
+    for path in (first, existing):
+        path.touch()
+    assert cli._options(parsed(source, output, "--errors", first), tmp_path).errors == first
+    with pytest.raises(cli.UsageError, match=r"existing\.jsonl exists; --overwrite replaces it"):
+        cli._options(parsed(source, output, "--errors", existing), tmp_path)
+    assert cli._options(parsed(source, output, "--errors", existing, "--overwrite"), tmp_path).errors == existing
 
 
 def test_the_engines_arguments(source, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_prefix_attn.offline.journal import Finished, Journal, JournalError, write_lines
+from sgl_prefix_attn.offline.journal import Finished, Journal, JournalError, may_replace, write_lines
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def source(tmp_path):
     return path
 
 
-def open_journal(source, model="model") -> Journal:
-    return Journal(source.with_name("journal"), source, model)
+def open_journal(source, model="model", errors=None) -> Journal:
+    return Journal(source.with_name("journal"), source, model, errors)
 
 
 def results(*lines: int) -> list[Finished]:
@@ -88,6 +88,42 @@ def test_a_start_that_came_to_no_result_does_not_keep_a_corrected_one_from_runni
     again = open_journal(source)
     assert again.finished == {1}
     assert [entry for _, entry in again.read()] == results(1)
+
+
+def test_a_job_may_replace_the_errors_files_of_its_own_runs(source, tmp_path):
+    journal, first, second, other = (tmp_path / name for name in ("journal", "first", "b\udce4d", "other"))
+    assert not may_replace(journal, first)
+    for errors, lines in ((first, (1,)), (second, (2, 3)), (first, (4,)), (second, ())):
+        run = open_journal(source, errors=errors)
+        run.append(results(*lines))
+        run.close()
+    assert [may_replace(journal, errors) for errors in (first, tmp_path / "." / "first", second, other)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    again = open_journal(source)
+    assert again.finished == {1, 2, 3, 4}
+    assert [entry for _, entry in again.read()] == results(1, 2, 3, 4)
+    assert journal.read_bytes().count(b"\n") == 6
+
+
+def test_another_errors_file_does_not_keep_a_start_without_results_from_being_corrected(source, tmp_path):
+    for model, errors in (("modle", "first"), ("modle", "second"), ("model", "second")):
+        run = open_journal(source, model, tmp_path / errors)
+        run.close()
+    assert not may_replace(run.path, tmp_path / "first")
+
+
+def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_path):
+    run = open_journal(source)
+    run.append(results(1))
+    run.close()
+    assert may_replace(run.path, tmp_path / "errors")
+    again = open_journal(source, errors=tmp_path / "errors")
+    assert again.finished == {1}
+    assert may_replace(run.path, tmp_path / "others")
 
 
 def test_a_file_that_is_no_journal_is_not_rewritten(source):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.journal import Finished, Journal, may_replace
 from sgl_prefix_attn.offline.runner import run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline import batches, fake_engine
@@ -152,10 +153,25 @@ def test_when_an_engine_dies_the_next_run_goes_on(tmp_path):
         run(source, output, seconds=0.001)
     assert "the engine has found something deadly" in str(error.value)
     assert not output.exists()
-    before = len(batches.read(tmp_path / "out.jsonl.journal")) - 1
+    journal = tmp_path / "out.jsonl.journal"
+    assert may_replace(journal, output.with_suffix(".errors"))
+    assert not may_replace(journal, tmp_path / "other.errors")
+    before = len(batches.read(journal)) - 1
     summary = run(source, output)
     assert summary.resumed == before
     assert len(batches.read(output)) == 101
+
+
+def test_a_line_that_an_earlier_version_ran_is_no_error_as_well(tmp_path):
+    lines = [batches.line(0, [1]), batches.line(1, [2], max_tokens=0)]
+    source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    journal = Journal(tmp_path / "out.jsonl.journal", source, "no-model")
+    journal.append([Finished(2, True, {"custom_id": "request-1"})])
+    journal.close()
+    summary = run(source, output)
+    assert (summary.requests, summary.resumed, summary.failed) == (2, 1, 0)
+    assert [entry["custom_id"] for entry in batches.read(output)] == ["request-0", "request-1"]
+    assert not output.with_suffix(".errors").exists()
 
 
 def kill_and_run(source: Path, output: Path, kills: int, seconds: float, engines: int, rng: random.Random) -> None:

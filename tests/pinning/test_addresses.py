@@ -84,6 +84,18 @@ def test_a_pin_that_one_copy_refuses_is_pinned_on_none(released: list[dict[str, 
     assert manager.commands[1:] == [{"command": "release", "id": 77}]
 
 
+def test_a_pin_that_one_copy_refuses_to_renew_stays_on_the_others() -> None:
+    refusal = answer(error={"kind": "budget", "message": "too much"}, data_parallel_rank=0)
+    renewal = answer(pin={"id": 77}, renewed=True, data_parallel_rank=1)
+    manager = Manager(refusal, renewal, answer(pin={"id": 77}, data_parallel_rank=2))
+    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
+    assert response.status_code == 409
+    assert response.json()["error"]["message"] == (
+        "copy 0 of the model refused: too much; the others keep pin 77, which was pinned before"
+    )
+    assert [command["command"] for command in manager.commands] == ["pin"]
+
+
 def test_a_release_that_one_copy_refuses_says_so() -> None:
     """One copy may have shed a pin, or seen it expire, before the other."""
     manager = Manager(answer(released=[5]), answer(error={"kind": "unknown", "message": "there is no pin 5"}))
@@ -101,7 +113,18 @@ def test_schedulers_that_do_not_know_the_command_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"text": "a", "token_ids": [1]}', b'{"id": "x"}', b'{"text": 3}', b'{"token_ids": 5}']
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"text": "a", "token_ids": [1]}',
+        b'{"id": "x"}',
+        b'{"text": 3}',
+        b'{"token_ids": 5}',
+        b'{"text": "\\ud800"}',
+        pytest.param(b'{"token_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="nested too deep"),
+    ],
 )
 def test_bad_bodies_reach_no_scheduler(body: bytes) -> None:
     manager = Manager(answer())

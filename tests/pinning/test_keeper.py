@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks
+from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks, pinning_retention
 from sgl_prefix_attn.sglang_plugin.pinning_commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
@@ -128,6 +128,19 @@ def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
     assert server.keeper.pins.held_tokens(useful.id) == len(server.keeper.pins.ledger.get(useful.id).tokens) == 15
 
 
+def test_a_request_that_does_not_fit_takes_no_room_from_the_pin_that_it_uses(kind: str) -> None:
+    server = SmallServer(kind, slots=100, settings=pinning())
+    for name in (1, 2):
+        run(server, prompt(name, 40))
+    used, other = (server.keeper.pin(prompt(name, 40)) for name in (1, 2))
+    server.send([*prompt(1, 40), *prompt(7, 10)], 20)
+    assert server.step()
+    assert server.keeper.pins.held_tokens(used.id) == 40
+    # Of 20 tokens that are free and 10 + 20 that it can take, with its one more and SGLang's slack.
+    assert 25 <= server.keeper.pins.held_tokens(other.id) < 30
+    assert server.cached_tokens == 40
+
+
 def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1, 50))
@@ -148,6 +161,28 @@ def test_a_shortened_pin_that_is_asked_for_again_holds_all_that_is_cached(kind: 
     assert server.keeper.pins.held_tokens(pin.id) == 40
     assert server.keeper.pin(prompt(1, 50)) == pin
     assert server.keeper.pins.held_tokens(pin.id) == 50
+
+
+def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SmallServer(kind, slots=64, settings=PinningSettings(budget_percent=100, retention=True, block=1))
+    hold_everything_by_a_running_request(server)
+    pin = server.keeper.pin(prompt(1, 20))
+    hashed: list[int] = []
+    keys_of = pinning_retention.keys_of
+
+    def noted(tokens: tuple[int, ...], block: int, namespace: str | None) -> list[int]:
+        hashed.append(len(tokens))
+        return keys_of(tokens, block, namespace)
+
+    monkeypatch.setattr(pinning_retention, "keys_of", noted)
+    for _ in range(3):
+        assert not server.keeper.make_room(60)
+    server.keeper.pins.ledger.shed(pin.id, 15)
+    for _ in range(3):
+        assert not server.keeper.make_room(60)
+    assert hashed == [20, 15]
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
@@ -287,12 +322,21 @@ class TestCommands:
         released = pinning_commands.answer(pinning_commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
         assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
 
+    def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
+        server = SmallServer(kind, slots=64, settings=pinning())
+        run(server, prompt(1, 50))
+        pin = server.keeper.pin(prompt(1, 50))
+        assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
+        command = pinning_commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
+        assert pinning_commands.answer(command, server.keeper)["released"] == [pin.id]
+        assert server.cache.protected_size() == 0
+
     def test_the_same_command_again_renews_the_pin(self, kind: str) -> None:
         keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
         command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
         first = pinning_commands.answer(pinning_commands.encode(command), keeper)
         keeper.step()
-        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == first
+        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == {**first, "renewed": True}
         assert len(keeper.pins.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
 
     @pytest.mark.parametrize(
@@ -311,10 +355,18 @@ class TestCommands:
         keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
         assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
 
+    @pytest.mark.parametrize("of_their_own", [True, False], ids=["up to 0.5.20", "0.5.23"])
     @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
-    def test_an_answer_says_which_copy_gave_it(self, rank: int | None, said: dict[str, int]) -> None:
+    def test_an_answer_says_which_copy_gave_it(
+        self, rank: int | None, said: dict[str, int], of_their_own: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         server = SmallServer(CACHES[0], slots=64, settings=pinning(50))
-        scheduler = SimpleNamespace(tree_cache=server.cache, ps=SimpleNamespace(dp_rank=rank))
+        scheduler = SimpleNamespace(tree_cache=server.cache)
+        ranks = SimpleNamespace(dp_rank=rank)
+        if of_their_own:
+            scheduler.ps = ranks
+        else:
+            monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         request = SimpleNamespace(rid=pinning_commands.encode(ListCommand()))
         output = pinning_hooks.around_get_internal_state(lambda *args: None, scheduler, request)
         assert output.internal_state[pinning_commands.ANSWER_KEY] == {

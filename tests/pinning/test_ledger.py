@@ -124,6 +124,16 @@ def test_a_shortened_pin_is_whole_again_when_renewed() -> None:
     assert ledger.pinned_tokens == 100
 
 
+def test_pins_are_found_by_what_was_asked_for_whatever_is_left_of_them() -> None:
+    ledger = PinLedger(100)
+    whole, shortened = (ledger.add(range(10), label=label) for label in ("", "x"))
+    other = ledger.add(range(6), label="x")
+    left = ledger.shed(shortened.id, 6)
+    assert ledger.of(range(10)) == [whole, left]
+    assert ledger.of(range(6)) == [other]
+    assert ledger.of(range(10), "lora") == ledger.of([0]) == ledger.of(range(11)) == []
+
+
 def test_a_renewal_that_the_budget_does_not_allow_changes_nothing() -> None:
     ledger = PinLedger(budget=100)
     pin = ledger.add(range(100))
