@@ -58,7 +58,8 @@ class CacheKeeper:
         The same prefix, namespace and label again renews the pin.
 
         Raises:
-            ValueError, PinBudgetError: as PinLedger.add. Whatever the cache raises goes on, and no pin stays behind.
+            ValueError, PinBudgetError: as PinLedger.add. Whatever the cache raises goes on, and no new pin
+            stays behind.
         """
         self._check_root()
         return self.pins.pin(tokens, namespace, label=label, ttl_steps=ttl_steps)
