@@ -187,7 +187,7 @@ class BatchTracker:
         return (
             requests == last.requests
             and len(batch.seq_lens) == len(requests)
-            and last.places.keys().isdisjoint(self._prefilled)
+            and (not self._prefilled or last.places.keys().isdisjoint(self._prefilled))
             and not last.moved()
         )
 
