@@ -116,6 +116,7 @@ class Planner:
     plan_seconds: float
     kv_tokens: tuple[int, int, int]
 
+def grown_by(seq_lens: _Int64, before: _Int64, growth: int) -> bool: ...
 def packing_costs(
     forest: Forest,
     seq_lens: _Int64,

@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -164,6 +165,16 @@ void bind_planner(py::module_& m) {
         return py::make_tuple(tokens.packed, tokens.per_request, tokens.unique);
       });
 
+  m.def(
+      "grown_by",
+      [](const Lengths& seq_lens, const Lengths& before, int64_t growth) {
+        if (seq_lens.ndim() != 1 || before.ndim() != 1 || seq_lens.size() != before.size()) return false;
+        const int64_t* now = seq_lens.data();
+        return std::all_of(before.data(), before.data() + before.size(),
+                           [&](int64_t length) { return *now++ == length + growth; });
+      },
+      py::arg("seq_lens"), py::arg("before"), py::arg("growth"),
+      "Whether each length is the one before plus `growth`; False if they are not as many.");
   m.def(
       "packing_costs",
       [](const std::shared_ptr<Forest>& forest, const Lengths& seq_lens, const std::optional<Lengths>& query_lens,

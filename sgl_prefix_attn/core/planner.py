@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan as Plan
+from sgl_prefix_attn._native import grown_by as grown_by
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 
 # WorkItem of csrc/plan/plan.h: the columns of Plan.items.

@@ -11,7 +11,7 @@ import pytest
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner, grown_by
 
 Batch = tuple[PrefixForest, np.ndarray, np.ndarray]
 
@@ -424,3 +424,22 @@ def test_growth_is_bounded_by_the_setting() -> None:
     with pytest.raises(ValueError, match="max_growth -1 is negative"):
         Planner(SHAPES[0], DEVICES[0], max_growth=-1)
     assert math.isfinite(Planner(SHAPES[0], DEVICES[0], max_growth=0).plan_seconds)
+
+
+@pytest.mark.parametrize(
+    ("after", "growth", "grown"),
+    [
+        ([8, 10, 12], 3, True),
+        ([5, 7, 9], 0, True),
+        ([8, 10, 12], 2, False),
+        ([8, 10, 13], 3, False),
+        ([7, 10, 12], 3, False),
+        ([8, 10], 3, False),
+        ([8, 10, 12, 14], 3, False),
+        ([], 3, False),
+    ],
+)
+def test_all_lengths_have_grown_alike(after: list[int], growth: int, grown: bool) -> None:
+    before = np.array([5, 7, 9], dtype=np.int64)
+    assert grown_by(np.array(after, dtype=np.int64), before, growth) is grown
+    assert grown_by(np.array(after, dtype=np.int32), before, growth) is grown
