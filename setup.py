@@ -19,6 +19,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+CPP_FOLDERS = ("plan", "cpu", "cuda", "offline", "testing", "bindings")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-ffp-contract=fast"]
 
 
@@ -57,7 +58,7 @@ def build_jobs() -> int:
 
 
 def sources(folder: str, suffix: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).glob(f"*{suffix}"))
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / folder).rglob(f"*{suffix}"))
 
 
 class BuildNative(build_ext):
@@ -91,13 +92,14 @@ class BuildNative(build_ext):
 
 ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
-def rooms() -> list[str]:
-    inner = sorted(path.parent for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
-    return [".".join(path.relative_to(ROOT).parts) for path in inner]
+
+def python_packages() -> list[str]:
+    folders = sorted(path.parent for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
+    return [".".join(path.relative_to(ROOT).parts) for path in folders]
 
 
 setup(
-    packages=[*rooms(), "sgl_prefix_attn.patches"],
+    packages=[*python_packages(), "sgl_prefix_attn.patches"],
     package_dir={"sgl_prefix_attn.patches": "patches"},
     package_data={
         "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "routing/profiles/*.json"],
@@ -106,7 +108,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "sgl_prefix_attn._native",
-            [source for room in ("plan", "cpu", "cuda", "offline", "bindings") for source in sources(room, ".cpp")],
+            [source for folder in CPP_FOLDERS for source in sources(folder, ".cpp")],
             include_dirs=["csrc"],
             extra_compile_args=CXX_FLAGS,
             extra_link_args=["-pthread"],

@@ -45,7 +45,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    inner_backend: Literal["auto", "torch_native", "flashinfer", "fa3", "triton"] = Field(
+    stock_backend: Literal["auto", "torch_native", "flashinfer", "fa3", "triton"] = Field(
         "auto",
         description="Stock SGLang backend that serves everything prefixpack does not. auto: torch_native on CPU; on "
         "CUDA the one SGLang itself would choose.",
@@ -60,7 +60,7 @@ class Settings(BaseModel):
     pack_extend: Literal["auto"] | bool = Field(
         "auto",
         description="Run extend (prefill) batches packed. auto: on a CPU. Prefill is compute-bound, and on a GPU the "
-        "inner backend's kernels are made for that.",
+        "stock backend's kernels are made for that.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
         "auto",
@@ -74,16 +74,16 @@ class Settings(BaseModel):
         description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs from "
         "compute capability 8.0. triton: for all others. auto: native where they run.",
     )
-    route: Literal["auto", "packed", "inner"] = Field(
+    route: Literal["auto", "packed", "stock"] = Field(
         "auto",
-        description="Where decode steps run. packed: on the packed kernels. inner: on the inner backend. auto: each "
+        description="Where decode steps run. packed: on the packed kernels. stock: on the stock backend. auto: each "
         "step where its predicted time is the lower one; on a CPU, packed unless route_profile is set.",
     )
     route_margin: int | None = Field(
         None,
         ge=0,
         le=1000,
-        description="Percent by which packed has to be predicted faster before steps that run on the inner backend "
+        description="Percent by which packed has to be predicted faster before steps that run on the stock backend "
         "change over; they go back when packed is predicted to be slower. Unset: what the profile has found for the "
         "two kernels, or 10.",
     )

@@ -34,7 +34,7 @@ def message(environ: dict[str, str]) -> str:
 def test_defaults_without_file_and_variables() -> None:
     settings = load_settings({"PATH": "/bin"})
     assert settings == Settings()
-    assert settings.inner_backend == "auto"
+    assert settings.stock_backend == "auto"
     assert settings.cpu_threads is None
     assert settings.replan_growth == 64
 
@@ -76,7 +76,7 @@ def test_settings_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("inner_backend", "flash"),
+        ("stock_backend", "flash"),
         ("handover", "magic"),
         ("pack_decode", "maybe"),
         ("cpu_threads", "0"),

@@ -86,9 +86,9 @@ def replay(
     from sglang.srt.mem_cache.common import evict_from_tree_cache
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
-    from sgl_prefix_attn.sglang_plugin.pinning_locks import lockable_tree
-    from sgl_prefix_attn.sglang_plugin.radix import Unreadable
+    from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
+    from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
+    from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
 
     cache = make_cache(kind, pool, policy if policy in SGLANG_POLICIES else "lru")
     allocator = cache.token_to_kv_pool_allocator

@@ -10,8 +10,8 @@ import torch
 from benchmarks.kernel.gpu_cases import HEAD_DIM
 from benchmarks.kernel.gpu_ways import Way
 from benchmarks.kernel.gpu_world import SCALE, World
+from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import RadixMirror
-from sgl_prefix_attn.core.gpu import GpuStep
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep

@@ -98,20 +98,31 @@ def main() -> None:
     rows = []
     for number, tree, heads in tqdm(cases, unit="tree", file=sys.stderr):
         rows.append({"number": number, **measure(tree, heads, args.repeats, args.steps)})
-    print(f"{'#':>3} {'heads':>6} {'requests':>8} {'items':>6} {'forest us':>10} {'plan us':>8} {'amortised us':>13} "
-          f"{'reads saved':>11} {'limit':>6}  tree")
+    print(
+        f"{'#':>3} {'heads':>6} {'requests':>8} {'items':>6} {'forest us':>10} {'plan us':>8} {'amortised us':>13} "
+        f"{'reads saved':>11} {'limit':>6}  tree"
+    )
     for row in rows:
         saved = row["kv_tokens_per_request"] / row["kv_tokens_packed"]
         limit = row["kv_tokens_per_request"] / row["kv_tokens_unique"]
-        print(f"{row['number']:>3} {row['q_heads']}/{row['kv_heads']:<3} {row['requests']:>8} {row['items']:>6} "
-              f"{row['forest_us']:>10.1f} {row['plan_us']:>8.1f} {row['amortised_us']:>13.2f} {saved:>10.2f}x "
-              f"{limit:>5.2f}x  {row['tree']}")
-    print(f"longest plan (median): {max(row['plan_us'] for row in rows):.1f} us; "
-          f"longest amortised: {max(row['amortised_us'] for row in rows):.2f} us")
+        print(
+            f"{row['number']:>3} {row['q_heads']}/{row['kv_heads']:<3} {row['requests']:>8} {row['items']:>6} "
+            f"{row['forest_us']:>10.1f} {row['plan_us']:>8.1f} {row['amortised_us']:>13.2f} {saved:>10.2f}x "
+            f"{limit:>5.2f}x  {row['tree']}"
+        )
+    print(
+        f"longest plan (median): {max(row['plan_us'] for row in rows):.1f} us; "
+        f"longest amortised: {max(row['amortised_us'] for row in rows):.2f} us"
+    )
     if args.out:
         machine = {"cpu": cpu_name(), "python": platform.python_version(), "package": sgl_prefix_attn.__version__}
-        args.out.write_text(json.dumps({"machine": machine, "arguments": {"repeats": args.repeats, "steps": args.steps},
-                                        "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {"machine": machine, "arguments": {"repeats": args.repeats, "steps": args.steps}, "rows": rows},
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 def cpu_name() -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
+SOURCES = sorted((ROOT / "csrc" / "cuda" / "instantiations").glob("*.cu"))
 FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function ')\s*'?(\w+)")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -31,7 +31,7 @@ SECTION = re.compile(r"\.text\.(\w+)\s+PROGBITS\s+\w+\s+\w+\s+([0-9a-f]+)")  # o
 
 
 def readable(symbol: str) -> str:
-    """"packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
+    """ "packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
     element = "bf16" if "BFloat16" in symbol else "fp16"
     if "Float8Format" in symbol:
         element += " over fp8"
@@ -51,8 +51,19 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "out.cubin"
-        command = [nvcc, "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v",
-                   str(source), "-o", str(cubin)]
+        command = [
+            nvcc,
+            "-O3",
+            "-std=c++17",
+            f"-I{ROOT / 'csrc'}",
+            f"-arch=sm_{arch}",
+            "-cubin",
+            "-Xptxas",
+            "-v",
+            str(source),
+            "-o",
+            str(cubin),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
@@ -64,13 +75,21 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
         if match := FUNCTION.search(line):
             name = readable(match.group(1))
             if not rows or rows[-1]["function"] != name:
-                rows.append({"source": source.name, "arch": arch, "function": name, "registers": None,
-                             "code_bytes": code_bytes.get(name)})
+                rows.append(
+                    {
+                        "source": source.name,
+                        "arch": arch,
+                        "function": name,
+                        "registers": None,
+                        "code_bytes": code_bytes.get(name),
+                    }
+                )
         elif match := SPILL.search(line):
             rows[-1].update(spill_store_bytes=int(match.group(2)), spill_load_bytes=int(match.group(3)))
         elif match := REGISTERS.search(line):
-            entry = next(row for row in reversed(rows) if str(row["function"]).startswith("packed")
-                         and row["registers"] is None)
+            entry = next(
+                row for row in reversed(rows) if str(row["function"]).startswith("packed") and row["registers"] is None
+            )
             entry["registers"] = int(match.group(1))
     serialized = sum("wgmma" in line and "serialized" in line for line in done.stderr.splitlines())
     seconds = round(time.perf_counter() - start, 1)

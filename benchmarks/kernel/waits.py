@@ -111,13 +111,13 @@ def listing(nvcc: str, cuobjdump: str, source: Path, arch: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="attention_128_bf16", help="of csrc/cuda (default: attention_128_bf16)")
+    parser.add_argument("--source", default="hdim128_bf16", help="of csrc/cuda/instantiations (default: hdim128_bf16)")
     parser.add_argument("--arch", default="90a", help="architecture (default: 90a)")
     parser.add_argument("--within", type=int, default=8, metavar="N", help="instructions (default: 8)")
     args = parser.parse_args()
-    source = ROOT / "csrc" / "cuda" / f"{args.source}.cu"
+    source = ROOT / "csrc" / "cuda" / "instantiations" / f"{args.source}.cu"
     if not source.exists():
-        known = ", ".join(sorted(path.stem for path in source.parent.glob("attention_*.cu")))
+        known = ", ".join(sorted(path.stem for path in source.parent.glob("*.cu")))
         parser.error(f"--source {args.source}: there are {known}")
     nvcc, cuobjdump = shutil.which("nvcc"), disassembler()
     if nvcc is None or cuobjdump is None:

@@ -35,7 +35,7 @@ from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
-from sgl_prefix_attn.sglang_plugin import offline_engine
+from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
 _BACKENDS = ("torch_native", "prefixpack")
 _WAYS = ("Engine.generate, shuffled", "Engine.generate, sorted", "batch runner")
@@ -131,7 +131,7 @@ def serve_runner(connection: Connection, arguments: tuple[str, ...]) -> None:
         source, target = folder / "in.jsonl", folder / "out.jsonl"
         engine = EngineArguments(arguments, tuple(_ENVIRONMENT.items()), folder / "log")
         options = BatchOptions(source, target, folder / "errors", str(tiny_model()), (engine,), ordered=True)
-        engines = KeptEngines(offline_engine.main, [engine])
+        engines = KeptEngines(engine_process.main, [engine])
         encoder = PromptEncoder(str(tiny_model()))
 
         def run(prompts: _Prompts, output: int) -> Run:
@@ -142,7 +142,7 @@ def serve_runner(connection: Connection, arguments: tuple[str, ...]) -> None:
             ]
             source.write_text("".join(json.dumps(line) + "\n" for line in lines))
             progress = CpuProgress()
-            summary = run_batch(options, offline_engine.main, encoder.encode, progress, lambda *_: engines)
+            summary = run_batch(options, engine_process.main, encoder.encode, progress, lambda *_: engines)
             answers = [json.loads(text)["response"]["body"]["choices"][0]["token_ids"] for text in target.open()]
             tokens = {str(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
             return Run(summary.seconds, progress.spent, summary.cached_tokens, tokens)

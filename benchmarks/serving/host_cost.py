@@ -170,7 +170,7 @@ def make_prompts(generator: random.Random, count: int) -> list[list[int]]:
 def measure_tree(kind: str, count: int, steps: int, changes: int) -> dict[str, Any]:
     """Tracker and planner on a real radix tree with `count` running requests."""
     from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-    from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker
+    from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
     from tests.support.small_scheduler import SmallScheduler
 
     generator = random.Random(count)
@@ -220,7 +220,7 @@ def measure_tree(kind: str, count: int, steps: int, changes: int) -> dict[str, A
 def machine() -> dict[str, Any]:
     import torch
 
-    from sgl_prefix_attn.sglang_plugin.versions import installed_version
+    from sgl_prefix_attn.sglang_plugin.compat.versions import installed_version
 
     return {
         "cpu": _cpu_model(),

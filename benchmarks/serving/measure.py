@@ -58,7 +58,7 @@ class Run:
         None without such steps.
         """
         steps = sum(self.counters.get("steps_packed", {}).values()) + self.counters.get("routed_steps", {}).get(
-            "inner", 0
+            "stock", 0
         )
         return self.counters["host_seconds"] / steps * 1e6 if steps else None
 
@@ -217,8 +217,8 @@ def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
     for name, value in after.items():
         earlier = before.get(name)
         if isinstance(value, Mapping):
-            inner = growth(earlier or {}, value)
-            result[name] = {key: count for key, count in inner.items() if count}
+            stock = growth(earlier or {}, value)
+            result[name] = {key: count for key, count in stock.items() if count}
         elif isinstance(value, (int, float)):
             result[name] = value - (earlier or 0)
     return result

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of one decoder layer's weights by name, without its prefix."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, stock = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     return {
@@ -38,9 +38,9 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
         "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
         "self_attn.o_proj.weight": (hidden, heads * head_dim),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        "mlp.gate_proj.weight": (stock, hidden),
+        "mlp.up_proj.weight": (stock, hidden),
+        "mlp.down_proj.weight": (hidden, stock),
     }
 
 

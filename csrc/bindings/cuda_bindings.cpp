@@ -7,12 +7,12 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "cuda/common/index_math.h"
 #include "cuda/device.h"
-#include "cuda/index_math.h"
+#include "cuda/kernel/kernel_traits.cuh"
 #include "cuda/kernel_params.h"
 #include "cuda/launch.h"
-#include "cuda/plan_words.h"
-#include "cuda/tiles.h"
+#include "cuda/serialize_plan.h"
 
 namespace py = pybind11;
 
@@ -30,7 +30,7 @@ py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_sty
     throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_blocks " +
                                 std::to_string(warp_blocks) + "; they have to be at least 1 and 0");
   }
-  PlanWords made = plan_words(plan, seq_lens.data(), growth, group, kv_heads, warp_blocks);
+  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_blocks);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);
 }
@@ -145,9 +145,9 @@ void bind_devices(py::module_& m) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.def("plan_words", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
+  m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
         py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
-        "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/plan_words.h.");
+        "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
   m.def("units_of_group", &units_of_group, py::arg("group"), "See csrc/cuda/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;

@@ -1,4 +1,4 @@
-#include "cuda/check.cuh"
+#include "cuda/common/check.cuh"
 #include "cuda/device.h"
 
 namespace prefixpack {

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "cuda/both_sides.h"
-#include "cuda/index_math.h"
+#include "cuda/common/host_device.h"
+#include "cuda/common/index_math.h"
 #include "plan/params.h"
 #include "plan/plan.h"
 

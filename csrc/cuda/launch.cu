@@ -1,9 +1,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/kernels.cuh"
+#include "cuda/kernel/kernels.cuh"
+#include "cuda/kernel/prepare.cuh"
 #include "cuda/launch.h"
-#include "cuda/step_kernels.h"
 
 namespace prefixpack {
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core.gpu_attention import StepPool
+from sgl_prefix_attn.core.step_pool import StepPool
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16

@@ -37,17 +37,17 @@ class StepLimits:
     partial_slots: int
 
 
-def plan_words(
+def serialize_plan(
     plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_blocks: int = 0
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """A plan as the device reads it, and the KV slots that it needs room for: see csrc/cuda/plan_words.h.
+    """A plan as the device reads it, and the KV slots that it needs room for: see csrc/cuda/serialize_plan.h.
 
     Raises:
         PlanTooLarge: more than 2^31 - 1 KV slots.
         ValueError: lengths of another batch.
     """
     try:
-        return _native.plan_words(plan, seq_lens, growth, shape.group, shape.kv_heads, warp_blocks)
+        return _native.serialize_plan(plan, seq_lens, growth, shape.group, shape.kv_heads, warp_blocks)
     except OverflowError as overflow:
         raise PlanTooLarge(str(overflow)) from overflow
 
@@ -98,7 +98,7 @@ class StepBuffers:
         Raises:
             PlanTooLarge: nothing was changed.
         """
-        words, kv_slots = plan_words(plan, seq_lens, growth, self.shape, self.warp_blocks)
+        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_blocks)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

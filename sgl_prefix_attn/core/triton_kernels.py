@@ -239,9 +239,7 @@ def _attend_rows(
     else:
         result = output * (_reciprocal(total) * v_scale)[:, None]
         partial = (slot_begin + row // group).to(tl.int64) * (kv_heads * group) + head
-        tl.store(
-            partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :]
-        )
+        tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :])
         tl.store(partial_lse + partial, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
 
 

@@ -153,9 +153,7 @@ def _row_tiles(rows: list[list[int]]) -> dict[tuple[int, ...], int]:
             found[-1].append(row)
         else:
             found.append([row])
-    return {
-        (row[0], *kv_range): len(tiles) for kv_range, found in packs.items() for tiles in found for row in tiles
-    }
+    return {(row[0], *kv_range): len(tiles) for kv_range, found in packs.items() for tiles in found for row in tiles}
 
 
 def _strips(plan: Plan, paths: _RequestPaths, seq_lens: Int64Array) -> list[_Strip]:

@@ -43,7 +43,7 @@ class ServerState(BaseModel):
     version: int
     counters: Counters
     handover: str
-    inner_backend: str
+    stock_backend: str
     sglang: str
     shape: dict[str, Any] | None = None
     device: dict[str, Any] | None = None

@@ -31,7 +31,7 @@ def render_state(state: ServerState) -> str:
     read, per_request, unique = counters.kv_tokens_read, counters.kv_tokens_per_request, counters.kv_tokens_unique
     steps = sum(counters.steps_packed.values())
     rows = [
-        ("sglang", f"{state.sglang}, hand-over by {state.handover}, inner backend {state.inner_backend}"),
+        ("sglang", f"{state.sglang}, hand-over by {state.handover}, stock backend {state.stock_backend}"),
         ("steps packed", _counts(counters.steps_packed)),
         ("fallbacks", _counts(counters.fallbacks)),
         ("plans", f"{made:,} made, {reused:,} reused ({_percent(reused, made + reused)})"),

@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
         encoder = PromptEncoder(args.model)
         if not encoder.has_tokenizer:
             options = _without_tokenizer(options)
-        from sgl_prefix_attn.sglang_plugin import offline_engine
+        from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
         progress = Progress(enabled=not args.quiet)
-        summary = run_batch(options, offline_engine.main, encoder.encode, progress, start)
+        summary = run_batch(options, engine_process.main, encoder.encode, progress, start)
     except (UsageError, RayMissingError, OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from sgl_prefix_attn.routing.compare import Outcome, Verdict, candidate, judge, 
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.measured import inner_kernel, read_results
+from sgl_prefix_attn.routing.measured import read_results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
 from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
 
@@ -22,16 +22,16 @@ BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
   %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
       fit a profile to what `python -m benchmarks.kernel.gpu_attention` measured; use it with PREFIXPACK_ROUTE_PROFILE
-  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --inner fa3
-      A/B test: what each policy would have cost over the measured steps, against an oracle and the inner backend
-  %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --inner flashinfer
+  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --stock fa3
+      A/B test: what each policy would have cost over the measured steps, against an oracle and the stock backend
+  %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --stock flashinfer
       both predicted times of a batch, by term, and the route
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Routing of decode steps between packed kernels and the inner backend's, by predicted cost: fit the cost "
+        "Routing of decode steps between packed kernels and the stock backend's, by predicted cost: fit the cost "
         "models, test policies against measurements, and see why a batch goes where."
     )
     parser.epilog = _EXAMPLES
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "policies",
         nargs="+",
         metavar="POLICY",
-        help="packed or inner for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
+        help="packed or stock for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
         "is used X times on average; PROFILE[@MARGIN]: a profile's file, or shipped, and the route_margin in percent "
         "(default: the profile's own); left-out[@MARGIN]: every family of steps by a profile fitted on all others",
     )
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packed", default="native", metavar="KERNELS", help="native (default) or triton")
-    parser.add_argument("--inner", default="fa3", choices=BACKENDS, help="the inner backend (default fa3)")
+    parser.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,12 +91,12 @@ def _fit(args: argparse.Namespace) -> None:
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"{args.out}: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print("error: root mean square of log(predicted / measured); then of each family, left out of the fit")
-    for kind, fits in (("packed", profile.packed), ("inner", profile.inner)):
+    for kind, fits in (("packed", profile.packed), ("stock", profile.stock)):
         for kernel, fitted in fits.items():
             print(_fit_line(f"{kind} {kernel}", fitted))
     print("margins in percent by which packed has to be predicted faster, as far as unknown families of steps show")
     for packed, margins in profile.margins.items():
-        print(f"  packed {packed:15} {'  '.join(f'{inner} {margin}' for inner, margin in margins.items())}")
+        print(f"  packed {packed:15} {'  '.join(f'{stock} {margin}' for stock, margin in margins.items())}")
 
 
 def _fit_line(name: str, fitted: Fit) -> str:
@@ -106,11 +106,11 @@ def _fit_line(name: str, fitted: Fit) -> str:
 
 def _compare(args: argparse.Namespace) -> None:
     results = read_results(args.results)
-    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or inner {args.inner}, one layer, cold L2")
-    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against inner")
+    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
+    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
     rows: list[tuple[str, ...]] = [header]
     for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.inner, results), args.packed, args.inner)
+        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
         rows.append(_row(text, judge(steps)))
         if args.families:
             rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
@@ -147,28 +147,28 @@ def _explain(args: argparse.Namespace) -> None:
     if args.margin is not None and not 0 <= args.margin <= 1000:
         raise InputError(f"--margin {args.margin}: expected a percentage from 0 to 1000, as route_margin")
     shape = model_shape(args)
-    kernel = inner_kernel(args.inner, shape)
+    kernel = stock_kernel(args.stock, shape)
     if args.profile is not None:
         profile = load_profile(args.profile)
     else:
         profile = shipped_profile_of(args.packed, kernel, shape.kv_bytes)
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
-    packed, inner = _cost(profile, "packed", args.packed), _cost(profile, "inner", kernel)
+    packed, stock = _cost(profile, "packed", args.packed), _cost(profile, "stock", kernel)
     margin = profile.margin(args.packed, kernel) if args.margin is None else args.margin
-    decision = CostPolicy(packed, inner, shape, margin / 100).decide(step)
+    decision = CostPolicy(packed, stock, shape, margin / 100).decide(step)
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
     _print_parts(args.packed, packed, step, shape, decision.packed_us)
-    _print_parts(kernel, inner, step, shape, decision.inner_us)
+    _print_parts(kernel, stock, step, shape, decision.stock_us)
     print(f"route:   {decision.route.value}{_why(decision, margin)}")
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
     cost = profile.cost(kind, kernel)
     if cost is None:
-        known = profile.packed if kind == "packed" else profile.inner
+        known = profile.packed if kind == "packed" else profile.stock
         raise ValueError(f"the profile has no cost of {kind} kernel {kernel!r}; it has {', '.join(known)}")
     return cost
 
@@ -181,6 +181,6 @@ def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelS
 
 
 def _why(decision: Decision, margin: int) -> str:
-    if decision.route is Route.INNER and decision.packed_us < decision.inner_us:
+    if decision.route is Route.STOCK and decision.packed_us < decision.stock_us:
         return f" (packed is not faster by {margin} %; a batch that runs packed already would stay so)"
     return ""

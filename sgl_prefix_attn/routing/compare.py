@@ -10,12 +10,12 @@ from functools import cache
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.margins import margins_of
-from sgl_prefix_attn.routing.measured import MeasuredCase, Results, inner_kernel
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 Choose = Callable[[MeasuredCase], Route]
-POLICIES = "packed, inner, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
+POLICIES = "packed, stock, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 # Single features that a threshold may stand on: to see what a cost model is better by.
 THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
     "batch": lambda step: step.requests,
@@ -38,15 +38,15 @@ class Outcome:
     case: MeasuredCase
     route: Route
     packed_us: float
-    inner_us: float
+    stock_us: float
 
     @property
     def us(self) -> float:
-        return self.packed_us if self.route is Route.PACKED else self.inner_us
+        return self.packed_us if self.route is Route.PACKED else self.stock_us
 
     @property
     def best_us(self) -> float:
-        return min(self.packed_us, self.inner_us)
+        return min(self.packed_us, self.stock_us)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Verdict:
         regret: total time over the total of an oracle that knows both times.
         mean_regret: the same as a geometric mean over steps, where small steps count as much as long ones.
         worst_regret: of one step, against the oracle.
-        worst_loss: of one step, against the inner backend: what a user loses by turning packing on.
+        worst_loss: of one step, against the stock backend: what a user loses by turning packing on.
         packed, wrong: steps that ran packed; that ran on the slower route.
     """
 
@@ -73,7 +73,7 @@ class Verdict:
 def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
     """A policy from what a user wrote.
 
-    `packed` or `inner` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
+    `packed` or `stock` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
     X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost; `left-out[@MARGIN]`: each
     family of steps by a profile that is fitted on all other families, to see what a profile does with unknown steps.
     Without a margin it is the profile's; for `left-out`, the one that all families together suggest: costs are left
@@ -81,13 +81,13 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
 
     Args:
         packed: kernels of packed steps, as profiles name them.
-        backend: the inner SGLang backend.
+        backend: the stock SGLang backend.
         results: what `left-out` is fitted on.
 
     Raises:
         ValueError: not of that form; an unusable profile, or one without these kernels.
     """
-    if text in ("packed", "inner"):
+    if text in ("packed", "stock"):
         route = Route(text)
         return Candidate(text, lambda case: route)
     feature, threshold, bound = text.partition(">=")
@@ -107,9 +107,9 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
 def _shipped_choice(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
     choices = {
         kernel: profile_choice(shipped_profile_of(packed, kernel, results.kv_bytes), packed, backend, margin)
-        for kernel in {inner_kernel(backend, case.shape) for case in results.cases}
+        for kernel in {stock_kernel(backend, case.shape) for case in results.cases}
     }
-    return lambda case: choices[inner_kernel(backend, case.shape)](case)
+    return lambda case: choices[stock_kernel(backend, case.shape)](case)
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
@@ -128,22 +128,22 @@ def _threshold(text: str, feature: str, bound: str) -> Choose:
         least, value = float(bound), THRESHOLDS[feature]
     except (KeyError, ValueError) as error:
         raise ValueError(f"{text!r}: expected {POLICIES}") from error
-    return lambda case: Route.PACKED if value(case.step) >= least else Route.INNER
+    return lambda case: Route.PACKED if value(case.step) >= least else Route.STOCK
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:
-    """What a profile decides about a step that comes after one on the inner backend. margin: percent; None: its own."""
+    """What a profile decides about a step that comes after one on the stock backend. margin: percent; None: its own."""
     packed_cost = profile.cost("packed", packed)
     if packed_cost is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
 
     def choose(case: MeasuredCase) -> Route:
-        kernel = inner_kernel(backend, case.shape)
-        inner_cost = profile.cost("inner", kernel)
-        if inner_cost is None:
-            raise ValueError(f"the profile has no cost of inner backend {kernel!r}; it has {', '.join(profile.inner)}")
+        kernel = stock_kernel(backend, case.shape)
+        stock_cost = profile.cost("stock", kernel)
+        if stock_cost is None:
+            raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
         percent = profile.margin(packed, kernel) if margin is None else margin
-        return CostPolicy(packed_cost, inner_cost, case.shape, percent / 100).decide(case.step).route
+        return CostPolicy(packed_cost, stock_cost, case.shape, percent / 100).decide(case.step).route
 
     return choose
 
@@ -152,9 +152,9 @@ def outcomes(cases: Sequence[MeasuredCase], chosen: Candidate, packed: str, back
     """The measured steps that have both times, as the policy would have run them."""
     found = []
     for case in cases:
-        packed_us, inner_us = case.packed.get(packed), case.inner_us(backend)
-        if packed_us is not None and inner_us is not None:
-            found.append(Outcome(case, chosen.choose(case), packed_us, inner_us))
+        packed_us, stock_us = case.packed.get(packed), case.stock_us(backend)
+        if packed_us is not None and stock_us is not None:
+            found.append(Outcome(case, chosen.choose(case), packed_us, stock_us))
     return found
 
 
@@ -167,7 +167,7 @@ def judge(steps: Sequence[Outcome]) -> Verdict:
     if not steps:
         raise ValueError("no measured step has both times")
     regrets = [(step.us / step.best_us - 1, step.case.key) for step in steps]
-    losses = [(step.us / step.inner_us - 1, step.case.key) for step in steps]
+    losses = [(step.us / step.stock_us - 1, step.case.key) for step in steps]
     return Verdict(
         steps=len(steps),
         regret=sum(step.us for step in steps) / sum(step.best_us for step in steps) - 1,

@@ -12,7 +12,7 @@ from typing import Literal
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
-Kind = Literal["packed", "inner"]
+Kind = Literal["packed", "stock"]
 Term = Callable[[StepFeatures, ModelShape], float]
 
 
@@ -48,7 +48,7 @@ PACKED_TERMS: dict[str, tuple[str, Term]] = {
     "longest_range": ("thousand tokens of the longest range", lambda s, shape: 1e-3 * s.longest_range),
 }
 # What request-wise attention does: read each request's positions, some of them again from the L2 cache.
-INNER_TERMS: dict[str, tuple[str, Term]] = {
+STOCK_TERMS: dict[str, tuple[str, Term]] = {
     "launch": ("a launch, whatever it does", lambda step, shape: 1.0),
     "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
     "repeated_mb": (
@@ -59,7 +59,7 @@ INNER_TERMS: dict[str, tuple[str, Term]] = {
     "requests": ("thousand requests times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
     "longest_request": ("thousand tokens of the longest request", lambda s, shape: 1e-3 * s.longest_request),
 }
-TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "inner": INNER_TERMS}
+TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 
 
 class CostModel:

@@ -17,11 +17,11 @@ def fit_profile(results: Results, margins: Mapping[str, Mapping[str, int]] | Non
         margins: instead of those that the results suggest, see `margins_of`.
 
     Raises:
-        ValueError: no kernel of ours, or no inner backend, was measured on as many cases as its cost has terms.
+        ValueError: no kernel of ours, or no stock backend, was measured on as many cases as its cost has terms.
     """
     packed = fits_of("packed", results.cases)
-    inner = fits_of("inner", results.cases)
-    for kind, fits in (("packed", packed), ("inner", inner)):
+    stock = fits_of("stock", results.cases)
+    for kind, fits in (("packed", packed), ("stock", stock)):
         if not fits:
             raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
     found = margins_of(results.cases) if margins is None else margins
@@ -34,6 +34,6 @@ def fit_profile(results: Results, margins: Mapping[str, Mapping[str, int]] | Non
         method=METHOD,
         kv_bytes=results.kv_bytes,
         packed=packed,
-        inner=inner,
-        margins={kernel: dict(by_inner) for kernel, by_inner in found.items()},
+        stock=stock,
+        margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
     )

@@ -12,7 +12,7 @@ from sgl_prefix_attn.routing.fit import Array, fit_coefficients
 from sgl_prefix_attn.routing.measured import MeasuredCase
 
 MOST_PERCENT = 30
-TOLERATED_LOSS = 0.02  # of a step, against the inner backend
+TOLERATED_LOSS = 0.02  # of a step, against the stock backend
 
 
 @dataclass(frozen=True)
@@ -24,31 +24,31 @@ class Times:
 
 
 def margins_of(cases: Sequence[MeasuredCase]) -> dict[str, dict[str, int]]:
-    """For each pair of kernels, packed and inner, the margin in percent that `fitting_margin` finds."""
+    """For each pair of kernels, packed and stock, the margin in percent that `fitting_margin` finds."""
     packed_kernels = dict.fromkeys(kernel for case in cases for kernel in case.packed)
-    inner_kernels = dict.fromkeys(kernel for case in cases for kernel in case.inner)
+    stock_kernels = dict.fromkeys(kernel for case in cases for kernel in case.stock)
     margins: dict[str, dict[str, int]] = {}
     for packed in packed_kernels:
-        for inner in inner_kernels:
-            both = [case for case in cases if packed in case.packed and inner in case.inner]
-            margin = fitting_margin(_unknown_steps("packed", packed, both), _unknown_steps("inner", inner, both))
+        for stock in stock_kernels:
+            both = [case for case in cases if packed in case.packed and stock in case.stock]
+            margin = fitting_margin(_unknown_steps("packed", packed, both), _unknown_steps("stock", stock, both))
             if margin is not None:
-                margins.setdefault(packed, {})[inner] = margin
+                margins.setdefault(packed, {})[stock] = margin
     return margins
 
 
-def fitting_margin(packed: Times, inner: Times) -> int | None:
-    """The smallest margin with which no step that runs packed takes more than 2 % longer than on the inner backend; if
+def fitting_margin(packed: Times, stock: Times) -> int | None:
+    """The smallest margin with which no step that runs packed takes more than 2 % longer than on the stock backend; if
     none up to 30 % is that safe, the smallest of those with which the worst step loses least.
 
     Returns:
         Percent; None if no step could be predicted.
     """
-    known = ~np.isnan(packed.predicted) & ~np.isnan(inner.predicted)
+    known = ~np.isnan(packed.predicted) & ~np.isnan(stock.predicted)
     if not known.any():
         return None
-    ratio = (inner.predicted / packed.predicted)[known]
-    loss = (packed.measured / inner.measured - 1.0)[known]
+    ratio = (stock.predicted / packed.predicted)[known]
+    loss = (packed.measured / stock.measured - 1.0)[known]
 
     def worst(percent: int) -> float:
         return float(max(loss[ratio > 1.0 + percent / 100], default=0.0))

@@ -14,7 +14,7 @@ from sgl_prefix_attn.routing.features import StepFeatures
 # Ways in the results -> kernels in a profile.
 PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
 # By way of the benchmark, the SGLang backend and whether it uses tensor cores.
-INNER_WAYS: dict[str, tuple[str, bool | None]] = {
+STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
     "fa3": ("fa3", None),
     "flashinfer_decode_tc": ("flashinfer", True),
     "flashinfer_decode_cc": ("flashinfer", False),
@@ -35,7 +35,7 @@ class MeasuredCase:
     """One decode step of one layer.
 
     Attributes:
-        packed, inner: measured microseconds, by kernel as profiles name them; absent if it failed.
+        packed, stock: measured microseconds, by kernel as profiles name them; absent if it failed.
     """
 
     key: str
@@ -43,11 +43,11 @@ class MeasuredCase:
     shape: ModelShape
     step: StepFeatures
     packed: Mapping[str, float]
-    inner: Mapping[str, float]
+    stock: Mapping[str, float]
 
-    def inner_us(self, backend: str) -> float | None:
+    def stock_us(self, backend: str) -> float | None:
         """The time of an SGLang backend, None if it was not measured."""
-        return self.inner.get(inner_kernel(backend, self.shape))
+        return self.stock.get(stock_kernel(backend, self.shape))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Results:
     cases: list[MeasuredCase]
 
 
-def inner_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
+def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
     """The name in profiles of what an SGLang backend runs decode steps with.
 
     Args:
@@ -112,9 +112,9 @@ def _case(row: dict[str, Any], head_dim: int, kv_bytes: int) -> MeasuredCase:
         shape=shape,
         step=StepFeatures(**row["step"]),
         packed={kernel: times[way] for way, kernel in PACKED_WAYS.items() if way in times},
-        inner={
-            inner_kernel(backend, shape, tensor_cores): times[way]
-            for way, (backend, tensor_cores) in INNER_WAYS.items()
+        stock={
+            stock_kernel(backend, shape, tensor_cores): times[way]
+            for way, (backend, tensor_cores) in STOCK_WAYS.items()
             if way in times
         },
     )

@@ -1,4 +1,4 @@
-"""The decision: packed, or request by request on the inner backend.
+"""The decision: packed, or request by request on the stock backend.
 
 It depends on the step's forest and lengths, and on the decision before, never on clocks or free memory: all
 tensor-parallel ranks have the same of all that and decide alike.
@@ -19,7 +19,7 @@ class Route(enum.Enum):
     """Which kernels run a decode step."""
 
     PACKED = "packed"
-    INNER = "inner"
+    STOCK = "stock"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Decision:
 
     route: Route
     packed_us: float
-    inner_us: float
+    stock_us: float
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CostPolicy:
     """Compares predicted times.
 
     A step takes the packed route if that is predicted to be faster by `margin` at least, because predictions err and
-    who turns packing on must not lose by it. Once packed, steps stay so until the inner backend is predicted to be
+    who turns packing on must not lose by it. Once packed, steps stay so until the stock backend is predicted to be
     the faster one: so batches at the border do not go back and forth, which would cost a plan each time.
 
     Args:
@@ -44,15 +44,15 @@ class CostPolicy:
     """
 
     packed: CostModel
-    inner: CostModel
+    stock: CostModel
     shape: ModelShape
     margin: float
 
-    def decide(self, step: StepFeatures, before: Route = Route.INNER) -> Decision:
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
         packed_us = self.packed.microseconds(step, self.shape)
-        inner_us = self.inner.microseconds(step, self.shape)
-        bound = inner_us if before is Route.PACKED else inner_us / (1.0 + self.margin)
-        return Decision(Route.PACKED if packed_us < bound else Route.INNER, packed_us, inner_us)
+        stock_us = self.stock.microseconds(step, self.shape)
+        bound = stock_us if before is Route.PACKED else stock_us / (1.0 + self.margin)
+        return Decision(Route.PACKED if packed_us < bound else Route.STOCK, packed_us, stock_us)
 
 
 class Router:
@@ -75,6 +75,6 @@ class Router:
         if facts is None or forest is not self._forest:
             facts = ForestFacts.of(forest)
             self._forest, self._facts = forest, facts
-        before = Route.INNER if self.last is None else self.last.route
+        before = Route.STOCK if self.last is None else self.last.route
         self.last = self.policy.decide(StepFeatures.of(facts, seq_lens), before)
         return self.last.route

@@ -46,12 +46,12 @@ class Profile(BaseModel):
 
     Attributes:
         packed: by the kernels that run packed steps: native, triton, cpu.
-        inner: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
+        stock: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
             `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads; for
             triton with `_gqa` or `_mha`, its kernel for groups of query heads or the other one.
         source: what it was fitted on.
         kv_bytes: of a KV element of the steps that it was fitted on.
-        margins: by packed and inner kernel, the percent by which packed has to be predicted faster, see `margins.py`.
+        margins: by packed and stock kernel, the percent by which packed has to be predicted faster, see `margins.py`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,7 +64,7 @@ class Profile(BaseModel):
     method: str
     kv_bytes: Annotated[int, Field(ge=1, le=2)] = 2
     packed: dict[str, Fit]
-    inner: dict[str, Fit]
+    stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
 
     @field_validator("version")
@@ -79,19 +79,19 @@ class Profile(BaseModel):
     def _packed_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
         return _checked("packed", fits)
 
-    @field_validator("inner")
+    @field_validator("stock")
     @classmethod
-    def _inner_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
-        return _checked("inner", fits)
+    def _stock_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
+        return _checked("stock", fits)
 
     def cost(self, kind: Kind, kernel: str) -> CostModel | None:
         """The cost of a kernel, None if it was not measured."""
-        fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.inner
+        fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.stock
         return CostModel(kind, fits[kernel].us) if kernel in fits else None
 
-    def margin(self, packed: str, inner: str) -> int:
-        """Percent by which these packed kernels have to be predicted faster than that inner one."""
-        return self.margins.get(packed, {}).get(inner, DEFAULT_MARGIN)
+    def margin(self, packed: str, stock: str) -> int:
+        """Percent by which these packed kernels have to be predicted faster than that stock one."""
+        return self.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
@@ -125,10 +125,10 @@ def shipped_profile(kv_bytes: int = 2) -> Profile:
     return _parsed(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
 
 
-def shipped_profile_of(packed: str, inner: str, kv_bytes: int) -> Profile:
+def shipped_profile_of(packed: str, stock: str, kv_bytes: int) -> Profile:
     """The shipped profile of these kernels: of KV elements of that size, if it knows both; else that of 16-bit KV."""
     profile = shipped_profile(kv_bytes if kv_bytes in SHIPPED else 2)
-    known = packed in profile.packed and inner in profile.inner
+    known = packed in profile.packed and stock in profile.stock
     return profile if known else shipped_profile()
 
 

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings, SettingsError, load_settings
-from sgl_prefix_attn.sglang_plugin import versions
+from sgl_prefix_attn.sglang_plugin.compat import versions
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def register_name(settings: Settings) -> None:
 
     @register_attention_backend(NAME)
     def create_prefixpack_backend(runner: Any) -> Any:
-        from sgl_prefix_attn.sglang_plugin.creation import create_backend
+        from sgl_prefix_attn.sglang_plugin.factory import create_backend
 
         return create_backend(runner, settings)
 
@@ -56,23 +56,24 @@ def register_hooks(settings: Settings) -> None:
     """Hands our hooks to SGLang's registry; they do nothing until a prefixpack backend is built in this process."""
     import torch
 
-    from sgl_prefix_attn.sglang_plugin import hooks
+    from sgl_prefix_attn.sglang_plugin import hook_table
+    from sgl_prefix_attn.sglang_plugin.compat import hooks
 
-    wanted = hooks.OTHER_HOOKS
+    wanted = hook_table.OTHER_HOOKS
     if settings.handover == "hooks" or not versions.has_native_seam():
-        wanted += hooks.HANDOVER_HOOKS
+        wanted += hook_table.HANDOVER_HOOKS
     if not torch.cuda.is_available():
-        wanted += hooks.cpu_hooks()
+        wanted += hook_table.cpu_hooks()
     elif settings.route == "auto":
-        wanted += hooks.GRAPH_HOOKS
+        wanted += hook_table.GRAPH_HOOKS
     hooks.register(wanted)
 
 
 def register_pinning(settings: Settings) -> None:
     """Hooks and HTTP addresses of pinning and retention, if the settings ask for them."""
-    from sgl_prefix_attn.sglang_plugin import pinning_registration
+    from sgl_prefix_attn.sglang_plugin.pinning import registration
 
-    pinning_registration.register(settings, in_scheduler=in_scheduler_process())
+    registration.register(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

@@ -16,7 +16,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.core.reference import reference_attention
+from sgl_prefix_attn.testing.reference import reference_attention
 from tests.core.forests import KvPool, Path, materialise, random_paths
 
 GROUPS = [1, 2, 4, 5, 7, 8, 16]

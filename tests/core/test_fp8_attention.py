@@ -63,9 +63,7 @@ def test_all_256_numbers_are_read_exactly(group: int, isa: str) -> None:
 def test_nan_in_the_cache_reaches_the_output() -> None:
     for requests in (1, 20):  # both kernels
         ends = np.full(requests, 40, dtype=np.int64)
-        batch = make_batch(
-            np.random.default_rng(0), [[(0, 0, 39)]] * requests, ends, np.ones_like(ends), kv_dtype=E4M3
-        )
+        batch = make_batch(np.random.default_rng(0), [[(0, 0, 39)]] * requests, ends, np.ones_like(ends), kv_dtype=E4M3)
         batch.pool.k_cache[batch.pool.slots_of(0)[17]] = torch.nan
         out, lse = batch.run()
         assert out.isnan().all()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core import gpu_attention
+from sgl_prefix_attn.core import step_pool
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu_attention import limits_of, native_obstacle
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.step_pool import limits_of, native_obstacle
 from tests.core.forests import random_paths
 
 
@@ -83,7 +83,7 @@ def test_what_native_kernels_do_not_run_is_said(
 def test_without_triton_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sgl_prefix_attn.core.triton_step", None)
     with pytest.raises(RuntimeError, match="no kernel for this call: because; and triton cannot be imported"):
-        gpu_attention._triton_step("because")
+        step_pool._triton_step("because")
 
 
 def test_limits_hold_what_the_plan_reads() -> None:

@@ -15,10 +15,23 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner,
 
 Batch = tuple[PrefixForest, np.ndarray, np.ndarray]
 
-SHAPES = [ModelShape(32, 32, 128), ModelShape(32, 8, 128), ModelShape(64, 8, 64), ModelShape(28, 4, 128),
-          ModelShape(16, 1, 256), ModelShape(8, 2, 32, kv_bytes=4)]
-DEVICES = [DeviceModel.cpu(1), DeviceModel.cpu(2), DeviceModel.gpu(132), DeviceModel.gpu(132, max_tile_rows=16),
-           DeviceModel.gpu(4), DeviceModel.gpu(132, group=16), DeviceModel.gpu(4, group=16)]
+SHAPES = [
+    ModelShape(32, 32, 128),
+    ModelShape(32, 8, 128),
+    ModelShape(64, 8, 64),
+    ModelShape(28, 4, 128),
+    ModelShape(16, 1, 256),
+    ModelShape(8, 2, 32, kv_bytes=4),
+]
+DEVICES = [
+    DeviceModel.cpu(1),
+    DeviceModel.cpu(2),
+    DeviceModel.gpu(132),
+    DeviceModel.gpu(132, max_tile_rows=16),
+    DeviceModel.gpu(4),
+    DeviceModel.gpu(132, group=16),
+    DeviceModel.gpu(4, group=16),
+]
 
 
 def random_batch(rng: np.random.Generator, max_requests: int = 128, max_new_tokens: int = 1, scale: int = 300) -> Batch:
@@ -105,11 +118,15 @@ def check_statistics(
 ) -> None:
     tile = max(1, planner.device.tile_rows[-1] // (planner.shape.q_heads // planner.shape.kv_heads))
     assert plan.items[:, planning.QUERY_COUNT].max() <= tile
-    unique = len(np.unique(np.concatenate(
-        [slot_owners(forest, request, int(length)) for request, length in enumerate(seq_lens)])))
+    unique = len(
+        np.unique(
+            np.concatenate([slot_owners(forest, request, int(length)) for request, length in enumerate(seq_lens)])
+        )
+    )
     per_request = sum(
         int(length) - max(0, int(new) - first - tile)
-        for length, new in zip(seq_lens, query_lens, strict=True) for first in range(0, int(new), tile)
+        for length, new in zip(seq_lens, query_lens, strict=True)
+        for first in range(0, int(new), tile)
     )
     assert plan.kv_tokens_unique == unique
     assert plan.kv_tokens_per_request == per_request
@@ -131,8 +148,11 @@ def test_a_plan_survives_decode_steps(seed: int) -> None:
         assert plan is first
         tokens = planner.kv_tokens
         grown = step * forest.num_requests
-        assert tokens == (first.kv_tokens_packed + grown, first.kv_tokens_per_request + grown,
-                          first.kv_tokens_unique + grown)
+        assert tokens == (
+            first.kv_tokens_packed + grown,
+            first.kv_tokens_per_request + grown,
+            first.kv_tokens_unique + grown,
+        )
     check_plan(first, forest, seq_lens + 10, ones)
     assert planner.plan(forest, seq_lens + 11) is not first
     assert (planner.plans_made, planner.plans_reused) == (2, 10)
@@ -174,7 +194,11 @@ def test_packing_is_within_five_percent_of_the_best_of_all(seed: int) -> None:
         if forest.num_nodes and choices <= 13:
             break
     own, added_up, lowest = _native.packing_costs(
-        forest.native, seq_lens, query_lens, _native.ModelShape(**vars(shape)), _native.DeviceModel(**vars(device)),
+        forest.native,
+        seq_lens,
+        query_lens,
+        _native.ModelShape(**vars(shape)),
+        _native.DeviceModel(**vars(device)),
         exhaustive=True,
     )
     assert own == pytest.approx(added_up, rel=1e-9)
@@ -211,8 +235,11 @@ def greedy_finish(plan: Plan, planner: Planner, seq_lens: np.ndarray) -> tuple[f
     import heapq
 
     last = plan.items[:, planning.QUERY_BEGIN] + plan.items[:, planning.QUERY_COUNT] - 1
-    ends = np.where(plan.items[:, planning.KV_END] == planning.OPEN_END,
-                    seq_lens[plan.query_request[last]] - plan.query_back[last], plan.items[:, planning.KV_END])
+    ends = np.where(
+        plan.items[:, planning.KV_END] == planning.OPEN_END,
+        seq_lens[plan.query_request[last]] - plan.query_back[last],
+        plan.items[:, planning.KV_END],
+    )
     work = np.repeat(ends - plan.items[:, planning.KV_BEGIN], planner.shape.kv_heads).tolist()
     loads = [0] * planner.device.workers
     for item in work:

@@ -10,7 +10,7 @@ import torch
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.core.reference import reference_attention
+from sgl_prefix_attn.testing.reference import reference_attention
 from tests.core.forests import KvPool, materialise, random_paths
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -86,8 +86,14 @@ def make_case(
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
     expected = reference_attention(
-        q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
-        seq_lens=pool.seq_lens, query_lens=torch.from_numpy(query_lens), **variant,
+        q,
+        pool.k_cache,
+        pool.v_cache,
+        req_to_token=pool.req_to_token,
+        req_pool_indices=pool.req_pool_indices,
+        seq_lens=pool.seq_lens,
+        query_lens=torch.from_numpy(query_lens),
+        **variant,
     )
     return Case(plan, shape, q, pool, planned_lens, variant, expected)
 

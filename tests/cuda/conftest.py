@@ -29,9 +29,20 @@ def emulation() -> ModuleType:
         includes = [sysconfig.get_paths()["include"], pybind11.get_include(), str(EMULATION), str(ROOT / "csrc")]
         partial = built.with_suffix(f".{os.getpid()}")
         subprocess.run(
-            [os.environ.get("CXX", "g++"), "-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
-             *(f"-I{path}" for path in includes), str(EMULATION / "module.cpp"), str(ROOT / "csrc/cuda/plan_words.cpp"),
-             "-o", str(partial)],
+            [
+                os.environ.get("CXX", "g++"),
+                "-O2",
+                "-std=c++17",
+                "-shared",
+                "-fPIC",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+                *(f"-I{path}" for path in includes),
+                str(EMULATION / "module.cpp"),
+                str(ROOT / "csrc/cuda/serialize_plan.cpp"),
+                "-o",
+                str(partial),
+            ],
             check=True,
         )
         partial.rename(built)

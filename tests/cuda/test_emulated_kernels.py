@@ -33,9 +33,20 @@ def emulate(
     lse = torch.full(case.q.shape[:2], torch.nan)
     pool, sinks = case.pool, case.variant["sinks"]
     emulation.attention(
-        case.plan, bits(case.q), bits(pool.k_cache), bits(pool.v_cache), bits(out), lse.numpy(),
-        pool.req_to_token.numpy(), pool.req_pool_indices.numpy(), case.planned_lens, pool.seq_lens.numpy(),
-        growth=GROWTH, bfloat16=case.q.dtype == torch.bfloat16, blocks=blocks, late_copies=late_copies,
+        case.plan,
+        bits(case.q),
+        bits(pool.k_cache),
+        bits(pool.v_cache),
+        bits(out),
+        lse.numpy(),
+        pool.req_to_token.numpy(),
+        pool.req_pool_indices.numpy(),
+        case.planned_lens,
+        pool.seq_lens.numpy(),
+        growth=GROWTH,
+        bfloat16=case.q.dtype == torch.bfloat16,
+        blocks=blocks,
+        late_copies=late_copies,
         warps_first=warps_first,
         **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core.gpu import GpuStep
+from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from tests.cuda.cases import Case, Result, check, make_case
 
@@ -72,8 +72,16 @@ class OnGpu:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
 def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: int) -> None:
-    case = make_case(group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300,
-                     multiprocessors=132)
+    case = make_case(
+        group,
+        heads=(2 * group, 2),
+        head_dim=head_dim,
+        dtype=dtype,
+        requests=40,
+        levels=5,
+        tokens=300,
+        multiprocessors=132,
+    )
     check(case, OnGpu(case).run())
 
 
@@ -105,8 +113,14 @@ def test_every_fp8_number() -> None:
 def test_random_ragged_forests(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = make_case(
-        seed, heads=(32, 8), head_dim=128, requests=int(rng.integers(1, 513)), levels=int(rng.integers(1, 9)),
-        tokens=int(rng.choice([20, 200, 600])), max_new_tokens=int(rng.choice([1, 5, 200])), multiprocessors=132,
+        seed,
+        heads=(32, 8),
+        head_dim=128,
+        requests=int(rng.integers(1, 513)),
+        levels=int(rng.integers(1, 9)),
+        tokens=int(rng.choice([20, 200, 600])),
+        max_new_tokens=int(rng.choice([1, 5, 200])),
+        multiprocessors=132,
     )
     check(case, OnGpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core import gpu_attention
+from sgl_prefix_attn.core import step_pool
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, Planner
@@ -28,9 +28,7 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "q": case.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "req_to_token": pool.req_to_token,
         "req_pool_indices": pool.req_pool_indices, "seq_lens": pool.seq_lens, **case.variant,
     }  # fmt: skip
-    return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()
-    }
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
 
 
 def run(case: Case, device: torch.device, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,11 +51,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The kernels that run the test; those that were chosen are seen to."""
     if request.param == "triton":
         pytest.importorskip("triton")
-        monkeypatch.setattr(gpu_attention, "native_obstacle", lambda *_: "this test wants the others")
+        monkeypatch.setattr(step_pool, "native_obstacle", lambda *_: "this test wants the others")
     elif not _native.built_with_cuda:
         pytest.skip("the native module was built without CUDA")
     else:
-        monkeypatch.setattr(gpu_attention, "_triton_step", lambda obstacle: pytest.fail(obstacle))
+        monkeypatch.setattr(step_pool, "_triton_step", lambda obstacle: pytest.fail(obstacle))
     return request.param
 
 
@@ -67,8 +65,15 @@ def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype) -> 
     workspace = PartialWorkspace()
     for seed in range(3):
         case = make_case(
-            seed, heads=(16, 2), head_dim=head_dim, dtype=dtype, requests=30, levels=4, tokens=300,
-            max_new_tokens=[1, 40][seed % 2], multiprocessors=132,
+            seed,
+            heads=(16, 2),
+            head_dim=head_dim,
+            dtype=dtype,
+            requests=30,
+            levels=4,
+            tokens=300,
+            max_new_tokens=[1, 40][seed % 2],
+            multiprocessors=132,
         )
         check_same(case, workspace=workspace)
 
@@ -96,8 +101,16 @@ def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
     workspace = PartialWorkspace()
     for seed in range(2):
         case = make_case(
-            seed, heads=(16, 2), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, requests=30, levels=4,
-            tokens=300, max_new_tokens=[1, 40][seed % 2], multiprocessors=132,
+            seed,
+            heads=(16, 2),
+            head_dim=head_dim,
+            dtype=dtype,
+            kv_dtype=torch.float8_e4m3fn,
+            requests=30,
+            levels=4,
+            tokens=300,
+            max_new_tokens=[1, 40][seed % 2],
+            multiprocessors=132,
         )
         case.variant.update(k_scale=0.4, v_scale=1.5)
         check_same(case, workspace=workspace)

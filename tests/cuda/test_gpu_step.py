@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core import gpu
+from sgl_prefix_attn.core import cuda_step
+from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import GpuStep
-from sgl_prefix_attn.core.gpu_attention import limits_of
 from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.step_pool import limits_of
 
 LIMITS = StepLimits(queries=256, items=512, kv_slots=1 << 16, partial_slots=1024)
 FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
@@ -27,9 +27,9 @@ FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    kept = ("plan_words", "units_of_group", "item_record_words", "merge_room")
+    kept = ("serialize_plan", "units_of_group", "item_record_words", "merge_room")
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
-    monkeypatch.setattr(gpu, "_native", SimpleNamespace(
+    monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
         built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
         cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
     ))  # fmt: skip
@@ -67,19 +67,19 @@ def test_more_partial_results_than_can_be_merged_are_refused(
 ) -> None:
     plan, lens = shared_by(60, 128, DeviceModel.gpu(FEW))
     most = np.diff(plan.merge_offset).max()
-    monkeypatch.setattr(gpu._native, "merge_room", int(most))
+    monkeypatch.setattr(cuda_step._native, "merge_room", int(most))
     step_of(128).load(plan, lens, 0)
-    monkeypatch.setattr(gpu._native, "merge_room", int(most) - 1)
+    monkeypatch.setattr(cuda_step._native, "merge_room", int(most) - 1)
     with pytest.raises(PlanTooLarge, match=f"{most} partial results of one query; .* at most {most - 1}"):
         step_of(128).load(plan, lens, 0)
 
 
 def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
     plan, lens = shared_by(60, 128, replace(DeviceModel.gpu(132), item_overhead=0.0))
-    exact = StepLimits(plan.num_queries, len(plan.items), _native.plan_words(plan, lens, 0, 4)[1], plan.num_slots)
+    exact = StepLimits(plan.num_queries, len(plan.items), _native.serialize_plan(plan, lens, 0, 4)[1], plan.num_slots)
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
-    words = _native.plan_words(plan, lens, 0, 4)[0]
+    words = _native.serialize_plan(plan, lens, 0, 4)[0]
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)

@@ -25,7 +25,8 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     packed = [row for row in rows if row["function"].startswith("packed")]
     assert {(row["arch"], row["function"]) for row in packed} == {
         (arch, f"{kernel} {head_dim} {element}")
-        for arch in ("80", "90a") for element in ("bf16", "fp16", "bf16 over fp8", "fp16 over fp8")
+        for arch in ("80", "90a")
+        for element in ("bf16", "fp16", "bf16 over fp8", "fp16 over fp8")
         for kernel, head_dims in (("packed_blocks", (64, 128, 256)), ("packed_warps", (64, 128)))
         for head_dim in head_dims
     }

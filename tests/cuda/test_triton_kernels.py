@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_prefix_attn.core.gpu_attention import StepPool
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.core.reference import reference_attention
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
+from sgl_prefix_attn.core.step_pool import StepPool
+from sgl_prefix_attn.testing.reference import reference_attention
 from tests.cuda.cases import Case, Result, check, make_case
 
 triton_step = pytest.importorskip("sgl_prefix_attn.core.triton_step")
@@ -87,8 +87,11 @@ def test_groups(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
-    [*((torch.bfloat16, head_dim) for head_dim in (16, 32, 64, 80, 96, 128, 192, 256)),
-     (torch.float16, 48), (torch.float16, 128)],
+    [
+        *((torch.bfloat16, head_dim) for head_dim in (16, 32, 64, 80, 96, 128, 192, 256)),
+        (torch.float16, 48),
+        (torch.float16, 128),
+    ],
     ids=str,
 )
 def test_head_sizes_and_types(head_dim: int, dtype: torch.dtype) -> None:
@@ -180,8 +183,14 @@ def test_sinks_count_once(merged: bool, level: float) -> None:
     case.variant["sinks"] += level
     pool = case.pool
     case.expected = reference_attention(
-        case.q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
-        seq_lens=pool.seq_lens, query_lens=[1] * queries, **case.variant,
+        case.q,
+        pool.k_cache,
+        pool.v_cache,
+        req_to_token=pool.req_to_token,
+        req_pool_indices=pool.req_pool_indices,
+        seq_lens=pool.seq_lens,
+        query_lens=[1] * queries,
+        **case.variant,
     )
     assert (case.plan.num_slots > 0) == merged
     check(case, run(case))

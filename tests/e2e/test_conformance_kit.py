@@ -2,11 +2,11 @@
 
 The kit builds a small model runner, KV pool and ForwardBatch without a scheduler, runs one attention layer, and
 compares with its own dense reference. Its only assumption about the device is a default argument ("cuda"), so it is
-given "cpu". No scheduler means no request paths, with which every step would go to the inner backend and prove nothing;
+given "cpu". No scheduler means no request paths, with which every step would go to the stock backend and prove nothing;
 so the test hands paths over as the scheduler's hooks do: once with every request's prefix a node of its own, once,
 beyond what the kit does, with requests that share the KV slots of a common beginning.
 
-Left out: `runner_modes/` (CUDA graph capture and replay, and speculative decoding, whose steps belong to the inner
+Left out: `runner_modes/` (CUDA graph capture and replay, and speculative decoding, whose steps belong to the stock
 backend), and the kit's MLA, DSA, GDN, KDA, Mamba and lightning layers, which prefixpack refuses or never sees.
 """
 
@@ -22,9 +22,10 @@ import torch
 
 from sgl_prefix_attn.core.forest import PrefixForest, Segment
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import entry, runtime
-from sgl_prefix_attn.sglang_plugin.handover import Handed
-from sgl_prefix_attn.sglang_plugin.tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin import entry
+from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 kit = pytest.importorskip("sglang.test.kits.attention_unittest.attention_methods.dense_attention")
 

@@ -145,7 +145,7 @@ def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabular
         assert state is not None
         assert len(state["batch"]["seq_lens"]) == len(state["batch"]["paths"]) == 16
     assert state["version"] == 1
-    assert state["inner_backend"] == "torch_native"
+    assert state["stock_backend"] == "torch_native"
     assert state["shape"] == {"q_heads": 8, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
     counters = state["counters"]
     assert counters["plans_made"] + counters["plans_reused"] == sum(counters["steps_packed"].values())

@@ -14,7 +14,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.patching.installation import find_installation
-from sgl_prefix_attn.sglang_plugin.targets import SUPPORTED_VERSIONS
+from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 
 pytestmark = [pytest.mark.e2e]
 

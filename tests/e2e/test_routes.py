@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 # Steps run packed from about 312 (16 requests) to 343 tokens (one request) of the longest request on. The requests of
 # `diverging` grow from 300 to 348, those of `ragged` are of all lengths.
-COSTS = {"packed": {"launch": 1.0}, "inner": {"requests": 3.0, "longest_request": 2.9}}
+COSTS = {"packed": {"launch": 1.0}, "stock": {"requests": 3.0, "longest_request": 2.9}}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(
         assert tokens_of(answers) == expected(requests)
         taken = routed_steps(server) - before
         assert taken["packed"] == done.steps["decode"]
-        assert set(done.fallbacks) <= NOTHING_TO_PACK, "a step that was sent to the inner backend is no fallback"
-        assert not both_routes or min(taken["packed"], taken["inner"]) > 3
+        assert set(done.fallbacks) <= NOTHING_TO_PACK, "a step that was sent to the stock backend is no fallback"
+        assert not both_routes or min(taken["packed"], taken["stock"]) > 3
 
 
 def test_the_server_tells_what_it_routes_by(server: Server) -> None:
@@ -64,5 +64,5 @@ def test_without_a_profile_a_cpu_runs_packed(launch: Launch, vocabulary: Vocabul
         state = server.packing_state()
     assert state is not None
     assert state["counters"]["steps_packed"]["decode"] > 0
-    assert state["counters"]["routed_steps"] == {"packed": 0, "inner": 0}
+    assert state["counters"]["routed_steps"] == {"packed": 0, "stock": 0}
     assert state["route"] == {"setting": "auto", "profile": None, "last": None, "graph_sizes": []}

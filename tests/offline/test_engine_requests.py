@@ -12,7 +12,7 @@ import pytest
 from fastapi import HTTPException
 
 from sgl_prefix_attn.offline.engines import Outcome, Task
-from sgl_prefix_attn.sglang_plugin import offline_engine
+from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
 SAMPLE = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type": "length"}, "prompt_tokens": 1}}
 FULL = HTTPException(503, "The request queue is full.")
@@ -88,10 +88,10 @@ class NeverHasRoom(SmallQueue):
 
 def outcomes(engine: Any, count: int = 1, samples: Sequence[int] = ()) -> list[Outcome]:
     async def serve() -> None:
-        requests = offline_engine._Requests(engine)
+        requests = engine_process._Requests(engine)
         sampling = [{"n": n} for n in samples] or [{}] * count
         tasks = [Task(number, np.array([1], dtype=np.int32), values) for number, values in enumerate(sampling)]
-        await asyncio.wait_for(asyncio.gather(*(offline_engine._report(requests, sent, task) for task in tasks)), 30)
+        await asyncio.wait_for(asyncio.gather(*(engine_process._report(requests, sent, task) for task in tasks)), 30)
 
     sent: Any = Sent()
     asyncio.run(serve())
@@ -121,31 +121,31 @@ def test_an_aborted_sample_is_the_requests_error():
 
 
 def test_a_full_queue_is_waited_for(monkeypatch):
-    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.001)
     found = outcomes(SmallQueue(2), count=9)
     assert [outcome.number for outcome in found] == list(range(9))
     assert all(outcome.answer is not None for outcome in found)
 
 
 def test_a_queue_that_others_filled_in_the_meantime_is_waited_for(monkeypatch):
-    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.0001)
+    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.0001)
     assert all(outcome.answer is not None for outcome in outcomes(ComesLate(1), count=5))
 
 
 def test_requests_that_never_have_room_do_not_wait_for_each_other(monkeypatch):
-    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.01)
     found = outcomes(NeverHasRoom(0), count=50)
     assert all(outcome.error.endswith("raise --max-queued-requests") for outcome in found)
 
 
 def test_requests_that_never_have_room_take_it_from_no_others(monkeypatch):
-    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.02)
     found = outcomes(Greedy(2), samples=[*[9] * 20, 1])
     assert [outcome.number for outcome in found if outcome.answer is not None] == [20]
 
 
 def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(monkeypatch):
-    monkeypatch.setattr(offline_engine, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.001)
     found = outcomes(SmallQueue(0), count=3)
     assert {outcome.error for outcome in found} == {
         "The request queue is full. It has no room for this request; raise --max-queued-requests"
@@ -162,4 +162,4 @@ def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(m
     ],
 )
 def test_the_vocabulary_is_unknown_where_sglang_does_not_tell_it(manager, size):
-    assert offline_engine._vocab_size(SimpleNamespace(tokenizer_manager=manager)) == size
+    assert engine_process._vocab_size(SimpleNamespace(tokenizer_manager=manager)) == size

@@ -18,7 +18,9 @@ from benchmarks.offline.workloads import Setting, industry
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
-from sgl_prefix_attn.sglang_plugin import group_scheduling, hooks, targets
+from sgl_prefix_attn.sglang_plugin import hook_table
+from sgl_prefix_attn.sglang_plugin.compat import targets
+from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
 
 WORKLOADS = {
     "200/20 x16": Setting(200, 20, 16, 160).prompts(),
@@ -49,7 +51,7 @@ def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, 
     result = Replay(pool, grouped=True).run(grouped_jobs(prompts, tree, output))
     assert result.finished == len(prompts)
     assert result.saving >= 0.99 * tree.saving
-    assert group_scheduling.active().failures == 0
+    assert group_scheduler.active().failures == 0
     plain = Replay(pool).run([Job(prompt, output) for prompt in prompts])
     assert plain.saving < result.saving
 
@@ -73,7 +75,7 @@ def test_every_random_job_comes_to_its_end_and_gives_back_all_memory(seed):
     )
     result = replay.run(jobs)  # raises for a hang, a leak, or KV that stays locked
     assert result.finished == len(jobs)
-    assert group_scheduling.active().failures == 0
+    assert group_scheduler.active().failures == 0
 
 
 class Policy:
@@ -106,9 +108,9 @@ class Adder:
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    group_scheduling.reset()
+    group_scheduler.reset()
     yield
-    group_scheduling.reset()
+    group_scheduler.reset()
 
 
 def in_job(*shared: int, tokens: int = 100) -> list[Request]:
@@ -116,7 +118,7 @@ def in_job(*shared: int, tokens: int = 100) -> list[Request]:
 
 
 def arranged(queue: list[Request], policy: object = Policy) -> list[str]:
-    group_scheduling.after_calc_priority(None, policy, queue)
+    group_scheduler.after_calc_priority(None, policy, queue)
     return [request.name for request in queue]
 
 
@@ -125,7 +127,7 @@ def admit(adder: Adder, request: Request) -> str:
         adder.can_run_list.append(request)
         return "CONTINUE"
 
-    verdict = group_scheduling.around_add_one_req(original, adder, request)
+    verdict = group_scheduler.around_add_one_req(original, adder, request)
     return getattr(verdict, "name", verdict)
 
 
@@ -157,7 +159,7 @@ def test_who_shares_a_prefix_under_way_is_held_back_with_other():
     adder = Adder()
     assert admit(adder, queue[0]) == "CONTINUE"
     assert admit(adder, queue[1]) == "OTHER"
-    assert group_scheduling.active().held_back == {"prefix": 1}
+    assert group_scheduler.active().held_back == {"prefix": 1}
 
 
 def test_nobody_is_held_back_while_nothing_runs():
@@ -182,7 +184,7 @@ def test_memory_of_members_that_wait_is_not_given_away():
     # The two that wait need 2 x (20 + 5).
     assert admit(Adder(room=154), other) == "OTHER"
     assert admit(Adder(room=155), other) == "CONTINUE"
-    assert group_scheduling.active().held_back == {"memory": 1}
+    assert group_scheduler.active().held_back == {"memory": 1}
 
 
 def test_the_whole_expected_growth_of_running_members_is_left_free():
@@ -208,7 +210,7 @@ def test_after_a_failure_the_queue_is_sglangs_own(caplog):
     assert arranged(queue) == ["j0", "j1"]
     assert arranged(queue) == ["j0", "j1"]
     assert [admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
-    assert group_scheduling.active().failures == 1
+    assert group_scheduler.active().failures == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
@@ -245,7 +247,7 @@ def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_the
     assert admit(adder, second) == "OTHER"
     adder.running_batch.reqs = [bad]
     assert admit(adder, third) == "CONTINUE"
-    assert (group_scheduling.active().failures, group_scheduling.active().malformed) == (0, 1)
+    assert (group_scheduler.active().failures, group_scheduler.active().malformed) == (0, 1)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "in an offline job" in record.getMessage()
@@ -258,7 +260,7 @@ def test_malformed_places_are_counted_once_a_request_and_logged_once(caplog):
         queue = [saying(["nonsense"]), saying("nonsense")]
         arranged(queue)
         arranged(queue)
-    assert group_scheduling.active().malformed == 6
+    assert group_scheduler.active().malformed == 6
     (record,) = caplog.records
     assert "['nonsense'] is no place in an offline job" in record.getMessage()
 
@@ -278,6 +280,6 @@ def test_no_more_output_is_expected_than_a_request_may_generate():
 
 
 def test_the_hooks_are_registered_with_the_others():
-    by_target = {hook.target: hook for hook in hooks.OTHER_HOOKS}
-    assert by_target[targets.CALC_PRIORITY].function is group_scheduling.after_calc_priority
-    assert by_target[targets.ADD_ONE_REQ].function is group_scheduling.around_add_one_req
+    by_target = {hook.target: hook for hook in hook_table.OTHER_HOOKS}
+    assert by_target[targets.CALC_PRIORITY].function is group_scheduler.after_calc_priority
+    assert by_target[targets.ADD_ONE_REQ].function is group_scheduler.around_add_one_req

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_prefix_attn.patching.diffs import load_patches, patches_for
-from sgl_prefix_attn.sglang_plugin.targets import SUPPORTED_VERSIONS
+from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from tests.patches.conftest import unpacked_wheel
 
 

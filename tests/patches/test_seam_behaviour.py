@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from sgl_prefix_attn.sglang_plugin.targets import SUPPORTED_VERSIONS
+from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from tests.patches.conftest import UnpackedWheel, unpacked_wheel
 
 WORKER = "sglang/srt/managers/tp_worker.py"

@@ -38,17 +38,19 @@ def factory() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sgl_prefix_attn.settings import Settings
-    from sgl_prefix_attn.sglang_plugin import hooks, pinning_hooks
-    from sgl_prefix_attn.sglang_plugin.creation import create_backend
-    from tests.plugin.attention_world import World
+    from sgl_prefix_attn.sglang_plugin import hook_table
+    from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
+    from sgl_prefix_attn.sglang_plugin.factory import create_backend
+    from sgl_prefix_attn.sglang_plugin.pinning import hooks
+    from tests.sglang_plugin.attention_world import World
 
     runner = World([[]], [9]).runner
     for _ in range(2):
         create_backend(runner, Settings(metrics=False, pin_budget_percent=10))
-    ours = (*hooks.OTHER_HOOKS, *pinning_hooks.PINNING_HOOKS)
+    ours = (*hook_table.OTHER_HOOKS, *hooks.PINNING_HOOKS)
     registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
     return {
-        "missing": [hook.target.path for hook in ours if not hooks.is_applied(hook)],
+        "missing": [hook.target.path for hook in ours if not compat_hooks.is_applied(hook)],
         "twice": [path for (path, _), times in registered.items() if times > 1],
     }
 

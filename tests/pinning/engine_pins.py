@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
 def main(model: str) -> None:
     import sglang
 
-    from sgl_prefix_attn.sglang_plugin.pinning_client import EnginePins, PinningError
+    from sgl_prefix_attn.sglang_plugin.pinning.client import EnginePins, PinningError
 
     engine = sglang.Engine(model_path=model, **OPTIONS)
     try:

@@ -19,9 +19,9 @@ from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.pinning import PinBudgetError
-from sgl_prefix_attn.sglang_plugin import pinning_hooks
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
+from sgl_prefix_attn.sglang_plugin.pinning import hooks
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -154,7 +154,7 @@ def run(first: int, count: int) -> Counter[str]:
             error.add_note(f"RandomSchedule({seed}).run()")
             raise
         did += schedule.did
-    pinning_hooks.activate(None)
+    hooks.activate(None)
     return did
 
 

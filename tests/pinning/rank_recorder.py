@@ -26,13 +26,13 @@ from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.pinning import CachedTree, Pin, PinLedger
-from sgl_prefix_attn.sglang_plugin.counters import Counters
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
-from sgl_prefix_attn.sglang_plugin.group_scheduling import GroupScheduler, place_of
-from sgl_prefix_attn.sglang_plugin.pinning_held import HeldPins
-from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
-from sgl_prefix_attn.sglang_plugin.pinning_retention import Retention
-from sgl_prefix_attn.sglang_plugin.tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler, place_of
+from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
+from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import HeldPins
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 FOLDER = "RANK_EVENTS"
 LONG, LONG_TOKENS = "long", 100

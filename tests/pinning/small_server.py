@@ -19,9 +19,9 @@ from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_prefix_attn.sglang_plugin import pinning_hooks
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning_keeper import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.pinning import hooks
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
 from tests.pinning.generations import GENERATION, make_cache
 
 
@@ -47,11 +47,11 @@ class SmallServer:
         self.retractions = 0
         self.prompt_tokens = self.cached_tokens = 0
         self._count = 0
-        pinning_hooks.activate(settings)
+        hooks.activate(settings)
 
     @property
     def keeper(self) -> CacheKeeper:
-        keeper = pinning_hooks.keeper_of(self.cache)
+        keeper = hooks.keeper_of(self.cache)
         assert keeper is not None
         return keeper
 
@@ -86,7 +86,7 @@ class SmallServer:
             self.cache.reset()
             self.pool.clear()
             self.allocator.clear()
-        pinning_hooks.after_flush_cache(done, self)
+        hooks.after_flush_cache(done, self)
         return done
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class SmallServer:
         """One step of the scheduler; whether anything was run."""
         ran = self._prefill() or self._decode()
         if ran:
-            pinning_hooks.after_run_batch(None, self)
+            hooks.after_run_batch(None, self)
         return ran
 
     def _prefill(self) -> bool:
@@ -105,7 +105,7 @@ class SmallServer:
         if self.pool.available_size() <= 0:
             running.batch_is_full = True
             return False
-        pinning_hooks.after_calc_priority(None, self, self.waiting)
+        hooks.after_calc_priority(None, self, self.waiting)
         # A low ratio: more is admitted than fits to its end, so that decode has to retract.
         adder = PrefillAdder(1, self.cache, self.allocator, running, 0.1, 4096, None)
         for request in self.waiting:
@@ -113,7 +113,7 @@ class SmallServer:
                 running.batch_is_full = True
                 break
             request.init_next_round_input(self.cache)
-            result = pinning_hooks.around_add_one_req(
+            result = hooks.around_add_one_req(
                 PrefillAdder.add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None
             )
             if result != AddReqResult.CONTINUE:
@@ -194,8 +194,8 @@ class SmallServer:
         return self.allocator.alloc(tokens)
 
     def _evict(self, tokens: int) -> None:
-        pinning_hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
+        hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
 
     def _release(self, request: Req, *, insert: bool) -> None:
         GENERATION.release(self.cache, self.pool, request, insert=insert)
-        pinning_hooks.after_release_kv(None, request, self.cache)
+        hooks.after_release_kv(None, request, self.cache)

@@ -15,7 +15,8 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient  # noqa: E402
 
-from sgl_prefix_attn.sglang_plugin import pinning_client, pinning_commands  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.pinning import client as pinning_client  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.pinning import commands  # noqa: E402
 
 
 class Manager:
@@ -30,7 +31,7 @@ class Manager:
         pass
 
     async def get_internal_state_communicator(self, request: Any) -> list[Any]:
-        self.commands.append(json.loads(request.rid.removeprefix(pinning_commands.ID_PREFIX)))
+        self.commands.append(json.loads(request.rid.removeprefix(commands.ID_PREFIX)))
         return [SimpleNamespace(internal_state=answer) for answer in self.answers]
 
 
@@ -41,7 +42,7 @@ def client(manager: Manager) -> TestClient:
 
 
 def answer(**fields: Any) -> dict[str, Any]:
-    return {pinning_commands.ANSWER_KEY: fields}
+    return {commands.ANSWER_KEY: fields}
 
 
 def test_text_becomes_tokens_and_every_scheduler_answers() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin import pinning_commands, pinning_hooks, pinning_retention
-from sgl_prefix_attn.sglang_plugin.pinning_commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning_locks import PLAIN, Namespace
+from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy, hooks
+from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -170,13 +170,13 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
     hold_everything_by_a_running_request(server)
     pin = server.keeper.pin(prompt(1, 20))
     hashed: list[int] = []
-    keys_of = pinning_retention.keys_of
+    keys_of = eviction_policy.keys_of
 
     def noted(tokens: tuple[int, ...], block: int, namespace: str | None) -> list[int]:
         hashed.append(len(tokens))
         return keys_of(tokens, block, namespace)
 
-    monkeypatch.setattr(pinning_retention, "keys_of", noted)
+    monkeypatch.setattr(eviction_policy, "keys_of", noted)
     for _ in range(3):
         assert not server.keeper.make_room(60)
     server.keeper.pins.ledger.shed(pin.id, 15)
@@ -188,7 +188,7 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
     with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
     for server in (without, with_hooks):
-        pinning_hooks.activate(None if server is without else pinning())
+        hooks.activate(None if server is without else pinning())
         for name in (1, 2, 3, 1, 4, 5, 1, 2):
             run(server, prompt(name))
     assert (with_hooks.cached_tokens, with_hooks.prompt_tokens) == (without.cached_tokens, without.prompt_tokens)
@@ -246,7 +246,7 @@ def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) ->
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
     run(server, prompt(1))
     command = AnnounceCommand(token_ids=prompt(1), uses=2)
-    assert "error" not in pinning_commands.answer(pinning_commands.encode(command), server.keeper)
+    assert "error" not in commands.answer(commands.encode(command), server.keeper)
     for name in (2, 3, 4):
         run(server, prompt(name))
     assert run(server, [*prompt(1), 7]) == 20
@@ -260,7 +260,7 @@ def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) ->
 
 def test_groups_are_announced_only_to_retention(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    answer = pinning_commands.answer(pinning_commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.keeper)
+    answer = commands.answer(commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.keeper)
     assert answer["error"] == {"kind": "invalid", "message": "retention is off: set PREFIXPACK_RETENTION=reuse"}
 
 
@@ -311,15 +311,15 @@ def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch
 class TestCommands:
     def test_pin_list_release(self, kind: str) -> None:
         keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
-        made = pinning_commands.answer(pinning_commands.encode(PinCommand(token_ids=[1, 2], label="x")), keeper)
+        made = commands.answer(commands.encode(PinCommand(token_ids=[1, 2], label="x")), keeper)
         assert made == {
             "pin": {"id": made["pin"]["id"], "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
             "pinned_tokens": 2,
             "budget_tokens": 32,
         }
-        listed = pinning_commands.answer(pinning_commands.encode(ListCommand()), keeper)
+        listed = commands.answer(commands.encode(ListCommand()), keeper)
         assert listed["pins"] == [made["pin"]]
-        released = pinning_commands.answer(pinning_commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
+        released = commands.answer(commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
         assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
 
     def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
@@ -327,33 +327,33 @@ class TestCommands:
         run(server, prompt(1, 50))
         pin = server.keeper.pin(prompt(1, 50))
         assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
-        command = pinning_commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
-        assert pinning_commands.answer(command, server.keeper)["released"] == [pin.id]
+        command = commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
+        assert commands.answer(command, server.keeper)["released"] == [pin.id]
         assert server.cache.protected_size() == 0
 
     def test_the_same_command_again_renews_the_pin(self, kind: str) -> None:
         keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
         command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
-        first = pinning_commands.answer(pinning_commands.encode(command), keeper)
+        first = commands.answer(commands.encode(command), keeper)
         keeper.step()
-        assert pinning_commands.answer(pinning_commands.encode(command), keeper) == {**first, "renewed": True}
+        assert commands.answer(commands.encode(command), keeper) == {**first, "renewed": True}
         assert len(keeper.pins.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
 
     @pytest.mark.parametrize(
         ("request_id", "error"),
         [
-            (pinning_commands.encode(PinCommand(token_ids=[7] * 40)), "budget"),
-            (pinning_commands.encode(ReleaseCommand(id=5)), "unknown"),
-            (pinning_commands.ID_PREFIX + "{", "invalid"),
-            (pinning_commands.ID_PREFIX + '{"command": "fly"}', "invalid"),
-            (pinning_commands.ID_PREFIX + '{"command": "pin"}', "invalid"),
-            (pinning_commands.ID_PREFIX + '{"command": "release"}', "invalid"),
-            (pinning_commands.ID_PREFIX + "3", "invalid"),
+            (commands.encode(PinCommand(token_ids=[7] * 40)), "budget"),
+            (commands.encode(ReleaseCommand(id=5)), "unknown"),
+            (commands.ID_PREFIX + "{", "invalid"),
+            (commands.ID_PREFIX + '{"command": "fly"}', "invalid"),
+            (commands.ID_PREFIX + '{"command": "pin"}', "invalid"),
+            (commands.ID_PREFIX + '{"command": "release"}', "invalid"),
+            (commands.ID_PREFIX + "3", "invalid"),
         ],
     )
     def test_refusals(self, request_id: str, error: str) -> None:
         keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
-        assert pinning_commands.answer(request_id, keeper)["error"]["kind"] == error
+        assert commands.answer(request_id, keeper)["error"]["kind"] == error
 
     @pytest.mark.parametrize("of_their_own", [True, False], ids=["up to 0.5.20", "0.5.23"])
     @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
@@ -367,9 +367,9 @@ class TestCommands:
             scheduler.ps = ranks
         else:
             monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
-        request = SimpleNamespace(rid=pinning_commands.encode(ListCommand()))
-        output = pinning_hooks.around_get_internal_state(lambda *args: None, scheduler, request)
-        assert output.internal_state[pinning_commands.ANSWER_KEY] == {
+        request = SimpleNamespace(rid=commands.encode(ListCommand()))
+        output = hooks.around_get_internal_state(lambda *args: None, scheduler, request)
+        assert output.internal_state[commands.ANSWER_KEY] == {
             "pins": [],
             "pinned_tokens": 0,
             "budget_tokens": 32,
@@ -377,9 +377,9 @@ class TestCommands:
         }
 
     def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:
-        answer = pinning_commands.answer(pinning_commands.encode(ListCommand()), None)
+        answer = commands.answer(commands.encode(ListCommand()), None)
         assert answer["error"]["kind"] == "unavailable"
 
     def test_other_ids_are_no_commands(self) -> None:
-        assert not pinning_commands.is_command(None)
-        assert not pinning_commands.is_command("a-request")
+        assert not commands.is_command(None)
+        assert not commands.is_command("a-request")

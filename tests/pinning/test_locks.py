@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin import pinning_hooks
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning_locks import Namespace, NodeLock
+from sgl_prefix_attn.sglang_plugin.pinning import hooks
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import Namespace, NodeLock
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -74,10 +74,8 @@ def test_where_keys_have_a_salt_it_stays_apart(server: SmallServer) -> None:
     assert server.keeper.pins.held_tokens(pin.id) == 0
 
 
-def test_an_eviction_whose_locks_fail_half_way_holds_none(
-    server: SmallServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinning_hooks.activate(PinningSettings(retention=True, lookahead=0, block=1))
+def test_an_eviction_whose_locks_fail_half_way_holds_none(server: SmallServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks.activate(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         serve(server, [1000 * name + position for position in range(14)])
     tree, taken = server.keeper._tree, 0

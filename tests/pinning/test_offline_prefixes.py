@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
-from sgl_prefix_attn.sglang_plugin import pinning_groups, pinning_hooks, pinning_retention
-from sgl_prefix_attn.sglang_plugin.pinning_groups import OfflinePrefixes
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, hooks, offline_prefixes
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -44,7 +44,7 @@ def test_whichever_request_comes_first_announces_and_no_other_does():
 
 
 def test_uses_of_jobs_that_end_early_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pinning_groups, "_PREFIXES_KEPT", 10)
+    monkeypatch.setattr(offline_prefixes, "_PREFIXES_KEPT", 10)
     announced: list[Any] = []
     offline = OfflinePrefixes(lambda request, shared: announced.append(shared.node))
     shared = [SharedPrefix(node, node, node + 1, 3) for node in range(10)]
@@ -63,22 +63,22 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, block=1))
     bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
     bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
-    pinning_hooks.after_calc_priority(None, server, server.waiting)
+    hooks.after_calc_priority(None, server, server.waiting)
     assert server.keeper.retention.worth.lookahead.requests() == [bad.rid, good.rid]
     assert server.keeper.counters.failures == 0
 
 
 def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
     hashed: list[int] = []
-    keys_of = pinning_retention.keys_of
+    keys_of = eviction_policy.keys_of
     monkeypatch.setattr(
-        pinning_retention, "keys_of", lambda tokens, *rest: hashed.append(len(tokens)) or keys_of(tokens, *rest)
+        eviction_policy, "keys_of", lambda tokens, *rest: hashed.append(len(tokens)) or keys_of(tokens, *rest)
     )
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, lookahead=0, block=2))
     sent = server.send(prompt(1), 2)
     stretches = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
     sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
-    pinning_hooks.after_calc_priority(None, server, server.waiting)
+    hooks.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
     worth = server.keeper.retention.worth
     # A block counts for the stretch that ends it.

@@ -15,38 +15,39 @@ pytest.importorskip("sglang")
 from prometheus_client import CollectorRegistry
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import hooks, pinning_hooks, pinning_registration
-from sgl_prefix_attn.sglang_plugin.hooks import Hook
-from sgl_prefix_attn.sglang_plugin.pinning_counters import PinningCounters, PinningMetrics
-from sgl_prefix_attn.sglang_plugin.pinning_hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
+from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
+from sgl_prefix_attn.sglang_plugin.pinning import hooks, registration
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
     found: list[Hook] = []
-    monkeypatch.setattr(hooks, "register", found.extend)
+    monkeypatch.setattr(compat_hooks, "register", found.extend)
     return found
 
 
 def test_by_default_nothing_is_hooked(registered: list[Hook]) -> None:
-    pinning_registration.register(Settings(), in_scheduler=True)
+    registration.register(Settings(), in_scheduler=True)
     assert registered == []
-    assert pinning_hooks.keeper_of(object()) is None
+    assert hooks.keeper_of(object()) is None
 
 
 @pytest.mark.parametrize("settings", [Settings(pin_budget_percent=10), Settings(retention="reuse")])
 def test_what_is_asked_for_is_hooked_in_schedulers(registered: list[Hook], settings: Settings) -> None:
-    pinning_registration.register(settings, in_scheduler=True)
-    assert registered == list(pinning_hooks.PINNING_HOOKS)
+    registration.register(settings, in_scheduler=True)
+    assert registered == list(hooks.PINNING_HOOKS)
 
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows when addresses are added; the server's module counts as not imported."""
-    from sgl_prefix_attn.sglang_plugin import pinning_client
+    from sgl_prefix_attn.sglang_plugin.pinning import client
 
     added: list[str] = []
-    monkeypatch.setattr(pinning_client, "add_routes_to_server", lambda: added.append("routes"))
+    monkeypatch.setattr(client, "add_routes_to_server", lambda: added.append("routes"))
     monkeypatch.delitem(sys.modules, SERVER_MODULE, raising=False)
     return added
 
@@ -55,15 +56,15 @@ SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 
 
 def test_retention_alone_adds_no_addresses(registered: list[Hook], routes: list[str]) -> None:
-    pinning_registration.register(Settings(retention="reuse"), in_scheduler=False)
+    registration.register(Settings(retention="reuse"), in_scheduler=False)
     assert routes == []
-    pinning_registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
     assert registered == []
 
 
 def test_a_scheduler_gets_no_addresses(registered: list[Hook], routes: list[str]) -> None:
-    pinning_registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
+    registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
     assert routes == []
 
 
@@ -72,9 +73,9 @@ def test_a_server_in_a_child_process_gets_addresses(
 ) -> None:
     # It has the scheduler's module and a parent, as a scheduler has.
     monkeypatch.setitem(sys.modules, SERVER_MODULE, ModuleType("http_server"))
-    pinning_registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
+    registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
     assert routes == ["routes"]
-    pinning_registration.register(Settings(retention="reuse"), in_scheduler=True)
+    registration.register(Settings(retention="reuse"), in_scheduler=True)
     assert routes == ["routes"]
 
 
@@ -82,7 +83,7 @@ def test_a_child_process_that_imports_the_server_later_gets_addresses(
     registered: list[Hook], routes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace())
-    pinning_registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
 
 
@@ -91,44 +92,45 @@ class TestInTheBackendsFactory:
 
     @pytest.fixture
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
-        from sgl_prefix_attn.sglang_plugin import creation, runtime
-        from tests.plugin.attention_world import World
+        from sgl_prefix_attn.sglang_plugin import factory
+        from sgl_prefix_attn.sglang_plugin.backend import runtime
+        from tests.sglang_plugin.attention_world import World
 
         asked: list[Hook] = []
-        monkeypatch.setattr(creation.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        monkeypatch.setattr(creation.cpu_traps, "note_cpu_backend", lambda: None)
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+        monkeypatch.setattr(factory.cpu_fallbacks, "note_cpu_backend", lambda: None)
         self.runner = World([[]], [9]).runner
         runtime.stop()
         yield asked
         runtime.stop()
-        pinning_hooks.activate(None)
+        hooks.activate(None)
 
     def create(self, settings: Settings) -> None:
-        from sgl_prefix_attn.sglang_plugin.creation import create_backend
+        from sgl_prefix_attn.sglang_plugin.factory import create_backend
 
         create_backend(self.runner, settings)
 
     def test_what_is_asked_for_is_hooked_there(self, applied: list[Hook]) -> None:
         self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert [hook for hook in applied if hook in pinning_hooks.PINNING_HOOKS] == list(pinning_hooks.PINNING_HOOKS)
-        assert pinning_hooks.active()
+        assert [hook for hook in applied if hook in hooks.PINNING_HOOKS] == list(hooks.PINNING_HOOKS)
+        assert hooks.active()
 
     def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
         # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
         self.create(Settings(metrics=False, retention="reuse"))
-        queue = [hook for hook in applied if hook.target == pinning_hooks.CALC_PRIORITY]
-        assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduling", "pinning_hooks"]
+        queue = [hook for hook in applied if hook.target == hooks.CALC_PRIORITY]
+        assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduler", "hooks"]
 
     def test_by_default_nothing_is(self, applied: list[Hook]) -> None:
         self.create(Settings(metrics=False))
-        assert not set(applied) & set(pinning_hooks.PINNING_HOOKS)
-        assert not pinning_hooks.active()
+        assert not set(applied) & set(hooks.PINNING_HOOKS)
+        assert not hooks.active()
 
     def test_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
-        pinning_hooks.activate(PinningSettings(budget_percent=10))
-        before = pinning_hooks._process
+        hooks.activate(PinningSettings(budget_percent=10))
+        before = hooks._process
         self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert pinning_hooks._process is before
+        assert hooks._process is before
 
 
 class Broken:
@@ -145,12 +147,12 @@ class TestInternalState:
         from tests.pinning.small_server import SmallServer
 
         yield SmallServer(CACHES[0], slots=64, settings=PinningSettings(budget_percent=10))
-        pinning_hooks.activate(None)
+        hooks.activate(None)
 
     def ask(self, server: Any) -> dict[str, Any]:
         answer = SimpleNamespace(internal_state={"world_size": 1})
         request = SimpleNamespace(rid=None)
-        result = pinning_hooks.around_get_internal_state(lambda scheduler, request: answer, server, request)
+        result = hooks.around_get_internal_state(lambda scheduler, request: answer, server, request)
         assert result is answer
         return dict(result.internal_state)
 
@@ -160,7 +162,7 @@ class TestInternalState:
     def test_metrics_that_fail_are_counted_and_logged_once_and_the_answer_arrives(
         self, server: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        pinning_hooks._process.metrics = Broken()
+        hooks._process.metrics = Broken()
         with caplog.at_level(logging.ERROR):
             for _ in range(3):
                 assert self.ask(server)["world_size"] == 1
@@ -173,7 +175,7 @@ class TestInternalState:
         def broken(tree: Any) -> None:
             raise RuntimeError("a cache of another release")
 
-        monkeypatch.setattr(pinning_hooks, "lockable_tree", broken)
+        monkeypatch.setattr(hooks, "lockable_tree", broken)
         with caplog.at_level(logging.ERROR):
             assert self.ask(server) == {"world_size": 1}
             assert self.ask(server) == {"world_size": 1}

@@ -79,9 +79,9 @@ def test_a_real_cache_takes_the_same_decisions(
     if hasattr(UnifiedRadixCache, "lock"):
         pytest.skip("the replay speaks to the caches of SGLang up to 0.5.22")
     from benchmarks.cache import real
-    from sgl_prefix_attn.sglang_plugin import pinning_retention
+    from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy
 
-    monkeypatch.setattr(pinning_retention, "_QUANTA", 1 << 30)  # evict exactly what is asked for
+    monkeypatch.setattr(eviction_policy, "_QUANTA", 1 << 30)  # evict exactly what is asked for
     done = real.replay(prompts, POOL, kind, "lru", retention=True, lookahead=lookahead)
     expected = blocks.ours(prompts, POOL, lookahead)
     # With a queue nodes can be split later than blocks are told apart, which may cost a few.

@@ -9,9 +9,9 @@ from sgl_prefix_attn.routing.profile import VERSION, Fit, Profile
 
 
 def profile(
-    packed: Mapping[str, float], inner: Mapping[str, float], *, kernels: str = "native", backend: str = "fa3"
+    packed: Mapping[str, float], stock: Mapping[str, float], *, kernels: str = "native", backend: str = "fa3"
 ) -> Profile:
-    """A profile of one packed and one inner kernel with these microseconds by term."""
+    """A profile of one packed and one stock kernel with these microseconds by term."""
     return Profile(
         version=VERSION,
         machine="made by hand",
@@ -20,14 +20,14 @@ def profile(
         source="a test",
         method="none",
         packed={kernels: Fit(us=dict(packed))},
-        inner={backend: Fit(us=dict(inner))},
+        stock={backend: Fit(us=dict(stock))},
     )
 
 
 def write_profile(
-    folder: Path, packed: Mapping[str, float], inner: Mapping[str, float], *, kernels: str, backend: str
+    folder: Path, packed: Mapping[str, float], stock: Mapping[str, float], *, kernels: str, backend: str
 ) -> str:
     """Path of a file with such a profile."""
     path = folder / "profile.json"
-    profile(packed, inner, kernels=kernels, backend=backend).save(path)
+    profile(packed, stock, kernels=kernels, backend=backend).save(path)
     return str(path)

@@ -12,11 +12,11 @@ RESULTS = str(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "
 
 
 def test_compare_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "compare", RESULTS, "packed", "inner", "batch>=64", "shipped@5", "--inner", "fa3"]) == 0
+    assert main(["route", "compare", RESULTS, "packed", "stock", "batch>=64", "shipped@5", "--stock", "fa3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
-                                "inner"]  # fmt: skip
-    assert [line.split()[0] for line in lines[2:6]] == ["packed", "inner", "batch>=64", "shipped@5"]
+                                "stock"]  # fmt: skip
+    assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "batch>=64", "shipped@5"]
     steps, packed = lines[2].split()[1:3]
     assert steps == packed
 
@@ -28,10 +28,10 @@ def test_compare_by_families(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "explain", "--tree", "1,10/4096,416", "--heads", "32/8", "--inner", "flashinfer"]) == 0
+    assert main(["route", "explain", "--tree", "1,10/4096,416", "--heads", "32/8", "--stock", "flashinfer"]) == 0
     out = capsys.readouterr().out
     assert "packed (native): " in out
-    assert "inner (flashinfer_tc): " in out
+    assert "stock (flashinfer_tc): " in out
     assert "unique_mb: MB of KV, each position once" in out
     assert "\nroute:   " in out
 
@@ -39,9 +39,9 @@ def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, inner, batch>=N"),
-        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, inner, batch>=N"),
-        (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, inner"),
+        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, batch>=N"),
+        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, stock, batch>=N"),
+        (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, stock"),
         (["compare", RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
         (["compare", "nowhere.json", "packed"], "nowhere.json: cannot read the results"),
         (["compare", RESULTS, "shipped", "--packed", "cpu"], "no cost of packed kernels 'cpu'; it has native, triton"),

@@ -16,7 +16,7 @@ from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.fit import fit_kernel, non_negative_least_squares
 from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, inner_kernel, read_results
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results, stock_kernel
 from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
 
 RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -63,7 +63,7 @@ def _with_support(matrix: np.ndarray, target: np.ndarray, bits: int) -> np.ndarr
 
 
 def test_times_behind_made_up_coefficients_are_predicted() -> None:
-    truth = CostModel("inner", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
+    truth = CostModel("stock", {"launch": 12.0, "unique_mb": 0.2, "repeated_mb": 0.1, "requests": 15.0})
     rng = np.random.default_rng(0)
 
     def case(number: int) -> MeasuredCase:
@@ -72,12 +72,12 @@ def test_times_behind_made_up_coefficients_are_predicted() -> None:
         step = StepFeatures(requests, tokens, unique, 0, 0, 0, unique, int(rng.integers(1, 9000)))
         return MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
 
-    fitted = fit_kernel("inner", "fa3", [case(number) for number in range(60)])
+    fitted = fit_kernel("stock", "fa3", [case(number) for number in range(60)])
     assert fitted.error < 1e-4
     assert set(fitted.error_left_out) == {"a", "b"}
     for another in (case(number) for number in range(10)):
-        assert CostModel("inner", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
-            another.inner["fa3"], rel=1e-3
+        assert CostModel("stock", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
+            another.stock["fa3"], rel=1e-3
         )
 
 
@@ -135,18 +135,18 @@ class TestMeasuredSteps:
         shipped = shipped_profile(kv_bytes)
         assert made.kv_bytes == shipped.kv_bytes == kv_bytes
         assert (made.commit, made.measured) == (shipped.commit, shipped.measured), "fit the shipped profile anew"
-        for kind in ("packed", "inner"):
+        for kind in ("packed", "stock"):
             for kernel, fitted in getattr(shipped, kind).items():
                 again = getattr(made, kind)[kernel].us
                 assert again == pytest.approx(fitted.us, rel=1e-3, abs=1e-6), (kind, kernel)
 
 
 def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
-    assert inner_kernel("flashinfer", SHAPE) == "flashinfer_tc"
-    assert inner_kernel("flashinfer", ModelShape(16, 8, 128)) == "flashinfer_cc"
-    assert inner_kernel("flashinfer", ModelShape(16, 8, 128, kv_bytes=1)) == "flashinfer_tc", "fp8 KV needs them"
-    assert inner_kernel("flashinfer", SHAPE, tensor_cores=False) == "flashinfer_cc"
-    assert inner_kernel("fa3", SHAPE) == "fa3"
+    assert stock_kernel("flashinfer", SHAPE) == "flashinfer_tc"
+    assert stock_kernel("flashinfer", ModelShape(16, 8, 128)) == "flashinfer_cc"
+    assert stock_kernel("flashinfer", ModelShape(16, 8, 128, kv_bytes=1)) == "flashinfer_tc", "fp8 KV needs them"
+    assert stock_kernel("flashinfer", SHAPE, tensor_cores=False) == "flashinfer_cc"
+    assert stock_kernel("fa3", SHAPE) == "fa3"
 
 
 class TestResultsFile:
@@ -172,7 +172,7 @@ class TestResultsFile:
         results = read_results(self.write(tmp_path, self.ROW | {"step": self.STEP}))
         (case,) = results.cases
         assert case.step.longest_range == 10
-        assert (dict(case.packed), dict(case.inner)) == ({"native": 20.0}, {"fa3": 10.0})
+        assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
 
     @pytest.mark.parametrize(("kv_dtype", "kv_bytes"), [("bf16", 2), ("fp8_e4m3", 1)])

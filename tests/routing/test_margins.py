@@ -17,18 +17,18 @@ from sgl_prefix_attn.settings import Settings
 MEASURED = np.array([100.0, 100.0, 100.0])
 
 
-def margin(predicted_inner: list[float], measured_packed: list[float]) -> int | None:
-    """Of steps that are predicted to take 100 us packed, and take 100 us on the inner backend."""
+def margin(predicted_stock: list[float], measured_packed: list[float]) -> int | None:
+    """Of steps that are predicted to take 100 us packed, and take 100 us on the stock backend."""
     packed = Times(np.full(3, 100.0), np.array(measured_packed))
-    return fitting_margin(packed, Times(np.array(predicted_inner), MEASURED))
+    return fitting_margin(packed, Times(np.array(predicted_stock), MEASURED))
 
 
 @pytest.mark.parametrize(
-    ("predicted_inner", "measured_packed", "percent"),
+    ("predicted_stock", "measured_packed", "percent"),
     [
         ([110.0, 150.0, 90.0], [95.0, 60.0, 130.0], 0),    # no step that would run packed loses
         ([110.0, 150.0, 90.0], [101.9, 60.0, 130.0], 0),   # two percent may be lost
-        ([110.4, 150.0, 90.0], [103.0, 60.0, 130.0], 11),  # the first has to stay with the inner backend
+        ([110.4, 150.0, 90.0], [103.0, 60.0, 130.0], 11),  # the first has to stay with the stock backend
         ([110.4, 125.6, 90.0], [103.0, 108.0, 95.0], 26),
         ([150.0, 125.6, 90.0], [103.0, 108.0, 95.0], 26),  # no margin keeps the first from it: the second, at least
         ([150.0, 160.0, 90.0], [130.0, 108.0, 95.0], 0),   # nor any step: the smallest of those that lose alike
@@ -37,9 +37,9 @@ def margin(predicted_inner: list[float], measured_packed: list[float]) -> int | 
     ],
 )  # fmt: skip
 def test_the_smallest_that_keeps_steps_from_losing(
-    predicted_inner: list[float], measured_packed: list[float], percent: int | None
+    predicted_stock: list[float], measured_packed: list[float], percent: int | None
 ) -> None:
-    assert margin(predicted_inner, measured_packed) == percent
+    assert margin(predicted_stock, measured_packed) == percent
 
 
 def test_each_family_is_predicted_from_the_others() -> None:
@@ -51,9 +51,9 @@ def test_each_family_is_predicted_from_the_others() -> None:
         tokens = unique + int(rng.integers(0, 10 * unique))
         step = StepFeatures(requests, tokens, unique, tokens // 2, 3, requests, unique // 2, int(rng.integers(1, 9000)))
         family = "abc"[number % 3]
-        inner = 50.0 + unique / 1000 + tokens / 3000
-        packed = inner * (1.06 if family == "c" else 0.90)
-        return MeasuredCase(str(number), family, ModelShape(32, 8, 128), step, {"native": packed}, {"fa3": inner})
+        stock = 50.0 + unique / 1000 + tokens / 3000
+        packed = stock * (1.06 if family == "c" else 0.90)
+        return MeasuredCase(str(number), family, ModelShape(32, 8, 128), step, {"native": packed}, {"fa3": stock})
 
     cases = [case(number) for number in range(90)]
     found = margins_of(cases)

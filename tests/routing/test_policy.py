@@ -24,9 +24,9 @@ STEP = StepFeatures(8, 8000, 8000, 0, 0, 0, 1000, 1000)
 
 
 def policy(packed_us: float, margin: float = 0.1) -> CostPolicy:
-    """Packed takes `packed_us`, the inner backend 100 us."""
+    """Packed takes `packed_us`, the stock backend 100 us."""
     return CostPolicy(
-        CostModel("packed", {"launch": packed_us}), CostModel("inner", {"launch": 100.0}), LLAMA_8B, margin
+        CostModel("packed", {"launch": packed_us}), CostModel("stock", {"launch": 100.0}), LLAMA_8B, margin
     )
 
 
@@ -35,19 +35,19 @@ class TestMargin:
         assert policy(90.0).decide(STEP).route is Route.PACKED
 
     def test_slightly_faster_is_not_enough(self) -> None:
-        assert policy(95.0).decide(STEP).route is Route.INNER
+        assert policy(95.0).decide(STEP).route is Route.STOCK
 
     def test_but_it_is_for_steps_that_run_packed_already(self) -> None:
         assert policy(95.0).decide(STEP, before=Route.PACKED).route is Route.PACKED
-        assert policy(101.0).decide(STEP, before=Route.PACKED).route is Route.INNER
+        assert policy(101.0).decide(STEP, before=Route.PACKED).route is Route.STOCK
 
-    def test_equal_times_are_the_inner_backends(self) -> None:
-        assert policy(100.0, margin=0).decide(STEP).route is Route.INNER
-        assert policy(100.0, margin=0).decide(STEP, before=Route.PACKED).route is Route.INNER
+    def test_equal_times_are_the_stock_backends(self) -> None:
+        assert policy(100.0, margin=0).decide(STEP).route is Route.STOCK
+        assert policy(100.0, margin=0).decide(STEP, before=Route.PACKED).route is Route.STOCK
 
     def test_the_decision_tells_both_times(self) -> None:
         decision = policy(95.0).decide(STEP)
-        assert (decision.packed_us, decision.inner_us) == (95.0, 100.0)
+        assert (decision.packed_us, decision.stock_us) == (95.0, 100.0)
 
 
 class TestShippedProfile:
@@ -61,17 +61,17 @@ class TestShippedProfile:
         shape: ModelShape = LLAMA_8B,
     ) -> Route:
         shipped = shipped_profile()
-        packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", backend)
+        packed, stock = shipped.cost("packed", "native"), shipped.cost("stock", backend)
         assert packed is not None
-        assert inner is not None
-        return Router(CostPolicy(packed, inner, shape, 0.2)).decide(
+        assert stock is not None
+        return Router(CostPolicy(packed, stock, shape, 0.2)).decide(
             PrefixForest.from_paths(paths), np.array(seq_lens, dtype=np.int64)
         )
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc"])
     @pytest.mark.parametrize("requests", [1, 8])
-    def test_few_requests_without_sharing_stay_with_the_inner_backend(self, requests: int, backend: str) -> None:
-        assert self.route([[]] * requests, [512] * requests, backend) is Route.INNER
+    def test_few_requests_without_sharing_stay_with_the_stock_backend(self, requests: int, backend: str) -> None:
+        assert self.route([[]] * requests, [512] * requests, backend) is Route.STOCK
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer_tc", "triton_gqa"])
     def test_groups_of_samples_run_packed(self, backend: str) -> None:
@@ -85,10 +85,10 @@ class TestShippedProfile:
         samples = [[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)]
         assert self.route(samples, [4096 + 160] * 1024, backend, fp8) is Route.PACKED
         if backend != "triton_gqa":
-            assert self.route([[]] * 8, [512] * 8, backend, fp8) is Route.INNER
+            assert self.route([[]] * 8, [512] * 8, backend, fp8) is Route.STOCK
         shipped = shipped_profile()
         step = StepFeatures(64, 64 * 4096, 40 * 4096, 32 * 4096, 8, 32, 4096, 4096)
-        for cost in (shipped.cost("packed", "native"), shipped.cost("inner", backend)):
+        for cost in (shipped.cost("packed", "native"), shipped.cost("stock", backend)):
             assert cost is not None
             wide, narrow = cost.parts(step, LLAMA_8B), cost.parts(step, fp8)
             assert {name: narrow[name] / wide[name] for name in wide if narrow[name] != wide[name]} == {
@@ -108,21 +108,21 @@ class TestShippedProfile:
     def test_it_knows_every_kernel_that_a_gpu_server_may_use(self) -> None:
         shipped = shipped_profile()
         assert set(shipped.packed) == {"native", "triton"}
-        assert set(shipped.inner) == {"fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha"}
+        assert set(shipped.stock) == {"fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha"}
 
 
 class TestRouter:
     def test_remembers_the_last_route(self) -> None:
         router = Router(
             CostPolicy(
-                CostModel("packed", {"launch": 95.0}), CostModel("inner", {"longest_request": 100.0}), LLAMA_8B, 0.1
+                CostModel("packed", {"launch": 95.0}), CostModel("stock", {"longest_request": 100.0}), LLAMA_8B, 0.1
             )
         )
         forest = PrefixForest.from_paths([[]])
         lengths = [1000, 1050, 1000, 940, 1000]
         taken = [router.decide(forest, np.array([length], dtype=np.int64)) for length in lengths]
-        packed, inner = Route.PACKED, Route.INNER
-        assert taken == [inner, packed, packed, inner, inner], "the same length goes where the step before went"
+        packed, stock = Route.PACKED, Route.STOCK
+        assert taken == [stock, packed, packed, stock, stock], "the same length goes where the step before went"
 
     def test_the_same_steps_get_the_same_routes(self) -> None:
         """Tensor-parallel ranks have no other way to agree."""
@@ -132,10 +132,10 @@ class TestRouter:
         forest = PrefixForest.from_paths([[]] * 16)
 
         def routes() -> list[Route]:
-            packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", "fa3")
+            packed, stock = shipped.cost("packed", "native"), shipped.cost("stock", "fa3")
             assert packed is not None
-            assert inner is not None
-            router = Router(CostPolicy(packed, inner, LLAMA_8B, 0.1))
+            assert stock is not None
+            router = Router(CostPolicy(packed, stock, LLAMA_8B, 0.1))
             return [router.decide(forest, lengths) for lengths in steps]
 
         assert routes() == routes()
@@ -144,10 +144,10 @@ class TestRouter:
     def test_a_decision_is_cheap(self) -> None:
         """Measured: see docs/routing.md. The bound leaves room for busy machines."""
         shipped = shipped_profile()
-        packed, inner = shipped.cost("packed", "native"), shipped.cost("inner", "fa3")
+        packed, stock = shipped.cost("packed", "native"), shipped.cost("stock", "fa3")
         assert packed is not None
-        assert inner is not None
-        router = Router(CostPolicy(packed, inner, LLAMA_8B, 0.1))
+        assert stock is not None
+        router = Router(CostPolicy(packed, stock, LLAMA_8B, 0.1))
         forest = PrefixForest.from_paths([[(prompt, 0, 4096)] for prompt in range(64) for _ in range(16)])
         lengths = np.full(1024, 5000, dtype=np.int64)
         best = min(timeit.repeat(lambda: router.decide(forest, lengths), number=20, repeat=20)) / 20
@@ -160,7 +160,7 @@ class TestCostModel:
             cost = CostModel(kind, dict.fromkeys(terms, 1.5))
             assert sum(cost.parts(STEP, LLAMA_8B).values()) == pytest.approx(cost.microseconds(STEP, LLAMA_8B))
 
-    @pytest.mark.parametrize("kind", ["packed", "inner"])
+    @pytest.mark.parametrize("kind", ["packed", "stock"])
     @pytest.mark.parametrize("field", ["requests", "tokens", "nodes", "links", "longest_range", "longest_request"])
     def test_more_work_never_takes_less_time(self, kind: str, field: str) -> None:
         cost = CostModel(kind, dict.fromkeys(TERMS[kind], 1.0))  # type: ignore[index, arg-type]
@@ -174,7 +174,7 @@ class TestCostModel:
     @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
     def test_an_impossible_coefficient_is_named(self, value: float) -> None:
         with pytest.raises(ValueError, match="term 'launch' costs"):
-            CostModel("inner", {"launch": value})
+            CostModel("stock", {"launch": value})
 
 
 class TestProfileFile:
@@ -192,7 +192,7 @@ class TestProfileFile:
         [
             ({"version": 2}, "version: Value error, profiles of version 1 are understood"),
             ({"packed": {"native": {"us": {"lunch": 1.0}}}}, "packed: Value error, native: no term 'lunch'"),
-            ({"inner": {"fa3": {"us": {"launch": -1.0}}}}, r"inner\.fa3\.us\.launch: Input should be greater"),
+            ({"stock": {"fa3": {"us": {"launch": -1.0}}}}, r"stock\.fa3\.us\.launch: Input should be greater"),
             ({"more": 1}, "more: Extra inputs are not permitted"),
         ],
     )

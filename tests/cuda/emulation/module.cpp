@@ -7,9 +7,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/plan_words.h"
-#include "cuda/queue.h"
-#include "cuda/step_kernels.h"
+#include "cuda/serialize_plan.h"
+#include "cuda/kernel/persistent_scheduler.cuh"
+#include "cuda/kernel/prepare.cuh"
 
 namespace py = pybind11;
 using namespace prefixpack;
@@ -94,7 +94,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
                const py::object& sinks, bool bfloat16, int blocks, bool late_copies, bool warps_first) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
-  PlanWords words = plan_words(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, blocks + 1);
+  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, blocks + 1);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);

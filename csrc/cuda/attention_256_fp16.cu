@@ -1,6 +1,0 @@
-#define PREFIXPACK_INSTANTIATION
-#include "cuda/kernels.cuh"
-
-namespace prefixpack {
-PREFIXPACK_INSTANTIATE(256, Float16Kv)
-}

@@ -1,0 +1,114 @@
+// Products of four warps together (wgmma, sm_90a only): asynchronous, with the second operand in shared memory. Tests
+// replace this header by one that runs on a CPU.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/ptx.cuh"
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define PREFIXPACK_WARPGROUP_PRODUCTS
+#endif
+
+namespace prefixpack::ptx {
+
+// Where an operand lies. Its 16-bit elements fill rows of 128 bytes, eight of which, from a multiple of 1024 bytes on,
+// are an atom; the 16-byte chunks of a row are mixed with its number in the atom (`swizzled` with rows of 128 bytes).
+struct MatrixDescriptor {
+  uint32_t low, high;
+  PREFIXPACK_DEVICE uint64_t word() const { return static_cast<uint64_t>(high) << 32 | low; }
+};
+
+// stride: bytes from an atom to the one eight rows further on. leading: bytes from an atom to the one with the next 64
+// elements of these rows; used only where rows go along the sum.
+PREFIXPACK_DEVICE MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
+  return {static_cast<uint32_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4,
+          uint32_t{1} << 30 | static_cast<uint32_t>(stride >> 4)};
+}
+// Of the matrix so many bytes further on, a multiple of 16.
+PREFIXPACK_DEVICE MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
+  return {matrix.low + static_cast<uint32_t>(bytes >> 4), matrix.high};
+}
+
+// What this thread has written to shared memory, or copied there and waited for, is seen by products that are begun
+// behind the next barrier.
+PREFIXPACK_DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Between the last write of registers and the products that read or add to them.
+PREFIXPACK_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+PREFIXPACK_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Pending>
+PREFIXPACK_DEVICE void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// The compiler does not see that registers change until products are waited for: it moves no use of these past here.
+template <int Blocks>
+PREFIXPACK_DEVICE void settle(float (&fragment)[Blocks][4]) {
+#pragma unroll
+  for (int32_t i = 0; i < 4 * Blocks; ++i) asm volatile("" : "+f"(fragment[i / 4][i % 4])::"memory");
+}
+
+template <int Steps>
+PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
+#pragma unroll
+  for (int32_t i = 0; i < 4 * Steps; ++i) asm volatile("" : "+r"(fragment[i / 4][i % 4])::"memory");
+}
+
+#define PREFIXPACK_4(how, c) how(c[0]), how(c[1]), how(c[2]), how(c[3])
+#define PREFIXPACK_16(how, c, i) \
+  PREFIXPACK_4(how, c[i]), PREFIXPACK_4(how, c[i + 1]), PREFIXPACK_4(how, c[i + 2]), PREFIXPACK_4(how, c[i + 3])
+#define PREFIXPACK_D32                                                                                    \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PREFIXPACK_D64                                                                                     \
+  PREFIXPACK_D32                                                                                           \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define PREFIXPACK_WGMMA_KEYS(type, how, add)                                                                   \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+               "." type " " PREFIXPACK_D32 "}, %32, %33, p, 1, 1, 0, 0;\n}"                                     \
+               : PREFIXPACK_16(how, c, 0), PREFIXPACK_16(how, c, 4)                                             \
+               : "l"(a.word()), "l"(b.word())                                                                   \
+               : "memory")
+
+// c = a * b, or c += a * b, for a 64x16 and b 16x64, both with rows of 64 elements along the sum. Fragments of c are as
+// those of mma.m16n8k16, sixteen rows for each of the four warps.
+template <class Element, bool Add>
+PREFIXPACK_DEVICE void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b) {
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    if constexpr (Add) {
+      PREFIXPACK_WGMMA_KEYS("bf16", "+f", "1");
+    } else {
+      PREFIXPACK_WGMMA_KEYS("bf16", "=f", "0");
+    }
+  } else {
+    if constexpr (Add) {
+      PREFIXPACK_WGMMA_KEYS("f16", "+f", "1");
+    } else {
+      PREFIXPACK_WGMMA_KEYS("f16", "=f", "0");
+    }
+  }
+}
+
+#define PREFIXPACK_WGMMA_VALUES(type)                                                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
+               " " PREFIXPACK_D64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                                    \
+               : PREFIXPACK_16("+f", c, 0), PREFIXPACK_16("+f", c, 4), PREFIXPACK_16("+f", c, 8),                   \
+                 PREFIXPACK_16("+f", c, 12)                                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word())                                          \
+               : "memory")
+
+// c += a * b for a 64x16 in registers, fragments as those of mma.m16n8k16, and b 16x128, whose rows go across the sum.
+template <class Element>
+PREFIXPACK_DEVICE void multiply_group(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b) {
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    PREFIXPACK_WGMMA_VALUES("bf16");
+  } else {
+    PREFIXPACK_WGMMA_VALUES("f16");
+  }
+}
+
+}  // namespace prefixpack::ptx

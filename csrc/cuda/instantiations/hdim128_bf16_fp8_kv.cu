@@ -1,0 +1,6 @@
+#define PREFIXPACK_INSTANTIATION
+#include "cuda/kernel/kernels.cuh"
+
+namespace prefixpack {
+PREFIXPACK_INSTANTIATE(128, BFloat16WithFloat8Kv)
+}

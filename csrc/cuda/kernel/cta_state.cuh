@@ -1,0 +1,27 @@
+// What a block keeps in shared memory behind the tiles.
+#pragma once
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/kernel/kernel_traits.cuh"
+#include "cuda/kernel/scheduler_prefetch.cuh"
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+// Parameters and header are read often, by code that is called and so cannot read them from where a kernel's parameters
+// lie.
+struct BlockState {
+  KernelParams params;
+  PlanHeader header;
+  int32_t ticket;  // of the present unit
+  int32_t kv_head;
+  ItemRecord item;
+  NextUnit next;
+
+  PREFIXPACK_DEVICE PlanReader plan() const { return {params.plan, header}; }
+};
+static_assert(sizeof(BlockState) <= kBlockStateBytes, "shared memory for the block's state");
+
+PREFIXPACK_DEVICE BlockState* block_state(char* shared) { return reinterpret_cast<BlockState*>(shared + kSharedBytes); }
+
+}  // namespace prefixpack

@@ -1,0 +1,228 @@
+// A unit for a whole block: the queries of a wide work item against its KV range, for one KV head.
+//
+// KV tiles go through a ring of stages filled by asynchronous copies. One barrier per tile: behind it everybody sees
+// the tile that has arrived and nobody reads the one before it any more, so that its stage is filled again.
+#pragma once
+
+#include "cuda/common/index_math.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/kernel/cta_tile.cuh"
+#include "cuda/kernel/kernel_traits.cuh"
+#include "cuda/kernel/online_softmax.cuh"
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+template <class TileT, class Format>
+class BlockUnit : BlockRows<TileT, Format> {
+  using Rows = BlockRows<TileT, Format>;
+
+ public:
+  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const BlockState& state, char* shared)
+      : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {
+    first_slot_ = item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
+    const int32_t chunk = thread_ % kChunks;
+    k_ = static_cast<const char*>(attention_.k) + state.kv_head * attention_.k_head_stride * Format::kKvBytes +
+         chunk * 16;
+    v_ = static_cast<const char*>(attention_.v) + state.kv_head * attention_.v_head_stride * Format::kKvBytes +
+         chunk * 16;
+  }
+
+  // As far as the sums, see finish_unit.
+  PREFIXPACK_DEVICE UnitEnd run() {
+    begin_loads();
+    this->start_sums();
+    if constexpr (kDimensionsMoved<Format>) {
+      ptx::copy_wait<kStages - 2>();
+      ptx::block_sync();
+      this->adapt_queries();  // seen by all behind the first tile's barrier
+    }
+    for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
+      ptx::copy_wait<kStages - 2>();
+      ptx::block_sync();
+      load_tile(tile + kStages - 1);
+      float scores[kRowBlocks][kKeyBlocks][4];
+      multiply_keys(tile, scores);
+#pragma unroll
+      for (int32_t block = 0; block < kRowBlocks; ++block) this->weigh(tile, block, scores[block]);
+      add_values(tile, scores);
+    }
+    ptx::copy_wait<0>();
+    ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
+    return this->spread_sums();
+  }
+
+ private:
+  using Product = typename Format::Product;
+  static constexpr int kStages = TileT::kStages;
+  static constexpr int kStepsAtOnce = Format::kStepsAtOnce;
+  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsAtOnce;  // of matrices, for all dimensions
+  using Rows::kChunks;
+  using Rows::kKeyBlocks;
+  using Rows::kRowBlocks;
+  using Rows::kRowsPerPass;
+  using Rows::kThreads;
+  static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
+
+  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const {
+    return ring_ + tile % kStages * 2 * TileT::kTileBytes + key_warp_ * TileT::kKeysPerWarp * TileT::kRowBytes;
+  }
+  PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
+
+  // Address of a chunk for ldmatrix: rows start where the address bits of the swizzle are zero, so that it is an
+  // exclusive or with the address.
+  PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
+    return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);
+  }
+
+  // Loads ----------------------------------------------------------------------------------------------------------
+
+  // Queries and the first tiles. What is read to find them is read all at once.
+  PREFIXPACK_DEVICE void begin_loads() {
+    static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
+    const int32_t slot = thread_ < keys_ ? params_.step.kv_slots[first_slot_ - thread_ / kChunks + thread_] : -1;
+    const int64_t offset = this->query_offset();
+    // In the stage that is filled last.
+    auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
+    auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);
+    offsets[thread_] = offset;
+    first_slots[thread_] = slot;
+    ptx::block_sync();
+    this->copy_queries(offsets);
+#pragma unroll 1
+    for (int32_t tile = 0; tile < kStages - 1; ++tile) {
+#pragma unroll
+      for (int32_t pass = 0; pass < kPasses; ++pass) {
+        next_slots_[pass] = first_slots[tile * TileT::kKeys + pass * kRowsPerPass + thread_ / kChunks];
+      }
+      copy_tile(tile);
+      ptx::copy_commit();
+    }
+    fetch_slots(kStages - 1);
+  }
+
+  // Slots of the rows that this thread copies, a tile ahead of the copies.
+  PREFIXPACK_DEVICE void fetch_slots(int32_t tile) {
+#pragma unroll
+    for (int32_t pass = 0; pass < kPasses; ++pass) {
+      const int32_t key = tile * TileT::kKeys + pass * kRowsPerPass;
+      next_slots_[pass] = key + thread_ / kChunks < keys_ ? params_.step.kv_slots[first_slot_ + key] : -1;
+    }
+  }
+
+  PREFIXPACK_DEVICE void copy_tile(int32_t tile) const {
+    if (ptx::uniform(tile >= num_tiles_)) return;
+    // Worked out again for each tile, for want of registers, as what is near is read again.
+    const int32_t thread = ptx::thread_index_here();
+    const int32_t copy_to = swizzled(thread / kChunks, thread % kChunks, TileT::kRowBytes);
+    const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to;
+    const auto k_stride = static_cast<int32_t>(attention_.k_slot_stride) * Format::kKvBytes;
+    const auto v_stride = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
+#pragma unroll
+    for (int32_t pass = 0; pass < kPasses; ++pass) {
+      // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
+      const int32_t mix = chunk_mix(pass * kRowsPerPass, TileT::kRowBytes);
+      const ptx::SharedAddress place =
+          (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
+      const bool valid = next_slots_[pass] >= 0;
+      const int32_t slot = valid ? next_slots_[pass] : 0;
+      ptx::copy_async(place, ptx::at(k_, slot, k_stride), valid);
+      ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride), valid);
+    }
+  }
+
+  // A tile beyond the last still commits its (empty) group: waits count groups.
+  PREFIXPACK_DEVICE void load_tile(int32_t tile) {
+    copy_tile(tile);
+    ptx::copy_commit();
+    fetch_slots(tile + 1);
+  }
+
+  // Products -------------------------------------------------------------------------------------------------------
+
+  PREFIXPACK_DEVICE void multiply_keys(int32_t tile, float (&scores)[kRowBlocks][kKeyBlocks][4]) const {
+#pragma unroll
+    for (int32_t block = 0; block < kRowBlocks; ++block) {
+#pragma unroll
+      for (int32_t key = 0; key < kKeyBlocks; ++key) {
+        scores[block][key][0] = scores[block][key][1] = scores[block][key][2] = scores[block][key][3] = 0.0f;
+      }
+    }
+    // Matrices of a K fragment: keys 0-7 low half, keys 0-7 high half, keys 8-15 low, keys 8-15 high.
+    const int32_t lane = ptx::thread_index_here() % 32;
+    const ptx::SharedAddress keys = key_tile(tile) + swizzled(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
+    const ptx::SharedAddress queries =
+        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane % 16, lane / 16, TileT::kQueryRowBytes);
+#pragma unroll
+    for (int32_t load = 0; load < kLoads; ++load) {
+      uint32_t query[kStepsAtOnce][kRowBlocks][4];
+#pragma unroll
+      for (int32_t i = 0; i < kStepsAtOnce * kRowBlocks; ++i) {
+        const int32_t step = i / kRowBlocks, block = i % kRowBlocks;
+        ptx::load_matrix(query[step][block],
+                         chunk_at(queries, 2 * (load * kStepsAtOnce + step)) + block * 16 * TileT::kQueryRowBytes);
+      }
+#pragma unroll
+      for (int32_t pair = 0; pair < kKeyBlocks / 2; ++pair) {
+        uint32_t loaded[4];
+        ptx::load_matrix(loaded, chunk_at(keys, 2 * load) + pair * 16 * TileT::kRowBytes);
+#pragma unroll
+        for (int32_t step = 0; step < kStepsAtOnce; ++step) {
+          uint32_t key[4];
+          Format::keys_as_columns(loaded, step, key);
+#pragma unroll
+          for (int32_t block = 0; block < kRowBlocks; ++block) {
+            ptx::multiply<Product>(scores[block][2 * pair], query[step][block], key[0], key[1]);
+            ptx::multiply<Product>(scores[block][2 * pair + 1], query[step][block], key[2], key[3]);
+          }
+        }
+      }
+    }
+  }
+
+  PREFIXPACK_DEVICE void add_values(int32_t tile, const float (&weights)[kRowBlocks][kKeyBlocks][4]) {
+    const ptx::SharedAddress values = value_tile(tile) + swizzled(lane_ % 16, lane_ / 16, TileT::kRowBytes);
+#pragma unroll
+    for (int32_t step = 0; step < kKeyBlocks / 2; ++step) {
+      uint32_t weight[kRowBlocks][4];
+#pragma unroll
+      for (int32_t block = 0; block < kRowBlocks; ++block) pack_weights<Product>(weights[block], step, weight[block]);
+#pragma unroll
+      for (int32_t load = 0; load < kLoads; ++load) {
+        uint32_t loaded[4];
+        ptx::load_matrix_transposed(loaded, chunk_at(values, 2 * load) + step * 16 * TileT::kRowBytes);
+#pragma unroll
+        for (int32_t i = 0; i < kStepsAtOnce; ++i) {
+          uint32_t value[4];
+          Format::values_as_columns(loaded, i, value);
+          const int32_t column = 2 * (load * kStepsAtOnce + i);
+#pragma unroll
+          for (int32_t block = 0; block < kRowBlocks; ++block) {
+            ptx::multiply<Product>(output_[block][column], weight[block], value[0], value[1]);
+            ptx::multiply<Product>(output_[block][column + 1], weight[block], value[2], value[3]);
+          }
+        }
+      }
+    }
+  }
+
+  using Rows::attention_;
+  using Rows::begin_;
+  using Rows::item_;
+  using Rows::key_warp_;
+  using Rows::keys_;
+  using Rows::lane_;
+  using Rows::num_tiles_;
+  using Rows::output_;
+  using Rows::params_;
+  using Rows::queries_;
+  using Rows::row_warp_;
+  using Rows::shared_;
+  using Rows::thread_;
+  const ptx::SharedAddress ring_;
+  int32_t first_slot_;  // in the step's, of the row that this thread copies first
+  const char *k_, *v_;  // of this thread's chunk
+  int32_t next_slots_[kPasses];
+};
+
+}  // namespace prefixpack

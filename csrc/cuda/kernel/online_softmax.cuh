@@ -1,0 +1,158 @@
+// Online softmax over the accumulator fragments of mma.m16n8k16: a thread holds two rows, a quad of lanes each row.
+#pragma once
+
+#include "cuda/common/index_math.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+// Hides what row `half` of the fragment does not see. Columns of the thread start at position `first`.
+template <int KeyBlocks>
+PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
+                            int32_t position, int32_t window_left) {
+  const Visible seen = visible_from(first, kv_end, position, window_left);
+#pragma unroll
+  for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+    const int32_t key = i / 2 * 8 + i % 2;
+    if (key >= seen.end || key < seen.begin) scores[i / 2][2 * half + i % 2] = kMinusInfinity;
+  }
+}
+
+// Weights of 16 keys as an operand of the next product.
+template <class Element, int KeyBlocks>
+PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_t step, uint32_t (&packed)[4]) {
+  packed[0] = Element::pack(weights[2 * step][0], weights[2 * step][1]);
+  packed[1] = Element::pack(weights[2 * step][2], weights[2 * step][3]);
+  packed[2] = Element::pack(weights[2 * step + 1][0], weights[2 * step + 1][1]);
+  packed[3] = Element::pack(weights[2 * step + 1][2], weights[2 * step + 1][3]);
+}
+
+// Of absolute error below 1e-6; the library's function branches, and would be in every kernel for a rare option.
+PREFIXPACK_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x)); }
+
+// A maximum may be so many powers of two behind the largest logit seen: sums then are larger than they need be, which
+// does no harm, and most tiles change nothing and need no look at other lanes. (FlashAttention-4 rescales as lazily.)
+constexpr float kMaxBehind = 8.0f;
+
+class Softmax {
+ public:
+  PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
+      : cap_(attention.logit_cap),
+        to_cap_(attention.logit_cap > 0.0f ? attention.scale * ptx::reciprocal(attention.logit_cap) : 0.0f),
+        to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
+
+  // Products become logits, but for a factor that add() applies.
+  PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
+    if (cap_ > 0.0f) {
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * tanh_of(scores[i] * to_cap_);
+    }
+  }
+  template <int KeyBlocks>
+  PREFIXPACK_DEVICE void transform(float (&scores)[KeyBlocks][4]) const {
+    if (cap_ > 0.0f) {
+#pragma unroll
+      for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
+        scores[i / 4][i % 4] = cap_ * tanh_of(scores[i / 4][i % 4] * to_cap_);
+      }
+    }
+  }
+
+  // Scores become weights 2^(logit - running maximum) of both rows; sums and outputs are brought to the new maximum, if
+  // there is one. The sums are this thread's share.
+  template <int KeyBlocks, int ValueBlocks>
+  PREFIXPACK_DEVICE void add(float (&scores)[KeyBlocks][4], SoftmaxState (&state)[2],
+                             float (&output)[ValueBlocks][4]) const {
+    float max[2];
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      max[half] = scores[0][2 * half];
+#pragma unroll
+      for (int32_t i = 1; i < 2 * KeyBlocks; ++i) max[half] = ptx::max(max[half], scores[i / 2][2 * half + i % 2]);
+    }
+    if (is_ahead(max, state)) {
+      for (int32_t mask = 1; mask <= 2; mask *= 2) {
+        max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+        max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+      }
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const float rescale = advance(max[half], state[half]);
+#pragma unroll
+        for (int32_t column = 0; column < ValueBlocks; ++column) {
+          output[column][2 * half] *= rescale;
+          output[column][2 * half + 1] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const float base = -safe_max(state[half].max);
+#pragma unroll
+      for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = ptx::exp2(ptx::fma(score, to_base_2_, base));
+        state[half].sum += score;
+      }
+    }
+  }
+
+  // The same for transposed fragments, whose columns are the rows of queries: two columns, over eight lanes each.
+  template <int ValueBlocks>
+  PREFIXPACK_DEVICE void add_columns(float (&scores)[4], SoftmaxState (&state)[2],
+                                     float (&output)[ValueBlocks][4]) const {
+    float max[2] = {ptx::max(scores[0], scores[2]), ptx::max(scores[1], scores[3])};
+    if (is_ahead(max, state)) {
+#pragma unroll
+      for (int32_t mask = 4; mask <= 16; mask *= 2) {
+        max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
+        max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
+      }
+#pragma unroll
+      for (int32_t column = 0; column < 2; ++column) {
+        const float rescale = advance(max[column], state[column]);
+#pragma unroll
+        for (int32_t block = 0; block < ValueBlocks; ++block) {
+          output[block][column] *= rescale;
+          output[block][2 + column] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      scores[i] = ptx::exp2(ptx::fma(scores[i], to_base_2_, -safe_max(state[i % 2].max)));
+      state[i % 2].sum += scores[i];
+    }
+  }
+
+ private:
+  // Whether a maximum of any lane is too far behind.
+  PREFIXPACK_DEVICE bool is_ahead(const float (&max)[2], const SoftmaxState (&state)[2]) const {
+    return ptx::any(max[0] * to_base_2_ > state[0].max + kMaxBehind || max[1] * to_base_2_ > state[1].max + kMaxBehind);
+  }
+
+  // Brings a state to the maximum of these scores, if it is too far behind; returns what the row's outputs are
+  // multiplied by. What other rows have must not matter: rows of a tile that are none hold anything.
+  PREFIXPACK_DEVICE float advance(float max_score, SoftmaxState& state) const {
+    const float seen = max_score * to_base_2_, max = seen > state.max + kMaxBehind ? seen : state.max;
+    const float rescale = ptx::exp2(state.max - safe_max(max));
+    state = {max, state.sum * rescale};
+    return rescale;
+  }
+
+  const float cap_, to_cap_, to_base_2_;
+};
+
+PREFIXPACK_DEVICE void add_up_quad(float& sum) {
+  sum += ptx::shuffle_xor(sum, 1);
+  sum += ptx::shuffle_xor(sum, 2);
+}
+
+PREFIXPACK_DEVICE void add_up_columns(float& sum) {
+  sum += ptx::shuffle_xor(sum, 4);
+  sum += ptx::shuffle_xor(sum, 8);
+  sum += ptx::shuffle_xor(sum, 16);
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,57 @@
+// Before the layers: lengths and KV slots of a step.
+#pragma once
+
+#include "cuda/common/index_math.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that the layers read
+// nothing that the scheduler may change. One block per item, in turn.
+PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
+  const AttentionParams& attention = params.attention;
+  const PlanReader plan(params.plan);
+  const StepState& step = params.step;
+  const int32_t thread = ptx::thread_index();
+  const auto position_of = [&](int32_t query) {
+    return static_cast<int32_t>(attention.seq_lens[plan.query_request(query)]) - 1 - plan.query_back(query);
+  };
+  for (int32_t query = ptx::block_index() * ptx::block_size() + thread; query < plan.header.num_queries;
+       query += ptx::grid_size() * ptx::block_size()) {
+    step.query_position[query] = position_of(query);
+  }
+  for (int32_t index = ptx::block_index(); index < plan.header.num_items; index += ptx::grid_size()) {
+    const WorkItem item = plan.item(index);
+    const int32_t last = item.query_begin + item.query_count - 1;
+    const int32_t end = item.kv_end == kOpenEnd ? position_of(last) + 1 : item.kv_end;
+    if (thread < 32) {
+      int32_t lowest = INT32_MAX, highest = INT32_MIN;
+      for (int32_t query = item.query_begin + thread; query <= last; query += 32) {
+        const int32_t position = position_of(query);
+        lowest = position < lowest ? position : lowest;
+        highest = position > highest ? position : highest;
+      }
+      for (int32_t mask = 16; mask > 0; mask /= 2) {
+        const int32_t low = ptx::shuffle_xor(lowest, mask), high = ptx::shuffle_xor(highest, mask);
+        lowest = low < lowest ? low : lowest;
+        highest = high > highest ? high : highest;
+      }
+      if (thread == 0) {
+        const int32_t merge = plan.item_merge(index);
+        const int32_t merge_first = item.slot_begin == kWriteThrough ? 0 : plan.merge_offset(merge);
+        step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end,         lowest,
+                             highest,          item.slot_begin,  merge,         merge_first, plan.item_slots(index),
+                             item.tile_rows};
+      }
+    }
+    const int32_t* row =
+        attention.req_to_token + attention.req_pool_indices[item.request] * attention.req_to_token_stride;
+    int32_t* slots = step.kv_slots + plan.item_slots(index);
+    for (int32_t position = item.kv_begin + thread; position < end; position += ptx::block_size()) {
+      slots[position - item.kv_begin] = row[position];
+    }
+  }
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,170 @@
+"""Running plans on a CUDA device: one copy per plan, a launch per step, two per layer, at fixed addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn._native import Plan
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepBuffers, StepLimits
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = {torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
+
+
+def unmergeable(plan: Plan) -> str | None:
+    """Why the kernels cannot merge a plan's partial results, in words; None if they can."""
+    most = int(np.diff(plan.merge_offset).max(initial=0))
+    if most <= _native.merge_room:
+        return None
+    return f"the plan has {most} partial results of one query; the GPU kernels merge at most {_native.merge_room}"
+
+
+class GpuStep(StepBuffers):
+    """Device memory of packed steps; may be captured into CUDA graphs, since no address ever changes.
+
+    Order of a step: `load` when the plan is a new one, `prepare` once, `attend` for every layer. `load` and `prepare`
+    stay outside captured graphs. All work goes to PyTorch's current stream.
+
+    Args:
+        shape: attention shape; head_dim 64, 128 or 256.
+        dtype: of queries and output: bfloat16 or float16.
+        device: the CUDA device.
+        limits: sizes of the buffers.
+        kv_dtype: of KV: dtype (None, the default) or float8_e4m3fn. Products with the latter are of float16, and
+            queries beyond its range count as its largest number.
+
+    Raises:
+        ValueError: an unsupported head size or type.
+        RuntimeError: the native module was built without CUDA, or CUDA fails.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: StepLimits,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not _native.built_with_cuda:
+            raise RuntimeError("sgl_prefix_attn was built without CUDA: install it where nvcc is found")
+        if shape.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {shape.head_dim}; the GPU kernels support {HEAD_DIMS}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; the GPU kernels support bfloat16 and float16")
+        kv_dtype = kv_dtype or dtype
+        if kv_dtype not in (dtype, torch.float8_e4m3fn):
+            raise ValueError(f"kv_dtype is {kv_dtype}; the GPU kernels support {dtype}, as queries, and float8_e4m3fn")
+        with torch.cuda.device(device):
+            self.launch_size: tuple[int, int, int, bool] = _native.cuda_launch_size(
+                shape.head_dim, DTYPES[dtype], KV_DTYPES[kv_dtype]
+            )
+        super().__init__(shape, device, limits)
+        self.warp_blocks = self.launch_size[2]
+        self.dtype = dtype
+        self.kv_dtype = kv_dtype
+        self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
+        self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size[0]))
+        self._tickets = self._ints(3)
+        self._arrivals = self._ints(limits.queries * shape.kv_heads * _native.units_of_group(shape.group))
+        self._addresses = _native.StepAddresses(
+            words=self._words.data_ptr(),
+            items=self._items.data_ptr(),
+            query_position=self._positions.data_ptr(),
+            kv_slots=self._kv_slots.data_ptr(),
+            tickets=self._tickets.data_ptr(),
+            arrivals=self._arrivals.data_ptr(),
+        )
+
+    def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
+        """As `StepBuffers.load`; PlanTooLarge also for tiles that the kernels do not have, and for more partial results
+        of a query than they can merge.
+        """
+        widest = int(plan.items[:, TILE_ROWS].max(initial=0))
+        if widest > self._widest_tile:
+            raise PlanTooLarge(
+                f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
+                f"at most {self._widest_tile}: see DeviceModel.gpu"
+            )
+        obstacle = unmergeable(plan)
+        if obstacle is not None:
+            raise PlanTooLarge(obstacle)
+        super().load(plan, seq_lens, growth)
+
+    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Gathers the step's KV slots, ends and positions, so that the layers read nothing of the scheduler's.
+
+        Args:
+            req_to_token: int32 [rows, context] on the device.
+            req_pool_indices: int64 [num_requests] on the device.
+            seq_lens: int64 [num_requests] on the device, the step's own tokens included.
+
+        Raises:
+            ValueError: a tensor of the wrong type, layout or device.
+        """
+        self._check_tables(req_to_token, req_pool_indices, seq_lens)
+        _native.cuda_prepare(
+            self._addresses,
+            req_to_token.data_ptr(),
+            req_to_token.stride(0),
+            req_pool_indices.data_ptr(),
+            seq_lens.data_ptr(),
+            self.launch_size[0],
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        v_scale: float = 1.0,
+        lse: torch.Tensor | None = None,
+        logit_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of one layer; arguments as in `core.attention.packed_attention`, but for the scale of stored keys,
+        which is part of `scale`.
+
+        Raises:
+            ValueError: a tensor of the wrong shape, type or layout, or a scale that is not positive.
+        """
+        if not scale > 0:  # maxima are taken before it is applied
+            raise ValueError(f"scale is {scale}; the GPU kernels need a positive one")
+        q_heads, kv_heads, head_dim = self.shape.q_heads, self.shape.kv_heads, self.shape.head_dim
+        for name, tensor, heads, dtype in (
+            ("q", q, q_heads, self.dtype),
+            ("k_cache", k_cache, kv_heads, self.kv_dtype),
+            ("v_cache", v_cache, kv_heads, self.kv_dtype),
+            ("out", out, q_heads, self.dtype),
+        ):
+            if tuple(tensor.shape[1:]) != (heads, head_dim) or tensor.dtype is not dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} [*, {heads}, {head_dim}]"
+                )
+            # Copies move 16 bytes at a time.
+            word = 16 // dtype.itemsize
+            if tensor.stride(2) != 1 or tensor.stride(0) % word or tensor.stride(1) % word or tensor.data_ptr() % 16:
+                raise ValueError(f"{name} has strides {tensor.stride()}; expected rows of whole, aligned 16-byte words")
+        _native.cuda_attend(
+            self._addresses,
+            q.data_ptr(), q.stride(0), q.stride(1),
+            k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
+            v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1),
+            out.data_ptr(), out.stride(0), out.stride(1),
+            0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0),
+            0 if sinks is None else sinks.data_ptr(),
+            self._partial_o.data_ptr(), self._partial_lse.data_ptr(),
+            DTYPES[self.dtype], KV_DTYPES[self.kv_dtype], q_heads, kv_heads, head_dim, window_left, scale, v_scale,
+            logit_cap,
+            self.launch_size, torch.cuda.current_stream(self.device).cuda_stream,
+        )  # fmt: skip

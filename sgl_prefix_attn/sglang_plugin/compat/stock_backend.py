@@ -1,0 +1,95 @@
+"""The stock backend that serves whatever prefixpack does not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.settings import accepted_values
+from sgl_prefix_attn.sglang_plugin.compat import versions
+
+logger = logging.getLogger(__name__)
+
+CPU_DEFAULT = "torch_native"
+# Backends of CUDA builds that can be wrapped, and the one to take when SGLang would choose another.
+CUDA_CHOICES = ("flashinfer", "fa3", "triton")
+CUDA_DEFAULT = "triton"
+# Those that neither divide by a layer's KV scales when they store nor multiply by them when they read.
+_WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
+# What SGLang refuses by name for a model, and what it takes there instead.
+_UNSUITED = {
+    ("Olmo2ForCausalLM", "flashinfer"): "triton",
+    ("Lfm2ForCausalLM", "triton"): "flashinfer",
+    ("Lfm2MoeForCausalLM", "triton"): "flashinfer",
+}
+
+
+def stock_name(runner: Any, setting: str) -> str:
+    """The stock backend's name for a model runner and the setting `stock_backend`.
+
+    Raises:
+        ValueError: a setting that cannot work on the runner's device.
+    """
+    on_cpu = is_cpu(runner)
+    if setting != "auto":
+        if on_cpu and setting != CPU_DEFAULT:
+            raise ValueError(
+                f"stock_backend={setting!r} needs a GPU, but SGLang runs on the CPU here; use {CPU_DEFAULT!r} or "
+                f"'auto' (accepted: {accepted_values('stock_backend')})"
+            )
+        return setting if on_cpu else _suited(runner, setting)
+    if on_cpu:
+        return CPU_DEFAULT
+    chosen = versions.default_attention_backend(runner)
+    if chosen in CUDA_CHOICES:
+        return _suited(runner, str(chosen))
+    logger.warning("prefixpack: SGLang would choose %r here, which cannot be wrapped; using %r", chosen, CUDA_DEFAULT)
+    return _suited(runner, CUDA_DEFAULT)
+
+
+def _suited(runner: Any, name: str) -> str:
+    """The backend to take in the place of `name` where that one cannot serve the runner on a GPU, else `name`.
+
+    SGLang makes such changes by the name in its arguments, and there it finds ours.
+    """
+    for architecture in versions.architectures(runner):
+        other = _UNSUITED.get((architecture, name))
+        if other is not None:
+            name = _replaced(name, other, f"SGLang does not run {architecture} on it")
+    if name == "fa3" and getattr(runner, "kv_cache_dtype", None) is torch.float8_e5m2:
+        name = _replaced(name, "triton", "it reads no fp8_e5m2 KV cache, of 8-bit ones only fp8_e4m3")
+    if name != "triton" and versions.has_decode_context_parallel(runner):
+        name = _replaced(name, "triton", "it does not know KV that is spread over ranks (--dcp-size)")
+    if name == CPU_DEFAULT:
+        logger.warning("prefixpack: stock backend %r needs --disable-cuda-graph: no graph can hold it", name)
+    return name
+
+
+def _replaced(name: str, other: str, why: str) -> str:
+    logger.warning("prefixpack: stock backend %r instead of %r: %s", other, name, why)
+    return other
+
+
+def build_stock(runner: Any, name: str) -> Any:
+    """Builds a stock backend through SGLang's own registry."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    try:
+        factory = ATTENTION_BACKENDS[name]
+    except KeyError:
+        raise ValueError(
+            f"stock_backend={name!r}: SGLang {versions.installed_version()} has no such attention backend; it has "
+            f"{', '.join(sorted(ATTENTION_BACKENDS))}"
+        ) from None
+    return factory(runner)
+
+
+def knows_kv_scales(name: str) -> bool:
+    """Whether a stock backend stores fp8 KV divided by the layers' scales, as it will find and leave it."""
+    return name not in _WITHOUT_KV_SCALES
+
+
+def is_cpu(runner: Any) -> bool:
+    return str(runner.device).split(":")[0] == "cpu"

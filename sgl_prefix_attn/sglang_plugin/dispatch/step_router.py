@@ -1,0 +1,152 @@
+"""The route of each decode step of a backend: packed, or as a whole on the stock backend.
+
+`sgl_prefix_attn.routing` predicts; here is what a running server adds: which profile and which kernels are meant, and
+that steady steps are not asked about every time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.cost import CostModel, Kind
+from sgl_prefix_attn.routing.measured import stock_kernel
+from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.execution.executor import STEPS_WITHOUT_A_LOOK, Executor
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+
+class StepRoutes:
+    """Decides decode steps of one backend, and counts what it decided.
+
+    Args:
+        settings: settings in force.
+        counters: totals of the process.
+        executor: what runs packed steps; its first planner's attention shape stands for all layers.
+        stock_name: the stock backend's name.
+        stock: the stock backend.
+
+    Raises:
+        ProfileError: `route_profile` cannot be used.
+    """
+
+    def __init__(self, settings: Settings, counters: Counters, executor: Executor, stock_name: str, stock: Any) -> None:
+        self.setting = settings.route
+        self._own_margin = settings.route_margin
+        self._counters = counters
+        self._executor = executor
+        self._stock_name, self._stock = stock_name, stock
+        self._own_profile: Profile | None = None
+        self._profile: Profile | None = None  # in use
+        self._router: Router | None = None
+        self._stock_paths: StepPaths | None = None  # of the last step, if that was routed to the stock backend
+        self._age = 0
+        if settings.route == "auto" and settings.route_profile is not None:
+            self._own_profile = load_profile(settings.route_profile)
+        self._decides = settings.route == "auto" and (self._own_profile is not None or executor.kernels != "cpu")
+
+    @property
+    def always_stock(self) -> bool:
+        """Whether no decode step ever runs packed."""
+        return self.setting == "stock"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether some decode steps may run packed and others not. To be asked when layers are known."""
+        return self._usable_router() is not None
+
+    def state(self) -> dict[str, Any]:
+        """The setting, the profile in use and the last decision, as JSON-able values."""
+        last = None if self._router is None else self._router.last
+        return {
+            "setting": self.setting,
+            "profile": None if self._profile is None else f"{self._profile.machine}, commit {self._profile.commit}",
+            "last": last
+            and {
+                "route": last.route.value,
+                "packed_us": round(last.packed_us, 2),
+                "stock_us": round(last.stock_us, 2),
+            },
+        }
+
+    def stays_packed(self) -> None:
+        """A step that could go either way goes on with the packed step before it."""
+        if self._router is not None:
+            self._counters.routed_steps["packed"] += 1
+
+    def stays_stock(self, paths: StepPaths | str) -> bool:
+        """Whether a step goes to the stock backend without a look at its lengths: its batch is the last one's."""
+        if isinstance(paths, str) or paths.mode != "decode":
+            return False
+        if not self.always_stock:
+            if paths is not self._stock_paths or self._age + 1 >= STEPS_WITHOUT_A_LOOK:
+                return False
+            self._age += 1
+        self._counters.routed_steps["stock"] += 1
+        return True
+
+    def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
+        """The route of a decode step.
+
+        Args:
+            host_lens: [requests] KV lengths.
+        """
+        self._stock_paths = None
+        router = self._usable_router()
+        if router is None:
+            return Route.PACKED
+        route = router.decide(paths.forest, host_lens)
+        self._counters.routed_steps[route.value] += 1
+        if route is Route.STOCK:
+            self._stock_paths, self._age = paths, 0
+        return route
+
+    def _usable_router(self) -> Router | None:
+        if self._router is None and self._decides and self._executor.planners:
+            self._router = self._make_router(self._executor.planners[0].shape)
+        return self._router
+
+    def _make_router(self, shape: ModelShape) -> Router | None:
+        """None, and no more decisions, if the profile does not know the kernels."""
+        kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
+        profile = self._own_profile or shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
+        packed = self._cost(profile, "packed", self._executor.kernels)
+        stock = self._cost(profile, "stock", kernel)
+        if packed is None or stock is None:
+            self._decides = False
+            return None
+        self._profile = profile
+        own, found = self._own_margin, profile.margin(self._executor.kernels, kernel)
+        margin = found if own is None else own
+        logger.info(
+            "prefixpack: decode steps go where they are predicted to be faster, by a profile of %s (commit %s), margin "
+            "%d %%",
+            profile.machine,
+            profile.commit,
+            margin,
+        )
+        if shape.kv_bytes != profile.kv_bytes:
+            logger.info(
+                "prefixpack: the profile was measured with %d-bit KV; of %d bits, predictions know the bytes alone",
+                8 * profile.kv_bytes,
+                8 * shape.kv_bytes,
+            )
+        return Router(CostPolicy(packed, stock, shape, margin / 100))
+
+    def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
+        cost = profile.cost(kind, kernel)
+        if cost is None:
+            logger.warning(
+                "prefixpack: the routing profile has no cost of %s kernel %r, so all decode steps run packed; fit one "
+                "with `python -m sgl_prefix_attn route fit`, or set route to packed or stock",
+                kind,
+                kernel,
+            )
+        return cost

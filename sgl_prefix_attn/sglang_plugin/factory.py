@@ -1,0 +1,106 @@
+"""Makes the backend behind the name `prefixpack` for a model runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import hook_table
+from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask
+from sgl_prefix_attn.sglang_plugin.backend import runtime as runtime_module
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.compat import cpu_fallbacks, hooks, versions
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
+from sgl_prefix_attn.sglang_plugin.pinning import registration
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
+    """The factory behind the name `prefixpack`.
+
+    Raises:
+        ValueError: an MLA model, a stock backend that cannot work here, `handover=patch` without the patch or where
+            it does not reach our backend, a draft model that cannot be given another backend, or a `route_profile`
+            that is none.
+    """
+    version = versions.installed_version()
+    if runner.use_mla_backend:
+        raise ValueError(
+            "attention backend 'prefixpack' does not support models with multi-head latent attention (MLA); start "
+            "SGLang with another --attention-backend for this model"
+        )
+    name = stock_name(runner, settings.stock_backend)
+    if runner.is_draft_worker:
+        give_stock_backend_to_draft(runner, name, version)
+    runtime = runtime_module.start(settings, version, handover_kind(settings, version, runner), runner)
+    if not runner.is_draft_worker:  # it comes after its target, which is what the process tells about
+        runtime.stock_backend = name
+    kind = runtime.handover.kind
+    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
+    if is_cpu(runner):
+        cpu_fallbacks.note_cpu_backend()
+        wanted += hook_table.cpu_hooks()
+    elif settings.route == "auto":
+        wanted += hook_table.GRAPH_HOOKS
+    if masks_images(runner, name, settings):
+        wanted += hook_table.IMAGE_MASK_HOOKS
+    wanted += registration.activate(settings)
+    for hook in hooks.ensure_applied(wanted):
+        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+    if versions.ask_for_readable_tree_core(os.environ):
+        logger.warning(
+            "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
+            "Python core (%s=python)",
+            version,
+            versions.TREE_CORE_VARIABLE,
+        )
+    backend = PrefixPackBackend(runner, build_stock(runner, name), runtime)
+    logger.info("prefixpack: stock backend %s, paths through %s, SGLang %s", name, kind, version)
+    return backend
+
+
+def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
+    """Lets the steps of a draft model run on the stock backend itself, unless the user has named another."""
+    if not versions.set_draft_backend(runner, name):
+        raise ValueError(
+            f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
+            f"with --speculative-draft-attention-backend, for example {name!r}"
+        )
+
+
+def masks_images(runner: Any, name: str, settings: Settings) -> bool:
+    """Whether images of the model have masks of their own, which the stock backend reads."""
+    if name != gemma3_image_mask.BACKEND or gemma3_image_mask.ARCHITECTURE not in versions.architectures(runner):
+        return False
+    if settings.pack_extend is True:
+        logger.warning(
+            "prefixpack: with pack_extend, tokens of an image do not see those that come after them; set it to 'auto' "
+            "if requests bring images"
+        )
+        return False
+    return True
+
+
+def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
+    """How paths are handed over under these settings with the installed SGLang and the runner's model."""
+    patched = versions.has_native_seam()
+    if settings.handover == "patch" and not patched:
+        raise ValueError(
+            f"handover='patch', but the installed SGLang {version} does not carry the patch; apply it with "
+            "`python -m sgl_prefix_attn patch apply`, or set handover to 'auto' or 'hooks'"
+        )
+    if not patched or settings.handover == "hooks":
+        return "hooks"
+    if not versions.has_other_layers(runner):
+        return "patch"
+    if settings.handover == "patch":
+        raise ValueError(
+            "handover='patch', but this model has layers of linear attention or sparse ones as well, and SGLang's "
+            "backend for both kinds does not pass on what the patch shows it; set handover to 'auto' or 'hooks'"
+        )
+    logger.info("prefixpack: paths through hooks, as the patch does not reach beyond SGLang's backend for other layers")
+    return "hooks"

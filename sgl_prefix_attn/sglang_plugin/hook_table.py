@@ -1,0 +1,67 @@
+"""Table of the hooks on SGLang: target, function of ours, kind, consequence if it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, server_info
+from sgl_prefix_attn.sglang_plugin.compat import cpu_fallbacks, targets
+from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
+from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
+from sgl_prefix_attn.sglang_plugin.prefix import handover
+
+HANDOVER_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.FORWARD_BATCH_INIT, handover.after_forward_batch_init, "AFTER", "no step runs packed"),
+    Hook(targets.MODEL_RUNNER_FORWARD, handover.around_model_runner_forward, "AROUND", "no step runs packed"),
+)
+OTHER_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
+    Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
+    Hook(targets.CALC_PRIORITY, group_scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
+    Hook(targets.ADD_ONE_REQ, group_scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
+)
+# Where decode steps may go either way.
+GRAPH_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        targets.MAKE_GRAPH_KEY,
+        graph_variants.around_make_graph_key,
+        "AROUND",
+        "all steps of decode graphs run packed",
+    ),
+    Hook(
+        targets.CAPTURE_ONE_SHAPE,
+        graph_variants.around_capture_one_shape,
+        "AROUND",
+        "all steps of decode graphs run packed",
+    ),
+)
+
+# For models whose images have masks of their own, over the backend that reads them.
+IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        targets.PREPARE_ATTN_MASKS,
+        gemma3_image_mask.around_prepare_attn_masks,
+        "AROUND",
+        "tokens of an image do not see those that come after them",
+    ),
+)
+
+
+def cpu_hooks() -> tuple[Hook, ...]:
+    """Hooks for runners on the CPU; which module has `get_last_loc` depends on the SGLang version."""
+    has_late = importlib.util.find_spec("sglang.srt.mem_cache.allocation") is not None
+    return (
+        Hook(
+            targets.SUPPORT_TRITON,
+            cpu_fallbacks.around_support_triton,
+            "AROUND",
+            "SGLang tries to run Triton kernels on the CPU",
+        ),
+        Hook(
+            targets.GET_LAST_LOC if has_late else targets.GET_LAST_LOC_EARLY,
+            cpu_fallbacks.around_get_last_loc,
+            "AROUND",
+            "SGLang tries to run Triton kernels on the CPU with a page size above 1",
+        ),
+    )

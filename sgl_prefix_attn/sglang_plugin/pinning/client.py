@@ -1,0 +1,272 @@
+"""Ways to pin: a Python call for `Engine`, and addresses on SGLang's HTTP server.
+
+Both hand a command to SGLang's tokenizer manager, which takes it to the schedulers (see pinning_commands.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from sgl_prefix_attn.sglang_plugin.pinning.commands import (
+    ANSWER_KEY,
+    COPY_KEY,
+    MAX_TOKENS,
+    RENEWED_KEY,
+    AnnounceCommand,
+    Command,
+    ListCommand,
+    PinCommand,
+    ReleaseCommand,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+PATH = "/prefixpack/pins"
+_NO_ANSWER = {
+    "error": {
+        "kind": "unavailable",
+        "message": "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang",
+    }
+}
+_HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}
+
+
+class PinningError(RuntimeError):
+    """The schedulers refused a command. `kind` is one of pinning_commands.answer's, or "failed"."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EnginePins:
+    """Pins in the prefix cache of an `sglang.Engine` of this process.
+
+    Prefixes are given as `token_ids` or as `text`. A text is turned into tokens as SGLang turns prompts into tokens.
+    Where a prompt goes on differently, its tokens at the seam may differ from the text's own, and a prompt shares only
+    what comes before: pin up to a clear boundary, a line's end for example.
+
+    Every method answers one entry per data-parallel copy of the model, as the schedulers gave it, and raises
+    PinningError if one of them refused.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def pin(
+        self,
+        token_ids: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        ttl_steps: int | None = None,
+        label: str = "",
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Keeps a prefix cached, for `ttl_steps` scheduler steps or until it is released.
+
+        Raises:
+            ValueError: not exactly one of token_ids and text is given, or a value is unusable.
+        """
+        manager = self._engine.tokenizer_manager
+        ids = _one_of(manager, token_ids, text)
+        command = PinCommand(
+            token_ids=ids, ttl_steps=ttl_steps, label=label, extra_key=extra_key, cache_salt=cache_salt
+        )
+        return self._run(command)
+
+    def release(
+        self,
+        pin_id: int | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        text: str | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Ends one pin by its number, or all pins of exactly one prefix."""
+        if pin_id is not None:
+            return self._run(ReleaseCommand(id=pin_id))
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
+        return self._run(ReleaseCommand(token_ids=ids, extra_key=extra_key, cache_salt=cache_salt))
+
+    def announce(
+        self,
+        uses: int,
+        token_ids: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Says that `uses` requests are still to come that share this prefix, and then no more (with retention).
+
+        Until the last of them is scheduled the prefix is kept before all others; then it is the first to go.
+        """
+        ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
+        return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
+
+    def pins(self) -> list[dict[str, Any]]:
+        """All pins."""
+        return self._run(ListCommand())
+
+    def _run(self, command: Command) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._engine.loop.run_until_complete(
+            send(self._engine.tokenizer_manager, command)
+        )
+        return answers
+
+
+async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
+    """Hands a command to all schedulers; one answer per data-parallel copy.
+
+    A new pin that one copy refuses is pinned on none: it is released on those that made it. One that a copy had before
+    is not given up for that.
+
+    Raises:
+        PinningError: a copy refused. If others did not, the message says which did.
+    """
+    answers = await _ask(manager, command)
+    refused = [answer for answer in answers if "error" in answer]
+    if not refused:
+        return answers
+    message = refused[0]["error"]["message"]
+    if len(refused) < len(answers):
+        message = "; ".join(
+            f"copy {answer.get(COPY_KEY, number)} of the model refused: {answer['error']['message']}"
+            for number, answer in enumerate(answers)
+            if "error" in answer
+        )
+        message += "; " + await _undo(manager, command, answers)
+    raise PinningError(refused[0]["error"]["kind"], message)
+
+
+async def _ask(manager: Any, command: Command) -> list[dict[str, Any]]:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(command)))
+    return [output.internal_state.get(ANSWER_KEY, _NO_ANSWER) for output in outputs]
+
+
+async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -> str:
+    """Makes all copies alike again after some refused, where that is possible; says what became of the others."""
+    if not isinstance(command, PinCommand):
+        return "the others did as asked"
+    done = [answer for answer in answers if "error" not in answer]
+    # One number for all of them: it stands for what is pinned.
+    (pin_id,) = {answer["pin"]["id"] for answer in done}
+    if any(answer.get(RENEWED_KEY) for answer in done):
+        return f"the others keep pin {pin_id}, which was pinned before"
+    failed = [
+        answer["error"]["message"]
+        for answer in await _ask(manager, ReleaseCommand(id=pin_id))
+        if "error" in answer and answer["error"]["kind"] != "unknown"
+    ]
+    if failed:
+        return f"the others keep pin {pin_id}, because it could not be released: {'; '.join(failed)}"
+    return "the pin was released on the others"
+
+
+def token_ids_of(manager: Any, text: str) -> list[int]:
+    """Tokens of a text as SGLang makes them of prompts. Raises ValueError if the server has no tokenizer."""
+    tokenizer = manager.tokenizer
+    if tokenizer is None:
+        raise ValueError("this server has no tokenizer (--skip-tokenizer-init): give token_ids")
+    return [int(token) for token in tokenizer.encode(text)]
+
+
+def add_routes(app: Any, manager_of: Any) -> None:
+    """Adds our addresses to SGLang's FastAPI application.
+
+    GET lists, POST pins {"text" | "token_ids", "ttl_steps", "label", "extra_key", "cache_salt"}, DELETE releases
+    {"id" | "text" | "token_ids"}. They ask for the admin API key where SGLang's own /flush_cache does.
+
+    Args:
+        manager_of: called without arguments for the tokenizer manager, at the time of a request.
+    """
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def answered(make: Any) -> Any:
+        try:
+            manager = manager_of()
+            return {"schedulers": await send(manager, make(manager))}
+        except PinningError as error:
+            return _refused(_HTTP_STATUS.get(error.kind, 500), error.kind, str(error))
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
+            return _refused(400, "invalid", problems)
+        except ValueError as error:
+            return _refused(400, "invalid", str(error))
+
+    def _refused(status: int, kind: str, message: str) -> Any:
+        return JSONResponse({"error": {"kind": kind, "message": message}}, status_code=status)
+
+    async def list_pins() -> Any:
+        return await answered(lambda manager: ListCommand())
+
+    async def pin(request: Request) -> Any:
+        body = await _object(request)
+        return await answered(lambda manager: PinCommand(**_with_token_ids(manager, body)))
+
+    async def release(request: Request) -> Any:
+        body = await _object(request)
+        return await answered(
+            lambda manager: ReleaseCommand(**(_with_token_ids(manager, body) if "id" not in body else body))
+        )
+
+    # Annotations are strings here, and FastAPI would look for this function's local name among the module's.
+    for with_body in (pin, release):
+        with_body.__annotations__["request"] = Request
+    endpoints: tuple[tuple[str, Any], ...] = (("GET", list_pins), ("POST", pin), ("DELETE", release))
+    for method, endpoint in endpoints:
+        app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+
+
+def add_routes_to_server() -> None:
+    """Adds our addresses to SGLang's HTTP server in this process."""
+    from sglang.srt.entrypoints import http_server
+
+    if not any(getattr(route, "path", None) == PATH for route in http_server.app.routes):
+        add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager)
+
+
+def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
+    """The token ids, of the text if that is given; whether they are such is for the command to see.
+
+    Raises:
+        ValueError: not exactly one is given, or there are too many tokens.
+    """
+    if (token_ids is None) == (text is None):
+        raise ValueError("say which prefix: either text or token_ids")
+    if text is not None:
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r}: it has to be a string")
+        text.encode()  # raises ValueError for half a surrogate pair, of which tokenizers say nothing clear
+        token_ids = token_ids_of(manager, text)
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+        return token_ids
+    if len(token_ids) > MAX_TOKENS:  # before they are copied, looked at one by one, and sent to every scheduler
+        raise ValueError(f"token_ids has {len(token_ids)} tokens: a prefix can have up to {MAX_TOKENS}")
+    return list(token_ids)
+
+
+def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
+    fields = dict(body)
+    fields["token_ids"] = _one_of(manager, fields.get("token_ids"), fields.pop("text", None))
+    return fields
+
+
+async def _object(request: Any) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):  # it can be nested deeper than can be read
+        body = None
+    return body if isinstance(body, dict) else {"body": "not a JSON object"}

@@ -1,0 +1,316 @@
+"""From the scheduler's batch to the forest of its requests: the host work of every step.
+
+While the requests of a decode batch and their radix nodes stay the same, a step costs a few comparisons of lists and
+returns the same object, so that the planner reuses its plan. Otherwise only requests that changed are looked up.
+Reads nothing but request and tree state, so all tensor-parallel ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import Known, TreeMirror
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["decode", "extend", "mixed"]
+
+
+@dataclass(frozen=True)
+class StepPaths:
+    """What the requests of one step share.
+
+    Attributes:
+        query_lens: [num_requests] int64 new tokens by batch index; None: one each (decode).
+        num_decode: decode requests; in a mixed step they are the last ones.
+    """
+
+    forest: PrefixForest
+    mode: Mode
+    num_requests: int
+    num_decode: int
+    query_lens: Int64Array | None = None
+
+
+# What can change while the members of a decode batch stay the same, and how soon it has to be seen:
+# A request's node changes when its prefill's result is processed, under overlap one step after its first decode step
+# was launched; so those that joined are looked at for some steps. Should another one's node change, what was known of
+# it stays true and merely lacks some sharing: all others are looked at in turn.
+# A request that finished may have lost its KV. The scheduler drops it before the next step; should it ever not, that
+# matters at once only if its KV slots stand for others, so those are looked at every step, and all others in turn.
+_JOIN_STEPS = 4
+_TURN_STEPS = 32
+# Requests that only prefill are not to be remembered for ever.
+_MOST_PREFILLED = 4096
+
+
+@dataclass
+class _DecodeState:
+    """The last decode batch, as far as its forest depends on it.
+
+    Attributes:
+        places: batch index by request.
+        finished: each request's finish reason; None if there is none.
+        nodes: each request's node in the mirror.
+        joined: requests that came or whose node changed lately, and the steps that they are still to be looked at.
+        standing: the live requests whose KV slots stand for others.
+        age: steps since.
+        turn: batch index of the requests that are next to be looked at in turn.
+        changed: requests that `moved` found to have another node.
+    """
+
+    requests: list[Any]
+    places: dict[Any, int]
+    handles: list[Any]
+    finished: list[Any] | None
+    nodes: Int64Array
+    step: StepPaths
+    joined: dict[Any, int]
+    standing: list[Any]
+    turn: int = 0
+    age: int = 0
+    changed: list[Any] = field(default_factory=list)
+    joined_handles: list[Any] = field(init=False)
+    joined_steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joined_handles = list(map(_LAST_NODE, self.joined))
+        self.joined_steps = max(self.joined.values(), default=0)
+
+    def moved(self) -> bool:
+        """Whether a request that is due for a look has another node or has finished."""
+        if self.finished is None and any(map(_FINISHED, self.standing)):
+            return True
+        begin, end, self.turn = _turn(self.turn, len(self.requests))
+        due = self.requests[begin:end]
+        if list(map(_LAST_NODE, due)) != self.handles[begin:end]:
+            self.changed = due
+            return True
+        finished = list(map(_FINISHED, due))
+        if any(finished) if self.finished is None else finished != self.finished[begin:end]:
+            return True
+        self.age += 1
+        if self.age <= self.joined_steps and list(map(_LAST_NODE, self.joined)) != self.joined_handles:
+            self.changed = list(self.joined)
+            return True
+        return False
+
+
+def _turn(begin: int, count: int) -> tuple[int, int, int]:
+    """Batch indices [begin, end) that are due for a look, and where the next turn begins."""
+    begin = begin if begin < count else 0
+    end = begin + count // _TURN_STEPS + 1
+    return begin, end, end if end < count else 0
+
+
+_LAST_NODE = operator.attrgetter("last_node")
+_FINISHED = operator.attrgetter("finished_reason")
+
+
+class BatchTracker:
+    """Makes the `StepPaths` of schedule batches, or says by a reason why there are none.
+
+    Attributes:
+        never_packed: why no step of a kind runs packed, None if some may; paths that nobody will use are not read.
+    """
+
+    def __init__(self) -> None:
+        self.never_packed: Callable[[Mode], str | None] = _may_be_packed
+        self._tree: Any = None
+        self._mirror: TreeMirror | None = None
+        self._no_mirror = fallback_reasons.UNKNOWN_TREE
+        self._decode: _DecodeState | None = None
+        # Requests prefilled since the last change of the decode batch. Not to be kept alive by it, with all that they
+        # hold on the device: where nothing is ever decoded here, it is never looked at.
+        self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def restarts(self) -> int:
+        """Times that the present tree had to be read from scratch."""
+        return 0 if self._mirror is None else self._mirror.restarts
+
+    def step(self, batch: Any) -> StepPaths | str:
+        """Paths of the batch that is about to run, or a key of `reasons.EXPLANATIONS`.
+
+        Args:
+            batch: SGLang's ScheduleBatch, at the moment its ForwardBatch is made.
+        """
+        mode = batch.forward_mode
+        decode = mode.is_decode()
+        if decode and self._is_steady(batch):
+            return self._decode.step  # type: ignore[union-attr]
+        if mode.is_idle():
+            return fallback_reasons.IDLE
+        if batch.spec_algorithm is not None and not batch.spec_algorithm.is_none():
+            return fallback_reasons.SPECULATIVE
+        if not decode and mode.name not in ("EXTEND", "MIXED"):
+            return fallback_reasons.MODE
+        if len(batch.seq_lens) != len(batch.reqs):
+            return fallback_reasons.BEAM_ROWS
+        if batch.encoder_lens is not None:
+            return fallback_reasons.ENCODER_DECODER
+        if batch.tree_cache is not self._tree:
+            self._use_tree(batch.tree_cache)
+        if self._mirror is None:
+            return self._no_mirror
+        return self._decode_step(batch, self._mirror) if decode else self._extend_step(batch, self._mirror)
+
+    def _use_tree(self, tree: Any) -> None:
+        reader = reader_for(tree)
+        self._tree = tree
+        self._decode = None
+        if isinstance(reader, Unreadable):
+            self._mirror, self._no_mirror = None, reader.reason
+            logger.warning("prefixpack cannot see which requests share a prefix: %s", reader.detail)
+        else:
+            self._mirror = TreeMirror(reader)
+            logger.info("prefixpack reads %s through %s", type(tree).__name__, reader.name)
+
+    def _is_steady(self, batch: Any) -> bool:
+        """Whether a decode batch still has the forest of the last one."""
+        last = self._decode
+        if last is None or batch.tree_cache is not self._tree:
+            return False
+        requests = batch.reqs
+        return (
+            requests == last.requests
+            and len(batch.seq_lens) == len(requests)
+            and (not self._prefilled or last.places.keys().isdisjoint(self._prefilled))
+            and not last.moved()
+        )
+
+    def _decode_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+        useless = self.never_packed("decode")
+        if useless is not None:
+            self._decode = None
+            return useless
+        if batch.seq_lens_cpu is None:
+            return fallback_reasons.NO_HOST_LENGTHS
+        requests = list(batch.reqs)
+        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
+        state = self._continued(requests, prefix_lens, mirror) or self._afresh(requests, prefix_lens, mirror)
+        self._prefilled.clear()
+        self._decode = state
+        return state.step
+
+    def _afresh(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState:
+        """The state of a batch of which nothing is taken for known."""
+        handles = list(map(_LAST_NODE, requests))
+        finished = _finished(requests)
+        forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
+        place_of = dict(zip(requests, range(len(requests)), strict=True))
+        last = self._decode
+        if last is None:
+            joined = dict.fromkeys(requests, _JOIN_STEPS)
+            return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+        lately = self._lately(last)
+        joined = {
+            request: lately.get(request, _JOIN_STEPS)
+            for request in requests
+            if request not in last.places or request in lately
+        }
+        return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+
+    def _continued(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState | None:
+        """The state of a batch that has most requests of the last one: only the others are looked at.
+
+        None if that does not do: someone has finished, or the tree is another.
+        """
+        last = self._decode
+        if last is None or last.finished is not None or not mirror.follows_root():
+            return None
+        places = np.fromiter(map(last.places.get, requests, repeat(-1)), np.int64, len(requests))
+        lately = self._lately(last)
+        joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(places < 0).tolist()}
+        if lately:
+            joined.update((request, lately[request]) for request in requests if request in lately)
+        begin, end, turn = _turn(last.turn, len(requests))
+        changed = [*requests[begin:end], *joined]
+        if 2 * len(changed) > len(requests) or any(map(_FINISHED, changed)):
+            return None
+        handles = list(map(last.handles.__getitem__, places.tolist()))
+        place_of = dict(zip(requests, range(len(requests)), strict=True))
+        indices = list(map(place_of.__getitem__, changed))
+        for index, request in zip(indices, changed, strict=True):
+            handles[index] = request.last_node
+        forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[places], indices))
+        state = _decode_state(requests, place_of, handles, None, nodes, forest, joined, turn)
+        return None if any(map(_FINISHED, state.standing)) else state
+
+    def _lately(self, last: _DecodeState) -> dict[Any, int]:
+        """Requests whose node may be another than in the last batch: prefilled, just joined, or seen to have moved."""
+        lately = {request: steps - last.age - 1 for request, steps in last.joined.items() if steps > last.age + 1}
+        lately.update(dict.fromkeys((*last.changed, *self._prefilled), _JOIN_STEPS))
+        return lately
+
+    def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
+        if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
+            return fallback_reasons.NO_HOST_LENGTHS
+        requests = batch.reqs
+        # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
+        num_decode = len(batch.decoding_reqs or ())
+        mode: Mode = "mixed" if num_decode else "extend"
+        # No node of those that decode is changed by it, so they are not to be looked up again for that.
+        self._prefilled.update(requests[: len(requests) - num_decode])
+        if len(self._prefilled) > _MOST_PREFILLED:
+            self._prefilled.clear()
+            self._decode = None
+        useless = self.never_packed(mode)
+        if useless is not None:
+            return useless
+        forest, _ = mirror.forest(
+            list(map(_LAST_NODE, requests)),
+            np.array(batch.prefix_lens, dtype=np.int64),
+            _live(_finished(requests)),
+        )
+        query_lens = np.array(batch.extend_lens, dtype=np.int64)
+        return StepPaths(forest, mode, len(requests), num_decode, query_lens)
+
+
+def _may_be_packed(mode: Mode) -> None:
+    """Of all kinds of steps, as long as no backend has said which it packs."""
+
+
+def _decode_state(
+    requests: list[Any],
+    places: dict[Any, int],
+    handles: list[Any],
+    finished: list[Any] | None,
+    nodes: Int64Array,
+    forest: PrefixForest,
+    joined: dict[Any, int],
+    turn: int = 0,
+) -> _DecodeState:
+    return _DecodeState(
+        requests=requests,
+        places=places,
+        handles=handles,
+        finished=finished,
+        nodes=nodes,
+        step=StepPaths(forest, "decode", len(requests), len(requests)),
+        joined=joined,
+        standing=[requests[index] for index in set(forest.node_request.tolist())],
+        turn=turn,
+    )
+
+
+def _finished(requests: list[Any]) -> list[Any] | None:
+    """Finish reasons by batch index, None if nobody has one."""
+    return list(map(_FINISHED, requests)) if any(map(_FINISHED, requests)) else None
+
+
+def _live(finished: list[Any] | None) -> npt.NDArray[np.bool_] | None:
+    """None if all requests are live, else a bool array that is False for those that are finished."""
+    return None if finished is None else np.array([reason is None for reason in finished], dtype=np.bool_)

@@ -1,0 +1,88 @@
+"""Why a step, or a layer of it, went to the stock backend instead of the packed path: the fixed set.
+
+A decode step whose captured graph holds packed layers cannot go anywhere else; for it, the reason says why its
+requests were read one by one, without sharing.
+
+The strings are the `reason` label of the metrics and the keys of `counters.fallbacks` in the server's state.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NO_PATHS: Final = "no_paths"
+HOOK_FAILED: Final = "hook_failed"
+PLAN_REFUSED: Final = "plan_refused"
+ROW_MISMATCH: Final = "row_mismatch"
+BEAM_ROWS: Final = "beam_rows"
+NO_RADIX_CACHE: Final = "no_radix_cache"
+UNKNOWN_TREE: Final = "unknown_tree"
+NO_HOST_LENGTHS: Final = "no_host_lengths"
+MODE: Final = "mode"
+IDLE: Final = "idle"
+SPECULATIVE: Final = "speculative"
+DRAFT_WORKER: Final = "draft_worker"
+GRAPH: Final = "graph"
+TWO_BATCH_OVERLAP: Final = "two_batch_overlap"
+ENCODER_DECODER: Final = "encoder_decoder"
+HYBRID_SWA: Final = "hybrid_swa"
+KV_LAYOUT: Final = "kv_layout"
+KV_DTYPE: Final = "kv_dtype"
+KV_SCALES: Final = "kv_scales"
+QUERY_DTYPE: Final = "query_dtype"
+HEAD_DIM: Final = "head_dim"
+HEAD_GROUPS: Final = "head_groups"
+CROSS_ATTENTION: Final = "cross_attention"
+NON_CAUSAL: Final = "non_causal"
+LAYER_VARIANT: Final = "layer_variant"
+CALL_ARGUMENTS: Final = "call_arguments"
+DISABLED: Final = "disabled"
+COMPUTE_BOUND: Final = "compute_bound"
+NO_CUDA_KERNEL: Final = "no_cuda_kernel"
+PLAN_TOO_LARGE: Final = "plan_too_large"
+NO_MEMORY: Final = "no_memory"
+LATE_LAYER: Final = "late_layer"
+PDMUX: Final = "pdmux"
+DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
+
+EXPLANATIONS: Final[dict[str, str]] = {
+    NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
+    "does not go through the scheduler",
+    HOOK_FAILED: "reading the request paths raised an exception; the first one is in the log with its traceback",
+    PLAN_REFUSED: "the planner found paths and lengths of a batch inconsistent; the first case is in the log",
+    ROW_MISMATCH: "the batch the backend got is not the one whose paths were handed over (padded or re-batched rows)",
+    BEAM_ROWS: "beam search adds rows that have no request of their own",
+    NO_RADIX_CACHE: "the radix cache is off, so no request shares KV with another one",
+    UNKNOWN_TREE: "no reader for this kind of prefix cache",
+    NO_HOST_LENGTHS: "the batch has no lengths in host memory",
+    MODE: "a forward mode other than decode, extend and mixed",
+    IDLE: "an idle step without tokens",
+    SPECULATIVE: "speculative decoding: draft, verify and draft-extend steps belong to the stock backend",
+    DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",
+    GRAPH: "the step runs inside a captured graph",
+    TWO_BATCH_OVERLAP: "two-batch overlap cuts the batch in two",
+    ENCODER_DECODER: "an encoder-decoder model: its rows start with encoder tokens",
+    HYBRID_SWA: "the KV pool keeps sliding-window layers in slots of their own",
+    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension",
+    KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
+    "scales for each token or block (fp4, mxfp8)",
+    KV_SCALES: "the layer's scales of an 8-bit KV cache are not one positive number each that the host knows",
+    QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
+    HEAD_DIM: "head_dim is not a multiple of 16 up to 256, or differs between K and V",
+    HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",
+    CROSS_ATTENTION: "a cross-attention layer",
+    NON_CAUSAL: "an encoder-only or bidirectional layer",
+    LAYER_VARIANT: "a layer with an attention variant the packed path does not know (logit capping other than tanh, "
+    "length-dependent temperature, position encoding inside attention)",
+    CALL_ARGUMENTS: "the model passes an argument to attention that the packed path does not know",
+    DISABLED: "packing of this kind of step is switched off in the settings",
+    COMPUTE_BOUND: "prefill on a GPU is compute-bound and stays with the stock backend (pack_extend, pack_mixed)",
+    NO_CUDA_KERNEL: "this build has no packed kernel for the device",
+    PLAN_TOO_LARGE: "the plan of the batch does not fit the buffers on the GPU",
+    NO_MEMORY: "the device had no memory left for the buffers of packed steps; a lower --mem-fraction-static leaves "
+    "more",
+    LATE_LAYER: "an attention layer of a shape that the model's modules did not show before the first step",
+    PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
+    DECODE_CONTEXT_PARALLEL: "decode context parallelism (--dcp-size) spreads a request's KV over ranks, and each "
+    "has only some of the slots that its table names",
+}

@@ -1,0 +1,131 @@
+// Stands in for csrc/cuda/common/wgmma.cuh: the same products, carried out lane by lane on a CPU, at once or, with late copies,
+// only when they are waited for.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cuda/common/ptx.cuh"
+
+#define PREFIXPACK_WARPGROUP_PRODUCTS
+
+namespace prefixpack::ptx {
+
+struct MatrixDescriptor {
+  SharedAddress address;
+  int32_t leading, stride;
+};
+inline MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
+  if (address % 16 != 0 || leading % 16 != 0 || stride % 1024 != 0) emulation::fail("misaligned matrix");
+  return {address, leading, stride};
+}
+inline MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
+  return matrix_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
+}
+
+inline void show_to_products() {
+  emulation::Fiber& fiber = emulation::self();
+  for (size_t chunk : fiber.landed) fiber.block->hidden[chunk] = false;
+  fiber.landed.clear();
+}
+inline void products_begin(int line = __builtin_LINE()) { warp_sync(line); }
+inline void products_commit() {
+  emulation::Fiber& fiber = emulation::self();
+  fiber.product_groups.push_back(std::move(fiber.open_products));
+  fiber.open_products.clear();
+}
+template <int Pending>
+inline void products_wait() {
+  auto& groups = emulation::self().product_groups;
+  while (static_cast<int>(groups.size()) > Pending) {
+    const auto group = std::move(groups.front());
+    groups.erase(groups.begin());
+    for (const auto& product : group) product();
+  }
+}
+template <class Fragment>
+inline void settle(Fragment&) {}
+
+// The element `offset` bytes from a matrix's begin. The hardware mixes the bits of addresses, wherever a matrix begins.
+template <class Element>
+inline float matrix_element(const MatrixDescriptor& matrix, int32_t offset) {
+  const SharedAddress address = matrix.address + static_cast<SharedAddress>(offset);
+  const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
+  const char* at = emulation::self().block->shared_begin() + mixed;
+  emulation::check_shared(at, 2);
+  if (emulation::self().block->hidden[mixed / 16]) emulation::fail("a product reads copies that it was not shown");
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  return Element::widen(bits);
+}
+// Rows of 64 elements along the sum: element k of row (or column of b) `row`.
+template <class Element>
+inline float along_sum(const MatrixDescriptor& matrix, int32_t row, int32_t k) {
+  return matrix_element<Element>(matrix, row / 8 * matrix.stride + row % 8 * 128 + k * 2);
+}
+// Rows across the sum.
+template <class Element>
+inline float across_sum(const MatrixDescriptor& matrix, int32_t column, int32_t k) {
+  return matrix_element<Element>(matrix,
+                                 column / 64 * matrix.leading + k / 8 * matrix.stride + k % 8 * 128 + column % 64 * 2);
+}
+
+// Lets `product` add to c, a thread's fragments, now or later; until all that were begun are done, c holds nothing.
+template <int Blocks, class Product>
+inline void carry_out(float (&c)[Blocks][4], bool add, const Product& product) {
+  auto& pending = emulation::self().pending_sums[&c];
+  if (pending.products++ == 0) {
+    pending.sums.assign(&c[0][0], &c[0][0] + 4 * Blocks);
+    for (int i = 0; i < 4 * Blocks; ++i) c[i / 4][i % 4] = std::nanf("");
+  }
+  const auto finish = [&c, add, product] {
+    auto& all = emulation::self().pending_sums;
+    auto& mine = all[&c];
+    if (!add) mine.sums.assign(4 * Blocks, 0.0f);
+    product(mine.sums);
+    if (--mine.products > 0) return;
+    std::memcpy(c, mine.sums.data(), sizeof(c));
+    all.erase(&c);
+  };
+  if (emulation::machine()->copies == emulation::Copies::kEarly) {
+    finish();
+  } else {
+    emulation::self().open_products.push_back(finish);
+  }
+}
+
+template <class Element, bool Add>
+inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b) {
+  carry_out(c, Add, [a, b](std::vector<float>& sums) {
+    const int thread = thread_index();
+    for (int i = 0; i < 32; ++i) {
+      const int row = thread / 32 % 4 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      float sum = 0.0f;
+      for (int k = 0; k < 16; ++k) sum += along_sum<Element>(a, row, k) * along_sum<Element>(b, column, k);
+      sums[i] += sum;
+    }
+  });
+}
+
+template <class Element>
+inline void multiply_group(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b) {
+  carry_out(c, true, [&a, b](std::vector<float>& sums) {
+    const uint64_t words[4] = {a[0], a[1], a[2], a[3]};
+    const auto* lanes = emulation::exchange(words, 4, __LINE__);
+    const int lane = thread_index() % 32;
+    for (int i = 0; i < 64; ++i) {
+      const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      float sum = 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        const uint64_t word = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+        const auto bits = static_cast<uint16_t>(k % 2 == 0 ? word & 0xffff : word >> 16 & 0xffff);
+        sum += Element::widen(bits) * across_sum<Element>(b, column, k);
+      }
+      sums[i] += sum;
+    }
+  });
+}
+
+}  // namespace prefixpack::ptx

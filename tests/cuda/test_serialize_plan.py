@@ -1,0 +1,72 @@
+"""The block of words that brings a plan to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn import _native
+from tests.cuda.cases import make_case
+
+HEADER = 12
+
+
+@pytest.mark.parametrize(("group", "rows_of_warps"), [(1, 8), (8, 8), (9, 8), (10, 16), (16, 16)])
+def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warps: int) -> None:
+    case = make_case(1, heads=(2 * group, 2), requests=12, levels=4)
+    plan, growth = case.plan, 9
+    words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth, group)
+    num_items, num_queries, num_merges, *at, header_block_items = words[:HEADER].tolist()
+    assert (num_items, num_queries, num_merges) == (len(plan.items), plan.num_queries, len(plan.merge_query))
+    assert words[HEADER + 1] == plan.narrow_prevails
+    # What takes a block comes before what takes a warp.
+    items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
+    assert header_block_items == (items[:, 6] > rows_of_warps).sum()
+    arrays = [
+        items.ravel(),
+        None,
+        plan.query_token,
+        plan.query_request,
+        plan.query_back,
+        plan.merge_query,
+        plan.merge_offset,
+        plan.merge_slot,
+    ]
+    for offset, array in zip(at, arrays, strict=False):
+        if array is not None:
+            np.testing.assert_array_equal(words[offset : offset + len(array)], array)
+    last = items[:, 0] + items[:, 1] - 1
+    ends = case.planned_lens[plan.query_request[last]] - plan.query_back[last] + growth
+    room = np.where(items[:, 4] == -1, ends, items[:, 4]) - items[:, 3]
+    np.testing.assert_array_equal(words[at[1] : at[1] + num_items], np.cumsum(room) - room)
+    assert kv_slots == room.sum()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "warp_blocks", "warps"),
+    [
+        (512, 4, 5),  # ten tails, two KV heads: one round of 20 warps and not of 32
+        (512, 0, 8),  # a launch of unknown size
+        (64, 4, 8),   # short units are bound by latency: the more at once the better
+    ],
+)  # fmt: skip
+def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps: int) -> None:
+    alone = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
+    case = make_case(1, batch=alone)
+    assert (case.plan.items[:, 6] == 8).all()
+    assert len(case.plan.items) == 10
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, 0, 4, kv_heads=2, warp_blocks=warp_blocks)
+    assert words[HEADER] == warps
+
+
+@pytest.mark.parametrize(("kv_heads", "warp_blocks"), [(0, 4), (2, -1)])
+def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_blocks: int) -> None:
+    case = make_case(1)
+    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_blocks {warp_blocks}; they have to be"):
+        _native.serialize_plan(case.plan, case.planned_lens, 0, 4, kv_heads=kv_heads, warp_blocks=warp_blocks)
+
+
+def test_lengths_of_another_batch_are_refused() -> None:
+    case = make_case(1)
+    with pytest.raises(ValueError, match="one entry for each of the plan's 6 requests"):
+        _native.serialize_plan(case.plan, np.ones(2, dtype=np.int64), 0, 1)

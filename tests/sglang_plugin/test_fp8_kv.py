@@ -1,0 +1,252 @@
+"""Servers with `--kv-cache-dtype fp8_e4m3`: what runs packed, and which scales count when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.execution import layer_support
+from sgl_prefix_attn.sglang_plugin.execution.kernel_set import triton_kernels
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales, kv_scales
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.testing.reference import reference_attention
+from tests.sglang_plugin.attention_world import HEAD_DIM, KV_HEADS, Q_HEADS, World
+from tests.sglang_plugin.gpu_world import DTYPE, GpuWorld, host_kernels
+
+E4M3 = torch.float8_e4m3fn
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
+NEW_TOKENS = {"decode": None, "extend": [4, 1, 5, 9]}
+SCALES = [KvScales(0.5, 3.0), KvScales(2.5, 0.3)]  # by layer
+
+
+@pytest.fixture(autouse=True)
+def _one_runtime_per_test() -> Iterator[None]:
+    yield
+    runtime.stop()
+
+
+def make_world(mode: str = "decode", stock: str = "intel_amx", **options: Any) -> World:
+    """On the CPU; `stock` is the name of the stock backend, whatever it is."""
+    world = World(SHARED, LENGTHS, NEW_TOKENS[mode], **{"kv_dtype": E4M3, **options})
+    world.runtime.stock_backend = stock
+    world.backend = PrefixPackBackend(world.runner, world.stock, world.runtime)
+    return world
+
+
+def gpu_world(**options: Any) -> GpuWorld:
+    return GpuWorld(SHARED, LENGTHS, **{"kv_dtype": E4M3, **options})
+
+
+def give_scales(world: World) -> World:
+    """As a checkpoint with scales leaves the layers: tensors on the device, and the numbers."""
+    for layer, scales in zip(world.layers, SCALES, strict=True):
+        layer.k_scale, layer.v_scale = (
+            torch.nn.Parameter(torch.tensor(scale, device=world.tensors), requires_grad=False) for scale in scales
+        )
+        layer.k_scale_float, layer.v_scale_float = scales
+    return world
+
+
+def expected(world: World, scales: list[KvScales]) -> list[torch.Tensor]:
+    """Dense attention over what the pool holds, by layer."""
+    pool, outputs = world.pool, []
+    for layer, (k_scale, v_scale) in zip(world.layers, scales, strict=True):
+        q = world.qkv(layer)[0].cpu()
+        out, _ = reference_attention(
+            q.view(len(q), Q_HEADS, -1), pool.get_key_buffer(layer.layer_id).cpu(),
+            pool.get_value_buffer(layer.layer_id).cpu(), req_to_token=world.rows.req_to_token.cpu(),
+            req_pool_indices=world.batch.req_pool_indices.cpu(), seq_lens=world.batch.seq_lens_cpu,
+            query_lens=world.query_lens or [1] * len(world.seq_lens),
+            scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        outputs.append(out.flatten(1))
+    return outputs
+
+
+def assert_same(packed: list[torch.Tensor], dense: list[torch.Tensor]) -> None:
+    tolerance = 2e-2 if packed[0].dtype is DTYPE else 2e-5
+    for ours, theirs in zip(packed, dense, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+def stored(world: World, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = world.batch.out_cache_loc
+    return world.pool.get_key_buffer(layer.layer_id)[slots], world.pool.get_value_buffer(layer.layer_id)[slots]
+
+
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+class TestPackedSteps:
+    def test_without_scales(self, mode: str) -> None:
+        world = make_world(mode)
+        assert_same(world.run(), expected(world, [KvScales(1.0, 1.0)] * 2))
+        assert world.fallbacks == {}
+        assert world.stock.layer_calls == 0
+        assert world.backend._executor.planners[0].shape.kv_bytes == 1
+
+    def test_each_layer_has_scales_of_its_own(self, mode: str) -> None:
+        world = give_scales(make_world(mode))
+        assert_same(world.run(), expected(world, SCALES))
+        assert world.fallbacks == {}
+
+    def test_new_keys_and_values_are_divided_by_them_when_they_are_stored(self, mode: str) -> None:
+        world = give_scales(make_world(mode))
+        world.run()
+        for layer, scales in zip(world.layers, SCALES, strict=True):
+            _, k, v = world.qkv(layer)
+            for cached, new, scale in zip(stored(world, layer), (k, v), scales, strict=True):
+                assert torch.equal(cached.view(torch.uint8), (new / scale).to(E4M3).view(torch.uint8))
+
+    def test_an_stock_backend_that_ignores_scales_is_followed(self, mode: str) -> None:
+        """torch_native reads what we have stored, and we what it has: neither may scale alone."""
+        world = give_scales(make_world(mode, stock="torch_native"))
+        assert_same(world.run(), world.run_stock())
+        assert world.fallbacks == {}
+        for layer in world.layers:
+            _, k, _ = world.qkv(layer)
+            assert torch.equal(stored(world, layer)[0].view(torch.uint8), k.to(E4M3).view(torch.uint8))
+
+
+def test_scales_that_a_weight_update_brings_count_from_the_next_step_on() -> None:
+    world = give_scales(make_world())
+    world.run()
+    layer = world.layers[0]
+    layer.k_scale.copy_(torch.tensor(0.25))
+    layer.k_scale_float = 0.25
+    assert_same(world.run(), expected(world, [KvScales(0.25, SCALES[0].v), SCALES[1]]))
+
+
+def test_a_cache_of_sixteen_bits_is_not_scaled() -> None:
+    """A checkpoint's scales are for 8 bits; the pool divides only what it converts."""
+    world = give_scales(make_world(kv_dtype=torch.bfloat16))
+    world.qkv = lambda layer, original=world.qkv: original(layer, torch.bfloat16)  # type: ignore[method-assign]
+    assert_same(world.run(), expected(world, [KvScales(1.0, 1.0)] * 2))
+
+
+class TestScalesOfALayer:
+    @pytest.mark.parametrize(
+        ("scale", "on_host", "found"),
+        [
+            (None, None, 1.0),
+            (None, 3.0, 1.0),  # then the pool does not divide
+            (torch.tensor(2.0), 2.0, 2.0),
+            (torch.tensor(2.0, device="meta"), 2.0, 2.0),  # the tensor is not looked at: that would wait for the GPU
+            (0.5, None, 0.5),  # of a file of scales
+            (torch.tensor(2.0), None, None),
+            (torch.tensor(-1.0), -1.0, None),  # not loaded
+            (torch.ones(KV_HEADS), [1.0, 1.0], None),
+            (torch.tensor(torch.inf), torch.inf, None),
+        ],
+    )
+    def test_forms(self, scale: Any, on_host: Any, found: float | None) -> None:
+        layer = SimpleNamespace(k_scale=scale, k_scale_float=on_host, v_scale=None, v_scale_float=None)
+        assert kv_scales(layer) == (None if found is None else KvScales(found, 1.0))
+        layer = SimpleNamespace(k_scale=None, k_scale_float=None, v_scale=scale, v_scale_float=on_host)
+        assert kv_scales(layer) == (None if found is None else KvScales(1.0, found))
+
+    def test_a_layer_whose_scales_the_host_does_not_know_stays_with_the_stock_backend(self) -> None:
+        world = make_world()
+        world.layers[1].k_scale = world.layers[1].v_scale = torch.tensor(2.0)
+        world.run()
+        assert world.fallbacks == {fallback_reasons.KV_SCALES: 1}
+        assert world.stock.layer_calls == 1
+        assert fallback_reasons.KV_SCALES in fallback_reasons.EXPLANATIONS
+
+    def test_so_does_one_that_loses_them(self) -> None:
+        world = give_scales(make_world())
+        world.run()
+        world.layers[0].v_scale_float = -1.0
+        world.run()
+        assert world.fallbacks == {fallback_reasons.KV_SCALES: 1}
+
+
+def test_which_stock_backends_know_scales() -> None:
+    assert all(knows_kv_scales(name) for name in ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx"))
+    assert not knows_kv_scales("torch_native")
+    assert not knows_kv_scales("flex_attention")
+
+
+class TestOtherCaches:
+    def obstacles(self, world: World) -> set[str | None]:
+        world.backend._layers.look_at_model()
+        return world.backend._layers.obstacles()
+
+    def test_e5m2(self) -> None:
+        assert self.obstacles(make_world(kv_dtype=torch.float8_e5m2)) == {fallback_reasons.KV_DTYPE}
+
+    def test_e4m3_with_a_scale_for_each_block(self) -> None:
+        """SGLang's mxfp8 pool: the numbers alone look like ours."""
+        world = make_world()
+        world.pool.k_scale_buffer = [torch.ones(4)] * 2
+        assert self.obstacles(world) == {fallback_reasons.KV_DTYPE}
+
+    @pytest.mark.parametrize("hybrid", [False, True])
+    def test_fp4_pools_are_not_asked_for_buffers(self, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They would convert all they hold."""
+        world = make_world()
+        world.pool.quant_method = object()
+        assert world.pool.is_quantized_kv_cache
+        monkeypatch.setattr(world.pool, "get_key_buffer", lambda layer_id: pytest.fail("asked"))
+        if hybrid:
+            world.backend.token_to_kv_pool = SimpleNamespace(full_kv_pool=world.pool)
+        assert self.obstacles(world) == {fallback_reasons.KV_DTYPE}
+
+
+class TestOnAGpu:
+    def test_eager_steps(self) -> None:
+        world = give_scales(gpu_world())
+        assert_same(world.run(), expected(world, SCALES))
+        assert world.fallbacks == {}
+        assert (world.device_step.dtype, world.device_step.kv_dtype) == (DTYPE, E4M3)
+        assert world.device_step.shape.kv_bytes == 1
+
+    def test_graphs_hold_each_layers_scales(self) -> None:
+        world = give_scales(gpu_world(graphs=4, settings=Settings(metrics=False, route="packed")))
+        world.graphs.capture(4)
+        for layer in world.layers:  # what was captured stays, as it does in the stock backends
+            layer.k_scale_float = layer.v_scale_float = 99.0
+        assert_same(world.graphs.replay(), expected(world, SCALES))
+        assert world.fallbacks == {}
+
+    @pytest.mark.parametrize("kv_dtype", [E4M3, DTYPE])
+    def test_output_of_graphs_has_the_models_type(self, kv_dtype: torch.dtype) -> None:
+        world = gpu_world(graphs=4, kv_dtype=kv_dtype)
+        world.graphs.capture(4)
+        assert {slot.graph_out.dtype for slot in world.executor._slots} == {DTYPE}
+
+    def test_queries_that_the_kernels_do_not_take(self) -> None:
+        world = gpu_world(dtype=torch.float32)
+        world.backend._layers.look_at_model()
+        assert world.backend._layers.obstacles() == {fallback_reasons.QUERY_DTYPE}
+
+    def test_layers_over_different_caches_have_steps_of_their_own(self) -> None:
+        world = gpu_world()
+        layer, cache = world.layers[0], world.pool.get_key_buffer(0)
+        assert world.executor.slot(layer, cache) == world.executor.slot(layer, cache) == 0
+        assert world.executor.slot(layer, cache.to(DTYPE)) == 1
+
+    def test_what_native_kernels_take_is_whole_words_of_sixteen_bytes(self) -> None:
+        cache = torch.zeros(8, 2, 72, dtype=torch.uint8).view(E4M3)[:, :, :64]
+        assert host_kernels().obstacle(64, cache) == fallback_reasons.KV_LAYOUT
+        assert host_kernels().obstacle(64, cache.contiguous()) is None
+        assert host_kernels().obstacle(64, cache.contiguous().view(torch.uint8)) == fallback_reasons.KV_DTYPE
+
+    def test_triton_takes_it_too(self) -> None:
+        pytest.importorskip("triton")
+        assert triton_kernels().obstacle(HEAD_DIM, torch.zeros(8, 2, HEAD_DIM, dtype=torch.uint8).view(E4M3)) is None
+
+
+def test_the_type_is_what_the_core_takes() -> None:
+    from sgl_prefix_attn.core.attention import _KV_DTYPES
+
+    assert set(layer_support.KV_DTYPES) == set(_KV_DTYPES)

@@ -1,0 +1,159 @@
+"""Which prefix caches can be read, and what is said about those that cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import (
+    NodeByIdReader,
+    ObjectReader,
+    PathInfoReader,
+    TreeReader,
+    Unreadable,
+    reader_for,
+)
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.support.small_scheduler import SmallScheduler
+
+
+def test_what_paths_have_in_common_is_walked_once() -> None:
+    class Key(list[int]):
+        looks = 0
+
+        def __len__(self) -> int:
+            Key.looks += 1
+            return super().__len__()
+
+    root = SimpleNamespace(id=0, parent=None, key=Key(), children={})
+    chain = [root]
+    for number in range(1, 6):
+        chain.append(SimpleNamespace(id=number, parent=chain[-1], key=Key([number] * number), children={1: 1}))
+    leaves = [SimpleNamespace(id=10 + i, parent=chain[3 + i % 3], key=Key([7]), children={}) for i in range(6)]
+    by_id = {leaf.id: leaf for leaf in leaves}
+    reader = NodeByIdReader(SimpleNamespace(tree_core=SimpleNamespace(node_by_id=by_id.__getitem__)))
+    paths = reader.paths([leaf.id for leaf in leaves])
+    assert [[node.id for node in path or ()] for path in paths] == [
+        [1, 2, 3, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 5, 12], [1, 2, 3, 13], [1, 2, 3, 4, 14], [1, 2, 3, 4, 5, 15],
+    ]  # fmt: skip
+    assert [(path or [])[-1][1:] for path in paths][:3] == [(6, 7, True), (10, 11, True), (15, 16, True)]
+    assert Key.looks == 5 + len(leaves)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reader"),
+    [("objects", ObjectReader), ("node_by_id", NodeByIdReader), ("collect_path_info", PathInfoReader)],
+)
+class TestReadableTrees:
+    def reader(self, kind: str) -> tuple[SmallScheduler, TreeReader]:
+        scheduler = SmallScheduler(kind)
+        reader = reader_for(scheduler.shown_tree)
+        assert not isinstance(reader, Unreadable)
+        return scheduler, reader
+
+    def test_the_reader_is_chosen_by_what_the_tree_can_do(self, kind: str, reader: type) -> None:
+        assert isinstance(self.reader(kind)[1], reader)
+
+    def test_paths_start_below_the_root(self, kind: str, reader: type) -> None:
+        scheduler, chosen = self.reader(kind)
+        handles = []
+        for prompt in ([1] * 10 + [2] * 5, [1] * 10 + [3] * 5):
+            request = scheduler.request(prompt)
+            scheduler.match(request)
+            scheduler.prefill_done(request)
+            handles.append(request.last_node)
+        first, second = chosen.paths(handles)
+        assert first is not None
+        assert second is not None
+        assert [(node.begin, node.end, node.leaf) for node in first] == [(0, 10, False), (10, 15, True)]
+        assert first[0] == second[0]
+        assert [node.id for node in first][-1] == chosen.ids(handles)[0]
+
+    def test_the_root_has_an_empty_path(self, kind: str, reader: type) -> None:
+        scheduler, chosen = self.reader(kind)
+        request = scheduler.request([1] * 10)
+        scheduler.match(request)
+        assert chosen.paths([request.last_node]) == [[]]
+
+    def test_handles_that_are_no_nodes_have_no_path(self, kind: str, reader: type) -> None:
+        scheduler, chosen = self.reader(kind)
+        request = scheduler.request([1] * 10)
+        scheduler.match(request)
+        scheduler.prefill_done(request)
+        session_node = object()
+        handles = [None, session_node, request.last_node]
+        assert chosen.ids(handles)[:2] == [-1, -1]
+        assert chosen.ids(handles)[2] >= 0
+        paths = chosen.paths(handles)
+        assert paths[:2] == [None, None]
+        assert paths[2] is not None
+        assert [(node.begin, node.end) for node in paths[2]] == [(0, 10)]
+
+
+class TestGoneNodes:
+    @pytest.mark.parametrize("kind", ["node_by_id", "collect_path_info"])
+    def test_an_evicted_id_has_no_path_and_hides_no_other(self, kind: str) -> None:
+        scheduler = SmallScheduler(kind)
+        reader = reader_for(scheduler.shown_tree)
+        assert not isinstance(reader, Unreadable)
+        gone, stays = (scheduler.request([token] * 10) for token in (1, 2))
+        for request in (gone, stays):
+            scheduler.match(request)
+            scheduler.prefill_done(request)
+        handle = gone.last_node
+        scheduler.finish(gone)
+        scheduler.evict(10)
+        paths = reader.paths([handle, stays.last_node])
+        assert paths[0] is None
+        assert paths[1] is not None
+        assert [(node.begin, node.end) for node in paths[1]] == [(0, 10)]
+
+
+class TestUnreadableTrees:
+    def refused(self, tree: Any) -> Unreadable:
+        answer = reader_for(tree)
+        assert isinstance(answer, Unreadable)
+        assert answer.reason in fallback_reasons.EXPLANATIONS
+        return answer
+
+    def test_a_disabled_radix_cache(self) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+        scheduler = SmallScheduler("objects")
+        params = CacheInitParams(
+            disable=True,
+            req_to_token_pool=scheduler.pool,
+            token_to_kv_pool_allocator=scheduler.allocator,
+            page_size=1,
+        )
+        assert self.refused(ChunkCache(params)).reason == fallback_reasons.NO_RADIX_CACHE
+        assert self.refused(SimpleNamespace(disable=True)).reason == fallback_reasons.NO_RADIX_CACHE
+
+    def test_a_native_core_without_paths_names_the_way_out(self) -> None:
+        class Core:
+            def root_node_handle(self) -> int:
+                return 0
+
+            def node_by_id(self, node_id: int) -> None:
+                raise NotImplementedError
+
+        answer = self.refused(SimpleNamespace(disable=False, tree_core=Core()))
+        assert answer.reason == fallback_reasons.UNKNOWN_TREE
+        assert "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python" in answer.detail
+
+    def test_a_cache_of_another_kind(self) -> None:
+        class LibraryCache:
+            disable = False
+
+        answer = self.refused(LibraryCache())
+        assert answer.reason == fallback_reasons.UNKNOWN_TREE
+        assert "LibraryCache" in answer.detail
+
+    def test_a_session_wrapper_is_looked_through(self) -> None:
+        scheduler = SmallScheduler("objects")
+        assert isinstance(reader_for(SimpleNamespace(inner=scheduler.tree)), ObjectReader)

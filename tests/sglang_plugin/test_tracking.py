@@ -1,0 +1,405 @@
+"""The tracker against SGLang's real radix trees: the sharing it reports is exactly the tree's, after any history."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.sglang_plugin.backend.server_info import paths_of
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.support.small_scheduler import TREES, Batch, SmallScheduler
+
+
+def shared_by_paths(scheduler: SmallScheduler, batch: Batch, prefix_lens: list[int]) -> dict[tuple[int, int], int]:
+    """For each pair of live requests, the positions they share, by walking the tree from scratch."""
+    reach = []
+    for request, prefix in zip(batch.reqs, prefix_lens, strict=True):
+        usable = request.finished_reason is None and request.last_node is not None
+        reach.append([seg for seg in scheduler.path(request) if seg[2] <= prefix] if usable else [])
+    shared = {}
+    for a in range(len(reach)):
+        for b in range(a + 1, len(reach)):
+            common = 0
+            for left, right in zip(reach[a], reach[b], strict=False):
+                if left[0] != right[0]:
+                    break
+                common = left[2]
+            shared[a, b] = common
+    return shared
+
+
+def shared_by_forest(forest: PrefixForest) -> dict[tuple[int, int], int]:
+    paths = paths_of(forest)
+    shared = {}
+    for a in range(len(paths)):
+        for b in range(a + 1, len(paths)):
+            common = 0
+            for left, right in zip(paths[a], paths[b], strict=False):
+                if left != right:
+                    break
+                common = left[2]
+            shared[a, b] = common
+    return shared
+
+
+def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> StepPaths:
+    """The tracker's forest is the tree's for all live requests, and what it calls shared is one and the same KV."""
+    step = tracker.step(batch)
+    assert isinstance(step, StepPaths), step
+    live = [request.finished_reason is None for request in batch.reqs]
+    lengths = batch.seq_lens_cpu.tolist()
+    prefix = batch.prefix_lens if batch.prefix_lens is not None else [length - 1 for length in lengths]
+    found, expected = shared_by_forest(step.forest), shared_by_paths(scheduler, batch, prefix)
+    assert {pair: found[pair] for pair in found if live[pair[0]] and live[pair[1]]} == {
+        pair: expected[pair] for pair in expected if live[pair[0]] and live[pair[1]]
+    }
+    forest = step.forest
+    rows = scheduler.pool.req_to_token
+    for node in range(forest.num_nodes):
+        members = forest.order[forest.node_first[node] : forest.node_last[node]]
+        assert forest.node_request[node] in members
+        assert live[forest.node_request[node]]
+        begin, end = forest.node_begin[node], forest.node_end[node]
+        stands_for_all = rows[batch.reqs[forest.node_request[node]].kv.req_pool_idx, begin:end]
+        for member in members:
+            if live[member]:
+                assert (rows[batch.reqs[member].kv.req_pool_idx, begin:end] == stands_for_all).all()
+    return step
+
+
+class RandomHistory:
+    """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = SmallScheduler(kind, slots=2500)
+        self.tracker = BatchTracker()
+        self.seen: list[list[int]] = []
+
+    def prompt(self) -> list[int]:
+        choice = self.random.random()
+        if self.seen and choice < 0.8:
+            base = self.random.choice(self.seen)
+            cut = self.random.randint(1, len(base))
+            tokens = base[:cut]
+        else:
+            tokens = []
+        tokens = tokens + [self.random.randint(1, 3) for _ in range(self.random.randint(1, 20))]
+        self.seen = [*self.seen[-60:], tokens]
+        return tokens
+
+    def admit(self) -> None:
+        scheduler = self.scheduler
+        joining = []
+        for _ in range(self.random.randint(1, 3)):
+            request = scheduler.request(self.prompt(), extra_key=self.random.choice([None, None, None, "lora"]))
+            chunk = self.random.choice([None, None, 7])
+            scheduler.match(request, upto=chunk)
+            joining.append(request)
+        decoding = scheduler.running if self.random.random() < 0.3 else []
+        if decoding:
+            scheduler.decode()
+        check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
+        for request in joining:
+            while request.extend_range.end < len(request.full_untruncated_fill_ids):
+                scheduler.prefill_done(request, chunked=True)
+                scheduler.next_chunk(request, 7)
+                check(scheduler, self.tracker, scheduler.extend_batch([request]))
+        scheduler.running += joining
+        if self.random.random() < 0.5:  # overlap: the first decode step runs before the prefill's result is processed
+            scheduler.decode()
+            check(scheduler, self.tracker, scheduler.decode_batch())
+        for request in joining:
+            scheduler.prefill_done(request)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        choice = self.random.random()
+        if choice < 0.35 and len(scheduler.running) < 8:
+            self.admit()
+        elif choice < 0.5 and scheduler.running:
+            request = self.random.choice(scheduler.running)
+            scheduler.finish(request, insert=self.random.random() < 0.8)
+            if self.random.random() < 0.3:  # still in the batch that is in flight
+                check(scheduler, self.tracker, scheduler.decode_batch())
+            scheduler.filter()
+        elif choice < 0.55 and scheduler.running:
+            scheduler.retract(self.random.choice(scheduler.running))
+        elif choice < 0.6:
+            scheduler.evict(self.random.randint(1, 200))
+        elif choice < 0.61:
+            for request in list(scheduler.running):
+                scheduler.finish(request)
+            scheduler.filter()
+            scheduler.flush()
+        elif choice < 0.65:
+            self.random.shuffle(scheduler.running)
+        if scheduler.running:
+            scheduler.decode()
+            check(scheduler, self.tracker, scheduler.decode_batch())
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("seed", range(3))
+def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int) -> None:
+    history = RandomHistory(kind, seed)
+    for _ in range(700):
+        history.step()
+        assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away
+
+
+@pytest.mark.parametrize("kind", TREES)
+class TestKnownSituations:
+    def start(self, kind: str, *prompts: list[int]) -> tuple[SmallScheduler, BatchTracker]:
+        scheduler = SmallScheduler(kind)
+        for prompt in prompts:
+            self.join(scheduler, prompt)
+        return scheduler, BatchTracker()
+
+    def join(self, scheduler: SmallScheduler, prompt: list[int]) -> None:
+        request = scheduler.request(prompt)
+        scheduler.match(request)
+        scheduler.prefill_done(request)
+        scheduler.running.append(request)
+
+    def test_steady_decode_returns_the_same_object(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        first = check(scheduler, tracker, scheduler.decode_batch())
+        assert paths_of(first.forest) == [[(0, 0, 50)], [(0, 0, 50)]]
+        for _ in range(5):
+            scheduler.decode()
+            assert tracker.step(scheduler.decode_batch()) is first
+
+    def test_a_prefill_between_does_not_forget_the_decode_batch(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        first = tracker.step(scheduler.decode_batch())
+        late = scheduler.request([1] * 30 + [4])
+        scheduler.match(late)
+        check(scheduler, tracker, scheduler.extend_batch([late]))
+        scheduler.decode()
+        assert tracker.step(scheduler.decode_batch()) is first
+
+    def test_requests_that_are_only_prefilled_are_not_kept_alive(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind)
+        prefilled = []
+        for number in range(20):
+            request = scheduler.request([number] * 10)
+            scheduler.match(request)
+            check(scheduler, tracker, scheduler.extend_batch([request]))
+            scheduler.prefill_done(request)
+            scheduler.finish(request, insert=True)
+            prefilled.append(weakref.ref(request))
+        del request
+        gc.collect()
+        assert not any(reference() for reference in prefilled)
+
+    def test_a_request_that_splits_a_running_node_shares_its_upper_part(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        self.join(scheduler, [1] * 20 + [5])
+        scheduler.decode()
+        step = check(scheduler, tracker, scheduler.decode_batch())
+        assert paths_of(step.forest) == [[(0, 0, 20), (1, 20, 50)], [(0, 0, 20), (1, 20, 50)], [(0, 0, 20)]]
+
+    def test_splits_of_splits_are_found_through_a_request_that_sees_only_the_top(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 60, [1] * 60)
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        for cut in (40, 20):  # these split the node twice, and are gone before the tracker looks
+            passer = scheduler.request([1] * cut + [9])
+            scheduler.match(passer)
+            scheduler.prefill_done(passer)
+            scheduler.finish(passer, insert=False)
+        self.join(scheduler, [1] * 20 + [8])
+        scheduler.decode()
+        step = check(scheduler, tracker, scheduler.decode_batch())
+        assert [path[0] for path in paths_of(step.forest)] == [(0, 0, 20)] * 3
+
+    def test_first_decode_after_a_joint_prefill_shares_only_what_was_cached(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind)
+        twins = [scheduler.request([1] * 40 + [i]) for i in (2, 3)]
+        for twin in twins:
+            scheduler.match(twin)
+        scheduler.running += twins
+        scheduler.decode()
+        assert check(scheduler, tracker, scheduler.decode_batch()).forest.num_nodes == 0
+        for twin in twins:
+            scheduler.prefill_done(twin)
+        scheduler.decode()
+        assert paths_of(check(scheduler, tracker, scheduler.decode_batch()).forest)[0] == [(0, 0, 40)]
+
+    def test_a_finished_request_stops_standing_for_others_at_once(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
+        scheduler.decode()
+        first = check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.finish(scheduler.running[first.forest.node_request[0]])
+        step = check(scheduler, tracker, scheduler.decode_batch())
+        assert paths_of(step.forest) == [[], [(0, 0, 30)], [(0, 0, 30)]]
+        assert step.forest.node_request.tolist() == [1]
+
+    def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.finish(scheduler.running[2])
+        for _ in range(32):
+            step = check(scheduler, tracker, scheduler.decode_batch())
+        assert paths_of(step.forest) == [[(0, 0, 30)], [(0, 0, 30)], []]
+
+    def test_a_node_that_moves_under_an_old_member_is_seen_some_steps_later(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 30 + [2, 3], [1] * 30 + [2, 3])
+        scheduler.decode()
+        for _ in range(20):
+            check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.running[1].last_node = None
+        for _ in range(32):
+            step = tracker.step(scheduler.decode_batch())
+        assert isinstance(step, StepPaths)
+        assert step.forest.num_nodes == 0
+
+    def test_requests_that_come_and_go_every_step_hide_no_node_that_moves(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 30 + [2, i] for i in range(40)))
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        scheduler.running[20].last_node = None
+        for count in range(32):
+            scheduler.finish(scheduler.running[-1])
+            scheduler.filter()
+            self.join(scheduler, [1] * 30 + [3, count])
+            scheduler.decode()
+            step = tracker.step(scheduler.decode_batch())
+        assert isinstance(step, StepPaths)
+        assert step.forest.tail_node[20] == -1
+        assert (np.delete(step.forest.tail_node, 20) >= 0).all()
+
+    def test_only_requests_that_joined_or_whose_turn_it_is_are_looked_up(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looked_up: list[int] = []
+        look_up = TreeMirror._look_up
+
+        def counting(mirror: TreeMirror, handles: list[Any]) -> list[int]:
+            looked_up.append(len(handles))
+            return look_up(mirror, handles)
+
+        monkeypatch.setattr(TreeMirror, "_look_up", counting)
+        scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in range(2, 66)))
+        for _ in range(8):
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        self.join(scheduler, [1] * 30 + [70])
+        for _ in range(8):
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        assert looked_up == [64, 1 + 65 // 32 + 1]
+
+    def test_a_chunk_reads_its_cached_part_and_the_decode_rows_come_last(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 30 + [2], [1] * 30 + [3])
+        chunked = scheduler.request([1] * 30 + [4] * 30)
+        scheduler.match(chunked, upto=40)
+        scheduler.decode()
+        step = check(scheduler, tracker, scheduler.extend_batch([chunked], scheduler.running))
+        assert (step.mode, step.num_decode) == ("mixed", 2)
+        assert step.query_lens is not None
+        assert step.query_lens.tolist() == [10, 1, 1]
+        assert paths_of(step.forest) == [[(0, 0, 30)]] * 3
+
+    def test_those_that_decode_in_a_mixed_step_are_not_looked_up_again(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        first = tracker.step(scheduler.decode_batch())
+        chunked = scheduler.request([1] * 30 + [4] * 30)
+        scheduler.match(chunked, upto=40)
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.extend_batch([chunked], scheduler.running))
+        scheduler.decode()
+        assert tracker.step(scheduler.decode_batch()) is first
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_kinds_of_steps_that_never_run_packed_are_not_read(
+        self, kind: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        tracker.never_packed = lambda mode: None if mode == "decode" else fallback_reasons.COMPUTE_BOUND
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        late = [scheduler.request([1] * 30 + [number] * 9) for number in (4, 5)]
+        for request in late:
+            scheduler.match(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeMirror, "forest", lambda *args: pytest.fail("the tree was read"))
+            assert tracker.step(scheduler.extend_batch(late[:1])) == fallback_reasons.COMPUTE_BOUND
+            scheduler.decode()
+            assert tracker.step(scheduler.extend_batch(late[1:], scheduler.running)) == fallback_reasons.COMPUTE_BOUND
+        scheduler.running += late
+        if overlap:
+            scheduler.decode()
+            check(scheduler, tracker, scheduler.decode_batch())
+        for request in late:
+            scheduler.prefill_done(request)
+        scheduler.decode()
+        step = check(scheduler, tracker, scheduler.decode_batch())
+        assert [path[0] for path in paths_of(step.forest)] == [(0, 0, 30)] * 4
+        tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
+        scheduler.running.pop()
+        assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
+
+    def test_other_namespaces_do_not_share(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind)
+        for key in (None, "adapter"):
+            request = scheduler.request([1] * 30, extra_key=key)
+            scheduler.match(request)
+            scheduler.prefill_done(request)
+            scheduler.running.append(request)
+        scheduler.decode()
+        assert check(scheduler, tracker, scheduler.decode_batch()).forest.num_nodes == 0
+
+    def test_a_flushed_tree_starts_afresh(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, [1] * 30, [1] * 30)
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        for request in list(scheduler.running):
+            scheduler.finish(request)
+        scheduler.filter()
+        scheduler.flush()
+        for prompt in ([1] * 30, [1] * 10 + [2] * 5):
+            self.join(scheduler, prompt)
+        scheduler.decode()
+        assert paths_of(check(scheduler, tracker, scheduler.decode_batch()).forest)[1] == [(0, 0, 10)]
+
+    def test_another_tree_object_starts_afresh(self, kind: str) -> None:
+        first, tracker = self.start(kind, [1] * 30, [1] * 30)
+        first.decode()
+        check(first, tracker, first.decode_batch())
+        second, _ = self.start(kind, [2] * 30, [3] * 30)
+        second.decode()
+        assert check(second, tracker, second.decode_batch()).forest.num_nodes == 0
+
+
+def test_lengths_of_a_decode_step_are_positions_before_the_new_token() -> None:
+    scheduler = SmallScheduler("objects")
+    prompt = [1] * 9
+    for _ in range(2):
+        request = scheduler.request(prompt)
+        scheduler.match(request)
+        scheduler.prefill_done(request)
+        scheduler.running.append(request)
+    scheduler.decode()
+    step = BatchTracker().step(scheduler.decode_batch())
+    assert isinstance(step, StepPaths)
+    # Nine prompt tokens are cached for both; the tenth position is the step's own token.
+    assert step.forest.tail_begin.tolist() == [9, 9]
+    assert np.all(scheduler.decode_batch().seq_lens_cpu.numpy() == 10)
