@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -66,11 +68,16 @@ class Signature:
 
 
 class SourceTree:
-    """The Python source of one SGLang: a wheel, or a folder that holds the package `sglang`."""
+    """The Python source of one SGLang: a wheel, or a folder that holds the package `sglang`.
+
+    All trees of one path share their parsed modules, so that each module of a wheel is parsed once per process.
+    """
+
+    _parsed: ClassVar[dict[Path, dict[str, ast.Module | None]]] = {}
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._modules: dict[str, ast.Module | None] = {}
+        self._modules = self._parsed.setdefault(path, {})
 
     @cached_property
     def _archive(self) -> zipfile.ZipFile | None:
@@ -89,7 +96,7 @@ class SourceTree:
             source = self._read(f"{base}.py")
             if source is None:
                 source = self._read(f"{base}/__init__.py")
-            self._modules[name] = None if source is None else ast.parse(source)
+            self._modules[name] = None if source is None else _parse(source)
         return self._modules[name]
 
     def find(self, path: str) -> Definition | None:
@@ -167,6 +174,21 @@ class SourceTree:
     def members(self, definition: Definition) -> dict[str, ast.stmt]:
         """What the body of a class itself defines, by name: methods, properties and class variables."""
         return {name: statements[0] for name, statements in _bindings(definition.node).items()}
+
+
+def _parse(source: bytes) -> ast.Module:
+    """`ast.parse`; the garbage collector never visits the result.
+
+    With its millions of nodes each collection of the rest of the session would take a second or more.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 @cache
