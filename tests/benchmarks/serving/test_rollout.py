@@ -1,4 +1,4 @@
-"""The rollout benchmark: drawn requests, the measured window, steps read from a server's log, one run of the real thing."""
+"""The rollout benchmark: drawn requests, the measured window, steps of a server's log, one run of the real thing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 SIZES = Rollout(groups=50, samples=8, prompt_tokens=1024, output_tokens=700, longest=8192, seed=3)
 LOG = """\
-[2026-11-22 10:00:00.000 TP0] Decode batch, #running-req: 40, #token: 900, gen throughput (token/s): 10.0
-[2026-11-22 10:00:00.020 TP0] Decode batch, #running-req: 40, #token: 940, gen throughput (token/s): 10.0
+[2026-11-22 10:00:00.000 TP0] Decode batch, #running-req: 40, #token: 900
+[2026-11-22 10:00:00.020 TP0] Decode batch, #running-req: 40, #token: 940
 another line
-[2026-11-22 10:00:00.025 TP0] Prefill batch, #new-seq: 1, #new-token: 1, #cached-token: 63, #running-req: 39, #queue-req: 2
-[2026-11-22 10:00:00.080 TP0] Decode batch, #running-req: 64, #token: 980, gen throughput (token/s): 10.0
-[2026-11-22 10:00:00.100] Decode batch, #running-req: 64, #token: 1044, gen throughput (token/s): 10.0
+[2026-11-22 10:00:00.025 TP0] Prefill batch, #new-seq: 1, #new-token: 1, #running-req: 39, #queue-req: 2
+[2026-11-22 10:00:00.080 TP0] Decode batch, #running-req: 64, #token: 980
+[2026-11-22 10:00:00.100] Decode batch, #running-req: 64, #token: 1044
 """
 
 
