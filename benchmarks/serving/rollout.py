@@ -19,6 +19,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -29,6 +30,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.provenance import git_commit
+from benchmarks.serving import kernel_profile
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import growth
@@ -42,6 +44,8 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 PROMPT_SIGMA = 0.3
 FEWEST_TOKENS = 8
 CPU_POOL_TOKENS = 16384
+PROFILE_SECONDS = 3.0  # requests go on for so long after the window
+TRACE_SECONDS = 60.0  # until the trace is written
 
 
 class WindowOver(Exception):  # noqa: N818
@@ -98,10 +102,12 @@ class Window:
     Attributes:
         begin_after: ended samples with which the window begins.
         seconds: its length.
+        tail_seconds: how long requests go on after it, for the profile.
     """
 
     begin_after: int
     seconds: float
+    tail_seconds: float = 0.0
     ended: int = 0
     tokens: int = 0
     begun: float | None = None
@@ -123,9 +129,11 @@ class Window:
         if self.begun is None:
             return
         now = time.perf_counter()
-        self.tokens += grown
-        if now - self.begun >= self.seconds:
-            self.over = now
+        if self.over is None:
+            self.tokens += grown
+            if now - self.begun >= self.seconds:
+                self.over = now
+        if self.over is not None and now - self.over >= self.tail_seconds:
             raise WindowOver
 
     @property
@@ -141,13 +149,21 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         RequestError: the requests ended before the window did; more groups are needed.
     """
     server.flush_cache()
-    window = Window(begin_after=min(running, len(requests) // 3), seconds=args.window)
+    tail = PROFILE_SECONDS if args.profile_steps else 0.0
+    window = Window(begin_after=min(running, len(requests) // 3), seconds=args.window, tail_seconds=tail)
     before = server.packing_state()
     begun = time.perf_counter()
+    traces = args.logs / f"trace-{server.process.pid}-{len(requests[0].prompt)}"
+    profiler = threading.Thread(target=profile_after, args=(window, server, traces, args.profile_steps), daemon=True)
+    if args.profile_steps:
+        profiler.start()
     try:
         replay(server.url, requests, on_answer=window.on_answer, on_token=window.on_token, timeout_seconds=args.limit)
     except WindowOver:
         pass
+    except aiohttp.ClientError:
+        if window.over is None:  # later: the profiler took the server down, the window stands
+            raise
     else:
         raise RequestError(f"all {len(requests)} requests ended before the window of {args.window:g} s; raise --groups")
     after = server.packing_state()
@@ -157,7 +173,9 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         s for s in read_steps(server.log_text().splitlines()) if window.begun_wall <= s.end - s.seconds and s.end <= end
     ]
     grown = growth(before["counters"], after["counters"]) if before and after else {}
+    trace = kernel_profile.wait_for_trace(traces, TRACE_SECONDS) if args.profile_steps else None
     return {
+        "profile": None if trace is None else kernel_profile.read_trace(trace, args.profile_steps),
         "tokens_per_second": round(window.tokens / window.measured_seconds, 1),
         "window_seconds": round(window.measured_seconds, 2),
         "seconds": round(time.perf_counter() - begun, 1),
@@ -167,6 +185,13 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         "steps_packed": grown.get("steps_packed", {}),
         "fallbacks": grown.get("fallbacks", {}),
     }
+
+
+def profile_after(window: Window, server: Server, traces: Path, steps: int) -> None:
+    """Traces some steps once the window is over, while requests still run."""
+    while window.over is None:
+        time.sleep(0.05)
+    kernel_profile.start(server, traces, steps)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,6 +209,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--samples", type=int, default=16, metavar="N", help="requests per prompt (16)")
     result.add_argument("--running", type=int, default=256, metavar="N", help="--max-running-requests (256)")
     result.add_argument("--window", type=float, default=30.0, metavar="S", help="seconds measured per run (30)")
+    result.add_argument(
+        "--profile-steps", type=int, default=0, metavar="N", help="steps to trace after the window (0: none)"
+    )
     result.add_argument("--limit", type=float, default=90.0, metavar="S", help="seconds a run may take (90)")
     result.add_argument(
         "--seconds", type=float, default=570.0, metavar="S", help="start no server later than this (570)"
@@ -217,6 +245,8 @@ def server_options(args: argparse.Namespace, model: str, backend: Backend) -> Se
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.profile_steps and not args.model:
+        raise UsageError("--profile-steps needs a GPU: SGLang's profiler traces no kernels on a CPU")
     backends = parse_backends(args.backends, "--backends")
     model, vocabulary, context = model_of(args)
     results = opened(args)
