@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,22 +16,18 @@ from sgl_prefix_attn.demo.client import Answer, Sample, replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, replay_while_decoding, tokens_of
+from tests.e2e.conftest import Tokens, packing, replay_while_decoding, tokens_of
 
 pytestmark = pytest.mark.e2e
 
 Expected = Callable[[Sequence[Request]], Tokens]
 
 
-@pytest.fixture(scope="module")
-def server(launch: Launch) -> Iterator[Server]:
-    with launch(BACKEND) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(server: Server) -> None:
-    server.flush_cache()
+@pytest.fixture
+def server(packed: Server) -> Server:
+    """The shared server with an empty cache."""
+    packed.flush_cache()
+    return packed
 
 
 @pytest.mark.versions
@@ -90,7 +86,7 @@ def test_a_late_request_splits_a_node_that_others_run_on(
 def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
     requests = workloads.to_abort(vocabulary)
     victims = {f"sample-{number}" for number in (0, 3, 4, 15)}
-    # These would run for ten seconds more, so that whatever delays the abort, it is in time.
+    # Long enough that a late abort still finds them running.
     endless = [dataclasses.replace(r, max_new_tokens=3600) if r.name in victims else r for r in requests]
     told: set[str] = set()
 
@@ -112,7 +108,7 @@ def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expec
 def test_a_flushed_cache_is_filled_with_other_prompts(
     server: Server, expected: Expected, vocabulary: Vocabulary
 ) -> None:
-    """Slots and node ids come back for other content; nothing remembered from before the flush may be used."""
+    """KV slots and node ids are used again for other content, so that stale paths would give wrong tokens."""
     first, second = workloads.three_levels(vocabulary), workloads.diverging(vocabulary)
     with packing(server) as done:
         for requests in (first, second, first):
@@ -177,7 +173,7 @@ def _metrics(text: str) -> dict[str, float]:
 
 
 def test_answers_name_their_requests(server: Server, vocabulary: Vocabulary) -> None:
-    """The client's own bookkeeping, on which all comparisons rest: answers come in the order of the requests."""
+    """All comparisons rely on it."""
     requests = [Request(f"r{i}", vocabulary.tokens(20, 12, i), 1 + i) for i in range(6)]
     answers: list[Answer] = replay(server.url, requests)
     assert [answer.request for answer in answers] == requests
