@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sgl_prefix_attn.demo.client import Answer, Sample, replay
+from sgl_prefix_attn.demo.client import Sample, replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
@@ -41,34 +41,29 @@ def test_prompts_that_share_three_levels(server: Server, expected: Expected, voc
     done.assert_packed("decode", "extend")
 
 
-@pytest.mark.versions
-def test_32_parallel_requests_of_ragged_lengths(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.ragged(vocabulary, 32)
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        pytest.param("ragged", ("decode",), marks=pytest.mark.versions),
+        pytest.param("samples", ("decode", "extend"), marks=pytest.mark.versions),
+        ("diverging", ("decode",)),
+    ],
+)
+def test_requests_sent_together(
+    server: Server, expected: Expected, vocabulary: Vocabulary, name: str, modes: tuple[str, ...]
+) -> None:
+    requests = workloads.ALL[name](vocabulary)
     with packing(server) as done:
         answers = replay(server.url, requests)
+    assert [answer.request for answer in answers] == requests
     assert tokens_of(answers) == expected(requests)
-    done.assert_packed("decode")
-
-
-@pytest.mark.versions
-def test_16_samples_of_one_prompt(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.samples(vocabulary)
-    with packing(server) as done:
-        answers = replay(server.url, requests)
-    assert tokens_of(answers) == expected(requests)
-    assert len(answers[0].samples) == 16
-    done.assert_packed("decode", "extend")
+    done.assert_packed(*modes)
     assert done.kv is not None
-    assert done.kv.saved > 0.5
-
-
-def test_16_samples_that_diverge(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.diverging(vocabulary)
-    with packing(server) as done:
-        answers = replay(server.url, requests)
-    assert tokens_of(answers) == expected(requests)
-    assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
-    done.assert_packed("decode")
+    if name == "samples":
+        assert len(answers[0].samples) == 16
+        assert done.kv.saved > 0.5
+    if name == "diverging":
+        assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
 
 
 def test_a_late_request_splits_a_node_that_others_run_on(
@@ -170,11 +165,3 @@ def _metrics(text: str) -> dict[str, float]:
     for name, value in re.findall(r"^([a-z_:]+)(?:\{.*\})? (\S+)$", text, flags=re.MULTILINE):
         totals[name] = totals.get(name, 0.0) + float(value)
     return totals
-
-
-def test_answers_name_their_requests(server: Server, vocabulary: Vocabulary) -> None:
-    """All comparisons rely on it."""
-    requests = [Request(f"r{i}", vocabulary.tokens(20, 12, i), 1 + i) for i in range(6)]
-    answers: list[Answer] = replay(server.url, requests)
-    assert [answer.request for answer in answers] == requests
-    assert [len(answer.samples[0].tokens) for answer in answers] == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""Looks names up in the source of an SGLang, by `ast`, without importing it."""
+"""Finds names in the source of an SGLang with `ast`, without an import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Definition:
-    """Where a name is defined: the node (a statement, or a whole module) and the dotted name of its module."""
+    """A definition: its node (a statement or a module) and the dotted name of its module."""
 
     node: ast.AST
     module: str
@@ -149,13 +149,13 @@ class SourceTree:
         return None
 
     def bases(self, owner: Definition, seen: frozenset[str] = frozenset()) -> list[Definition]:
-        """The base classes of a class, as far as they are SGLang's."""
+        """The base classes of a class that are SGLang's."""
         assert isinstance(owner.node, ast.ClassDef)
         found = [self._find(f"{owner.module}.{ast.unparse(base)}", seen) for base in owner.node.bases]
         return [base for base in found if base is not None and base.is_class]
 
     def signature(self, definition: Definition) -> Signature | None:
-        """Parameters of a function, or of a class's `__init__` without `self`; None when there are none to be seen."""
+        """Parameters of a function, or of a class's `__init__` without `self`; None if it has none."""
         if isinstance(definition.node, FunctionNode):
             return Signature.of(definition.node)
         if isinstance(definition.node, ast.ClassDef):
@@ -172,7 +172,7 @@ class SourceTree:
         return None
 
     def members(self, definition: Definition) -> dict[str, ast.stmt]:
-        """What the body of a class itself defines, by name: methods, properties and class variables."""
+        """Methods, properties and class variables in the body of a class, by name."""
         return {name: statements[0] for name, statements in _bindings(definition.node).items()}
 
 
