@@ -21,7 +21,7 @@ struct PlanHeader {
                           // merge of its first query (its other queries have the next ones), if it has partials
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
-  int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
+  int32_t num_cta_items;  // the first items of the queue: those whose tile takes a whole block
   int32_t active_warps;     // of each block of warps: those that take the others
   int32_t narrow_prevails;  // whether most of the work is in the others
 };
@@ -79,8 +79,8 @@ struct StepState {
   ItemRecord* items;        // [num_items], and room for as many as there are blocks
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered: layers never read the scheduler's tables
-  int32_t* tickets;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done
-  int32_t* arrivals;        // [num_merges, unit heads] partials that are ready; all counters are 0 between launches
+  int32_t* tile_counters;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done
+  int32_t* semaphores;        // [num_merges, unit heads] partials that are ready; all counters are 0 between launches
 };
 
 struct KernelParams {

@@ -65,8 +65,8 @@ LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
   return dispatch(head_dim, dtype, kv_dtype, Size{});
 }
 
-void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
-  prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+void launch_prepare(const KernelParams& params, int32_t ctas, void* stream) {
+  prepare_kernel<<<ctas, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "preparation of the step");
 }
 

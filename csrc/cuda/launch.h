@@ -10,17 +10,17 @@ namespace prefixpack {
 
 // Blocks of a packed launch: what fits on a device at once.
 struct LaunchSize {
-  int32_t blocks;  // that take units for blocks
+  int32_t ctas;  // that take units for blocks
   int32_t
-      few_blocks;  // of these, where most of the work is for warps: one on each multiprocessor that has room for both
-  int32_t warp_blocks;  // whose warps take units for warps
-  bool beside;          // whether the second kernel may begin beside the first: compute capability 9.0 and later
+      few_ctas;  // of these, where most of the work is for warps: one on each multiprocessor that has room for both
+  int32_t warp_ctas;  // whose warps take units for warps
+  bool overlap;          // whether the second kernel may begin beside the first: compute capability 9.0 and later
 };
 
 // Of the current device. Asks the driver; call it once.
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);
 
-void launch_prepare(const KernelParams& params, int32_t blocks, void* stream);
+void launch_prepare(const KernelParams& params, int32_t ctas, void* stream);
 
 // One layer: two kernels side by side. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type or in fp8
 // e4m3.

@@ -17,6 +17,6 @@ struct SerializedPlan {
 // words are made anew; their slots get that much room. group: query heads of each of the kv_heads. warp_blocks:
 // of a launch; if 0, all of their warps take part. Throws std::overflow_error beyond 2^31 - 1 slots.
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
-                              int32_t kv_heads, int32_t warp_blocks);
+                              int32_t kv_heads, int32_t warp_ctas);
 
 }  // namespace prefixpack

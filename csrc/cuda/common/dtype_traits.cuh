@@ -17,24 +17,24 @@ namespace prefixpack {
 
 // KV as queries and outputs are.
 template <class OutputElement>
-struct SameFormat {
+struct SameDtypeKv {
   using Output = OutputElement;
   using Product = OutputElement;
   static constexpr int kKvBytes = 2;
-  static constexpr int kStepsAtOnce = 1;  // steps of 16 dimensions that a load of four matrices serves
+  static constexpr int kStepsPerLoad = 1;  // steps of 16 dimensions that a load of four matrices serves
 
   // Operands of step `step` of what was loaded. Columns: second operand, two blocks of eight keys or dimensions; rows:
   // first operand.
-  static PREFIXPACK_DEVICE void keys_as_columns(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
+  static PREFIXPACK_DEVICE void key_b_fragments(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
     copy(loaded, out);
   }
-  static PREFIXPACK_DEVICE void values_as_columns(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
+  static PREFIXPACK_DEVICE void value_b_fragments(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
     copy(loaded, out);
   }
-  static PREFIXPACK_DEVICE void keys_as_rows(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
+  static PREFIXPACK_DEVICE void key_a_fragments(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
     copy(loaded, out);
   }
-  static PREFIXPACK_DEVICE void values_as_rows(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
+  static PREFIXPACK_DEVICE void value_a_fragments(const uint32_t (&loaded)[4], int, uint32_t (&out)[4]) {
     copy(loaded, out);
   }
 
@@ -47,32 +47,32 @@ struct SameFormat {
 
 // KV in fp8 e4m3. Products are of fp16, which holds all of its values.
 template <class OutputElement>
-struct Float8Format {
+struct Fp8Kv {
   using Output = OutputElement;
   using Product = ptx::Float16;
   static constexpr int kKvBytes = 1;
-  static constexpr int kStepsAtOnce = 2;
+  static constexpr int kStepsPerLoad = 2;
 
-  static PREFIXPACK_DEVICE void keys_as_columns(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
-    ptx::from_float8(loaded[step], out[0], out[1]);
-    ptx::from_float8(loaded[2 + step], out[2], out[3]);
+  static PREFIXPACK_DEVICE void key_b_fragments(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
+    ptx::fp8_to_fp16(loaded[step], out[0], out[1]);
+    ptx::fp8_to_fp16(loaded[2 + step], out[2], out[3]);
   }
-  static PREFIXPACK_DEVICE void values_as_columns(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
-    ptx::from_float8(ptx::even_bytes_first(loaded[2 * step]), out[0], out[2]);
-    ptx::from_float8(ptx::even_bytes_first(loaded[2 * step + 1]), out[1], out[3]);
+  static PREFIXPACK_DEVICE void value_b_fragments(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
+    ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[2 * step]), out[0], out[2]);
+    ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[2 * step + 1]), out[1], out[3]);
   }
-  static PREFIXPACK_DEVICE void keys_as_rows(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
-    ptx::from_float8(loaded[2 * step], out[0], out[2]);
-    ptx::from_float8(loaded[2 * step + 1], out[1], out[3]);
+  static PREFIXPACK_DEVICE void key_a_fragments(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
+    ptx::fp8_to_fp16(loaded[2 * step], out[0], out[2]);
+    ptx::fp8_to_fp16(loaded[2 * step + 1], out[1], out[3]);
   }
-  static PREFIXPACK_DEVICE void values_as_rows(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
-    ptx::from_float8(ptx::even_bytes_first(loaded[step]), out[0], out[1]);
-    ptx::from_float8(ptx::even_bytes_first(loaded[2 + step]), out[2], out[3]);
+  static PREFIXPACK_DEVICE void value_a_fragments(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
+    ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[step]), out[0], out[1]);
+    ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[2 + step]), out[2], out[3]);
   }
 };
 
 // Whether dimensions are numbered as said above.
 template <class Format>
-constexpr bool kDimensionsMoved = Format::kKvBytes == 1;
+constexpr bool kPermutesDims = Format::kKvBytes == 1;
 
 }  // namespace prefixpack

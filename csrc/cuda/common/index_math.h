@@ -12,7 +12,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-struct Unit {
+struct WorkTile {
   int32_t item, head;  // KV head of a unit for a block, unit head of one for a warp
 };
 
@@ -22,10 +22,10 @@ constexpr int32_t kWarpRows = 8;
 // Units for warps that the heads of a group are: 2 for larger groups, which then read the same KV at about the same
 // time. Each has a part of the query heads, as if there were so many times the KV heads; unit heads are counted so.
 // Groups that cannot be halved have no units for warps.
-PREFIXPACK_BOTH int32_t units_of_group(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
+PREFIXPACK_BOTH int32_t head_splits(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
 
 // Items of so many rows or fewer are work for warps, the others for blocks.
-PREFIXPACK_BOTH int32_t narrow_rows(int32_t group) { return kWarpRows * units_of_group(group); }
+PREFIXPACK_BOTH int32_t warp_item_rows(int32_t group) { return kWarpRows * head_splits(group); }
 
 // Division of numbers from 0 to 2^31 - 1 by one that the host knows: a multiplication. (Granlund and Montgomery 1994,
 // theorem 4.2: with 2^shift no less than the number, the inverse is large by so little that no quotient changes.)
@@ -51,20 +51,20 @@ inline Divisor divisor(int32_t number) {
 struct Heads {
   Divisor kv;
   Divisor group;    // query heads of a KV head
-  int32_t parts;    // units_of_group
-  Divisor of_part;  // query heads of each, whose partials are counted together
-  Divisor units;    // unit heads: parts of all KV heads
+  int32_t splits;    // units_of_group
+  Divisor split_heads;  // query heads of each, whose partials are counted together
+  Divisor virtual_heads;    // unit heads: parts of all KV heads
 };
 
 inline Heads heads_of(int32_t q_heads, int32_t kv_heads) {
-  const int32_t group = q_heads / kv_heads, parts = units_of_group(group);
-  return {divisor(kv_heads), divisor(group), parts, divisor(group / parts), divisor(kv_heads * parts)};
+  const int32_t group = q_heads / kv_heads, splits = head_splits(group);
+  return {divisor(kv_heads), divisor(group), splits, divisor(group / splits), divisor(kv_heads * splits)};
 }
 
 // Neighbouring units read neighbouring heads of the same tokens.
-PREFIXPACK_BOTH Unit unit_of(int32_t ticket, const Divisor& heads) {
-  const int32_t item = heads.quotient(ticket);
-  return {item, ticket - item * heads.number};
+PREFIXPACK_BOTH WorkTile work_tile_of(int32_t tile_index, const Divisor& heads) {
+  const int32_t item = heads.quotient(tile_index);
+  return {item, tile_index - item * heads.number};
 }
 
 struct Row {
@@ -79,11 +79,11 @@ PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, const Divisor& group) {
 
 // What the index of a 16-byte chunk of row `row` is mixed with in shared memory (exclusive or), so that the eight rows
 // of an ldmatrix lie in eight different bank groups. Rows of 64 bytes: two of them fill all banks.
-PREFIXPACK_BOTH int32_t chunk_mix(int32_t row, int32_t row_bytes) { return row_bytes < 128 ? row >> 1 & 3 : row & 7; }
+PREFIXPACK_BOTH int32_t swizzle_bits(int32_t row, int32_t row_bytes) { return row_bytes < 128 ? row >> 1 & 3 : row & 7; }
 
 // Byte offset of chunk `chunk` of that row.
-PREFIXPACK_BOTH int32_t swizzled(int32_t row, int32_t chunk, int32_t row_bytes) {
-  return row * row_bytes + ((chunk ^ chunk_mix(row, row_bytes)) << 4);
+PREFIXPACK_BOTH int32_t swizzled_offset(int32_t row, int32_t chunk, int32_t row_bytes) {
+  return row * row_bytes + ((chunk ^ swizzle_bits(row, row_bytes)) << 4);
 }
 
 // Which KV positions a query at `position` sees.
@@ -92,17 +92,17 @@ PREFIXPACK_BOTH bool visible(int32_t kv_position, int32_t position, int32_t wind
 }
 
 // Of the keys behind position `first`, counted from it, those that exist and are seen.
-struct Visible {
+struct VisibleKeys {
   int32_t begin, end;
 };
-PREFIXPACK_BOTH Visible visible_from(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
+PREFIXPACK_BOTH VisibleKeys visible_keys(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
   const int32_t end = kv_end <= position ? kv_end : position + 1;
   const int32_t begin = window_left < 0 ? 0 : position - window_left;
   return {begin > first ? begin - first : 0, end - first};
 }
 
 // First position that any query of the item sees, rounded down to a whole KV tile of the item.
-PREFIXPACK_BOTH int32_t first_read(int32_t kv_begin, int32_t kv_end, int32_t lowest, int32_t window_left,
+PREFIXPACK_BOTH int32_t first_visited(int32_t kv_begin, int32_t kv_end, int32_t lowest, int32_t window_left,
                                    int32_t tile) {
   if (window_left < 0 || lowest - window_left <= kv_begin) return kv_begin;
   const int32_t first = kv_begin + (lowest - window_left - kv_begin) / tile * tile;
@@ -110,10 +110,10 @@ PREFIXPACK_BOTH int32_t first_read(int32_t kv_begin, int32_t kv_end, int32_t low
 }
 
 // Tiles of an item, from the first that is read at `begin`, of which every query sees every key.
-struct WholeTiles {
-  int32_t from, to;
+struct UnmaskedTiles {
+  int32_t begin, end;
 };
-PREFIXPACK_BOTH WholeTiles whole_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
+PREFIXPACK_BOTH UnmaskedTiles unmasked_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
                                        int32_t window_left, int32_t tile) {
   const int32_t seen = (kv_end <= lowest ? kv_end : lowest + 1) - begin, ahead = highest - begin;
   const bool hides = window_left >= 0 && ahead > window_left;
@@ -125,14 +125,14 @@ struct SoftmaxState {
   float max, sum;
 };
 
-PREFIXPACK_BOTH SoftmaxState softmax_start() { return {kMinusInfinity, 0.0f}; }
+PREFIXPACK_BOTH SoftmaxState softmax_identity() { return {kMinusInfinity, 0.0f}; }
 
 // Exponents are taken against this, so that a row that has seen nothing yet yields 2^-inf = 0 and not NaN.
 PREFIXPACK_BOTH float safe_max(float max) { return max == kMinusInfinity ? 0.0f : max; }
 
 // What two partial sums of one row add up to; `scale_a` and `scale_b` are what their outputs are multiplied by.
 template <class Exp2>
-PREFIXPACK_BOTH SoftmaxState softmax_join(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
+PREFIXPACK_BOTH SoftmaxState softmax_merge(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
   const float max = a.max > b.max ? a.max : b.max;
   *scale_a = exp2(a.max - safe_max(max));
   *scale_b = exp2(b.max - safe_max(max));

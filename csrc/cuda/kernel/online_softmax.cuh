@@ -9,9 +9,9 @@ namespace prefixpack {
 
 // Hides what row `half` of the fragment does not see. Columns of the thread start at position `first`.
 template <int KeyBlocks>
-PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
+PREFIXPACK_DEVICE void mask_scores(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
                             int32_t position, int32_t window_left) {
-  const Visible seen = visible_from(first, kv_end, position, window_left);
+  const VisibleKeys seen = visible_keys(first, kv_end, position, window_left);
 #pragma unroll
   for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
     const int32_t key = i / 2 * 8 + i % 2;
@@ -29,11 +29,11 @@ PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_
 }
 
 // Of absolute error below 1e-6; the library's function branches, and would be in every kernel for a rare option.
-PREFIXPACK_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x)); }
+PREFIXPACK_DEVICE float fast_tanh(float x) { return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x)); }
 
 // A maximum may be so many powers of two behind the largest logit seen: sums then are larger than they need be, which
 // does no harm, and most tiles change nothing and need no look at other lanes. (FlashAttention-4 rescales as lazily.)
-constexpr float kMaxBehind = 8.0f;
+constexpr float kRescaleThreshold = 8.0f;
 
 class Softmax {
  public:
@@ -46,7 +46,7 @@ class Softmax {
   PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
     if (cap_ > 0.0f) {
 #pragma unroll
-      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * tanh_of(scores[i] * to_cap_);
+      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * fast_tanh(scores[i] * to_cap_);
     }
   }
   template <int KeyBlocks>
@@ -54,7 +54,7 @@ class Softmax {
     if (cap_ > 0.0f) {
 #pragma unroll
       for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
-        scores[i / 4][i % 4] = cap_ * tanh_of(scores[i / 4][i % 4] * to_cap_);
+        scores[i / 4][i % 4] = cap_ * fast_tanh(scores[i / 4][i % 4] * to_cap_);
       }
     }
   }
@@ -71,7 +71,7 @@ class Softmax {
 #pragma unroll
       for (int32_t i = 1; i < 2 * KeyBlocks; ++i) max[half] = ptx::max(max[half], scores[i / 2][2 * half + i % 2]);
     }
-    if (is_ahead(max, state)) {
+    if (exceeds_threshold(max, state)) {
       for (int32_t mask = 1; mask <= 2; mask *= 2) {
         max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
         max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
@@ -100,10 +100,10 @@ class Softmax {
 
   // The same for transposed fragments, whose columns are the rows of queries: two columns, over eight lanes each.
   template <int ValueBlocks>
-  PREFIXPACK_DEVICE void add_columns(float (&scores)[4], SoftmaxState (&state)[2],
+  PREFIXPACK_DEVICE void add_transposed(float (&scores)[4], SoftmaxState (&state)[2],
                                      float (&output)[ValueBlocks][4]) const {
     float max[2] = {ptx::max(scores[0], scores[2]), ptx::max(scores[1], scores[3])};
-    if (is_ahead(max, state)) {
+    if (exceeds_threshold(max, state)) {
 #pragma unroll
       for (int32_t mask = 4; mask <= 16; mask *= 2) {
         max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
@@ -128,14 +128,14 @@ class Softmax {
 
  private:
   // Whether a maximum of any lane is too far behind.
-  PREFIXPACK_DEVICE bool is_ahead(const float (&max)[2], const SoftmaxState (&state)[2]) const {
-    return ptx::any(max[0] * to_base_2_ > state[0].max + kMaxBehind || max[1] * to_base_2_ > state[1].max + kMaxBehind);
+  PREFIXPACK_DEVICE bool exceeds_threshold(const float (&max)[2], const SoftmaxState (&state)[2]) const {
+    return ptx::any(max[0] * to_base_2_ > state[0].max + kRescaleThreshold || max[1] * to_base_2_ > state[1].max + kRescaleThreshold);
   }
 
   // Brings a state to the maximum of these scores, if it is too far behind; returns what the row's outputs are
   // multiplied by. What other rows have must not matter: rows of a tile that are none hold anything.
   PREFIXPACK_DEVICE float advance(float max_score, SoftmaxState& state) const {
-    const float seen = max_score * to_base_2_, max = seen > state.max + kMaxBehind ? seen : state.max;
+    const float seen = max_score * to_base_2_, max = seen > state.max + kRescaleThreshold ? seen : state.max;
     const float rescale = ptx::exp2(state.max - safe_max(max));
     state = {max, state.sum * rescale};
     return rescale;
@@ -144,12 +144,12 @@ class Softmax {
   const float cap_, to_cap_, to_base_2_;
 };
 
-PREFIXPACK_DEVICE void add_up_quad(float& sum) {
+PREFIXPACK_DEVICE void quad_sum(float& sum) {
   sum += ptx::shuffle_xor(sum, 1);
   sum += ptx::shuffle_xor(sum, 2);
 }
 
-PREFIXPACK_DEVICE void add_up_columns(float& sum) {
+PREFIXPACK_DEVICE void column_sum(float& sum) {
   sum += ptx::shuffle_xor(sum, 4);
   sum += ptx::shuffle_xor(sum, 8);
   sum += ptx::shuffle_xor(sum, 16);

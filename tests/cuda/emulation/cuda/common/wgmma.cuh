@@ -13,31 +13,31 @@
 
 namespace prefixpack::ptx {
 
-struct MatrixDescriptor {
+struct SmemDescriptor {
   SharedAddress address;
   int32_t leading, stride;
 };
-inline MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
+inline SmemDescriptor smem_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
   if (address % 16 != 0 || leading % 16 != 0 || stride % 1024 != 0) emulation::fail("misaligned matrix");
   return {address, leading, stride};
 }
-inline MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
-  return matrix_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
+inline SmemDescriptor advance(SmemDescriptor matrix, int32_t bytes) {
+  return smem_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
 }
 
-inline void show_to_products() {
+inline void fence_proxy_async() {
   emulation::Fiber& fiber = emulation::self();
   for (size_t chunk : fiber.landed) fiber.block->hidden[chunk] = false;
   fiber.landed.clear();
 }
-inline void products_begin(int line = __builtin_LINE()) { warp_sync(line); }
-inline void products_commit() {
+inline void wgmma_fence(int line = __builtin_LINE()) { warp_sync(line); }
+inline void wgmma_commit() {
   emulation::Fiber& fiber = emulation::self();
   fiber.product_groups.push_back(std::move(fiber.open_products));
   fiber.open_products.clear();
 }
 template <int Pending>
-inline void products_wait() {
+inline void wgmma_wait() {
   auto& groups = emulation::self().product_groups;
   while (static_cast<int>(groups.size()) > Pending) {
     const auto group = std::move(groups.front());
@@ -46,11 +46,11 @@ inline void products_wait() {
   }
 }
 template <class Fragment>
-inline void settle(Fragment&) {}
+inline void wgmma_fence_operand(Fragment&) {}
 
 // The element `offset` bytes from a matrix's begin. The hardware mixes the bits of addresses, wherever a matrix begins.
 template <class Element>
-inline float matrix_element(const MatrixDescriptor& matrix, int32_t offset) {
+inline float matrix_element(const SmemDescriptor& matrix, int32_t offset) {
   const SharedAddress address = matrix.address + static_cast<SharedAddress>(offset);
   const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
   const char* at = emulation::self().block->shared_begin() + mixed;
@@ -62,12 +62,12 @@ inline float matrix_element(const MatrixDescriptor& matrix, int32_t offset) {
 }
 // Rows of 64 elements along the sum: element k of row (or column of b) `row`.
 template <class Element>
-inline float along_sum(const MatrixDescriptor& matrix, int32_t row, int32_t k) {
+inline float along_sum(const SmemDescriptor& matrix, int32_t row, int32_t k) {
   return matrix_element<Element>(matrix, row / 8 * matrix.stride + row % 8 * 128 + k * 2);
 }
 // Rows across the sum.
 template <class Element>
-inline float across_sum(const MatrixDescriptor& matrix, int32_t column, int32_t k) {
+inline float across_sum(const SmemDescriptor& matrix, int32_t column, int32_t k) {
   return matrix_element<Element>(matrix,
                                  column / 64 * matrix.leading + k / 8 * matrix.stride + k % 8 * 128 + column % 64 * 2);
 }
@@ -97,7 +97,7 @@ inline void carry_out(float (&c)[Blocks][4], bool add, const Product& product) {
 }
 
 template <class Element, bool Add>
-inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b) {
+inline void wgmma(float (&c)[8][4], SmemDescriptor a, SmemDescriptor b) {
   carry_out(c, Add, [a, b](std::vector<float>& sums) {
     const int thread = thread_index();
     for (int i = 0; i < 32; ++i) {
@@ -110,7 +110,7 @@ inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescripto
 }
 
 template <class Element>
-inline void multiply_group(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b) {
+inline void wgmma(float (&c)[16][4], const uint32_t (&a)[4], SmemDescriptor b) {
   carry_out(c, true, [&a, b](std::vector<float>& sums) {
     const uint64_t words[4] = {a[0], a[1], a[2], a[3]};
     const auto* lanes = emulation::exchange(words, 4, __LINE__);
