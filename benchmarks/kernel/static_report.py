@@ -38,7 +38,7 @@ def readable(symbol: str) -> str:
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(attention_ctas|attention_warps|epilogue)ILi(\d+)E", symbol)
+    kernel = re.search(r"(attention_ctas|attention_warps|run_epilogue)ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 

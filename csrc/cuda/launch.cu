@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   prepare_step(params);
 }
 
-// Calls run.operator()<HeadDim, Format>() for the instantiation that fits.
+// Calls run.operator()<HeadDim, Format>() for the matching instantiation.
 template <class Format, class Run>
 auto dispatch(int32_t head_dim, const Run& run) {
   switch (head_dim) {

@@ -1,4 +1,4 @@
-// How a block merges partials of its unit's queries.
+// Combine of split-KV partials by a CTA.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -10,31 +10,30 @@
 
 namespace prefixpack {
 
-// A row of a block's unit, finished: what its sums are multiplied by, and where the products go.
+// Epilogue state of a row of the tile.
 struct RowEpilogue {
-  void* target;  // [head_dim] of a partial, float, or, if the unit has no others, of the output
+  void* target;  // [head_dim] fp32 partial, or 16-bit output if the tile writes through
   float weights[kMaxKeyWarps];
   float lse;  // to base 2
 };
 
-// Of a query, see query_of_part.
+// The heads of one query whose partials share a semaphore, see query_of_split.
 struct QuerySplit {
   int32_t token;
   PartialList list;
-  bool ready;  // to be merged here
+  bool ready;  // this CTA combines it
 };
 static_assert(sizeof(RowEpilogue) + sizeof(QuerySplit) <= kRowEpilogueBytes, "room for each row");
 
-// What a block has of its unit, in shared memory.
+// Results of the CTA's tile, in shared memory.
 struct TileResults {
   const RowEpilogue* rows;
   const QuerySplit* splits;
-  const float* accumulators;  // [rows][kSumWidth] the unit's own partial
-  int32_t* scratch;   // [kMergeRoom]
+  const float* accumulators;  // [rows][kAccumulatorStride] the tile's own partial
+  int32_t* scratch;           // [kCombineScratchWords] partial slots
 };
 
-// The end of the parts from `part` on whose slots there is room for at a time: nearly always all. Called by all
-// threads.
+// End of the splits from `split` on whose partial slots fit into the scratch; nearly always all. Called by all threads.
 PREFIXPACK_DEVICE int32_t scratch_split_end(const TileResults& own, int32_t split, int32_t num_splits) {
   const int32_t first_entry = own.splits[split].list.first;
   int32_t end = num_splits;
@@ -46,8 +45,8 @@ PREFIXPACK_DEVICE int32_t scratch_split_end(const TileResults& own, int32_t spli
   return end;
 }
 
-// Brings the slots of the partials of these parts to the scratch, for all threads that meet afterwards. The last warps
-// first, since the first ones have parts to look after.
+// Loads the partial slots of splits [split, end) into the scratch; a barrier follows. The last warps load first,
+// because the first ones handle the semaphores.
 template <int HeadDim>
 PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own, int32_t split, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
@@ -59,7 +58,7 @@ PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own,
   }
 }
 
-// Merges those of the parts [part, end) that are ready. Slots are in the scratch.
+// Combines those of the splits [split, end) that are ready. Their slots are in the scratch.
 template <int HeadDim, class Output>
 PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& own, int32_t split, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
@@ -71,11 +70,12 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
   const int32_t partial_stride = attention.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));
   const int32_t first_entry = own.splits[split].list.first;
   const int32_t heads = all_heads.split_heads.number, rows = (end - split) * heads;
-  // Eight lanes have a row. Whole warps go round: lanes exchange what they have read.
+  // Eight lanes combine a row. All lanes of a warp iterate alike, because they exchange what they loaded.
 #pragma unroll 1
   for (int32_t begin = thread / 32 * (32 / kCombineLanes); begin < rows; begin += kThreads / kCombineLanes) {
     const int32_t row = begin + thread % 32 / kCombineLanes < rows ? begin + thread % 32 / kCombineLanes : begin;
-    const int32_t split_index = split + all_heads.split_heads.quotient(row), query = query_of_split(state.params, split_index);
+    const int32_t split_index = split + all_heads.split_heads.quotient(row),
+                  query = query_of_split(state.params, split_index);
     const int32_t in_group = split * heads + row - query * group, head = first_head + in_group;
     const QuerySplit& mine = own.splits[split_index];
     const int32_t count = mine.ready ? mine.list.count : 0;
@@ -93,7 +93,7 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
     constexpr int kQuads = HeadDim / 32;
     float accumulators[kQuads][4] = {};
     CombineWeights weights{};
-    float lse = 0.0f, weight = 0.0f;  // of partial `lane` of eight
+    float lse = 0.0f, weight = 0.0f;  // of partial `lane` of the eight in turn
     int32_t done = 0;
 #pragma unroll 1
     do {
@@ -115,7 +115,7 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
         for (int32_t i = lane + kCombineLanes; i < count; i += kCombineLanes) joined = add_partial(joined, lse_at(i));
         ptx::warp_sync();
         weights = combine_weights(attention, head, joined,
-                                [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+                                  [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
       }
       if (ptx::uniform(begins)) weight = weights.of(lse);
 #pragma unroll
@@ -140,8 +140,8 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
   }
 }
 
-// Merges the parts that are ready, of which the slots of those before `end` were brought. All threads have met since,
-// and meet again before this returns.
+// Combines the splits that are ready; the slots of those before `end` are loaded. A barrier precedes the call, and
+// another one its return.
 template <int HeadDim, class Output>
 PREFIXPACK_DEVICE void combine_splits(const CtaState& state, const TileResults& own, int32_t end) {
   const int32_t num_splits = state.item.query_count * state.params.heads.splits;

@@ -1,4 +1,4 @@
-// What a block keeps in shared memory behind the tiles.
+// State of a CTA in shared memory, behind the tiles.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -8,12 +8,12 @@
 
 namespace prefixpack {
 
-// Parameters and header are read often, by code that is called and so cannot read them from where a kernel's parameters
-// lie.
+// Parameters and header are copied to shared memory, because called functions cannot read kernel parameters from
+// constant memory.
 struct CtaState {
   KernelParams params;
   PlanHeader header;
-  int32_t tile_index;  // of the present unit
+  int32_t tile_index;  // of the current tile
   int32_t kv_head;
   ItemRecord item;
   NextTile next;

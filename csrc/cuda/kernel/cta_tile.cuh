@@ -1,5 +1,4 @@
-// The rows of a block's unit, however products are made: where queries come from, what they see, their running sums,
-// and where these go when the unit is done.
+// Rows of a CTA tile, common to both mainloops: queries, masks, accumulators, and their way to the epilogue.
 #pragma once
 
 #include "cuda/common/dtype_traits.cuh"
@@ -13,12 +12,11 @@
 
 namespace prefixpack {
 
-// TileT says where 16-byte chunks of the queries lie in shared memory, at whose begin they are, and which rows and keys
-// of a tile each warp has.
+// TileT: layout of the queries in shared memory (which they begin), and the rows and keys of a KV tile for each warp.
 template <class TileT, class Format>
 class CtaTile {
  protected:
-  // params: wherever they are read fastest.
+  // params: in constant or shared memory, whichever the caller reads faster.
   PREFIXPACK_DEVICE CtaTile(const KernelParams& params, const CtaState& state, char* shared)
       : params_(params),
         cta_(state),
@@ -32,7 +30,8 @@ class CtaTile {
         lane_(thread_ % 32),
         row_warp_(thread_ / 32 % TileT::kRowWarps),
         key_warp_(thread_ / 32 / TileT::kRowWarps),
-        begin_(first_visited(item_.kv_begin, item_.kv_end, item_.lowest, params.attention.window_left, kWindowGranularity)),
+        begin_(first_visited(item_.kv_begin, item_.kv_end, item_.lowest, params.attention.window_left,
+                             kWindowGranularity)),
         keys_(item_.kv_end - begin_),
         num_tiles_((keys_ + TileT::kKeys - 1) / TileT::kKeys),
         unmasked_(unmasked_tiles(begin_, item_.kv_end, item_.lowest, item_.highest, window_, TileT::kKeys)),
@@ -48,7 +47,8 @@ class CtaTile {
 
   // Queries ---------------------------------------------------------------------------------------------------------
 
-  // Where the thread's row of queries begins, in elements, or -1: read at once with all else that a unit begins with.
+  // Offset in q of the row that is this thread's number, in elements; -1 beyond the last row. Issued together with the
+  // tile's other first loads.
   PREFIXPACK_DEVICE int64_t query_offset() const {
     const bool valid = thread_ < rows_;
     const Row place = row_of(valid ? thread_ : 0, cta_.kv_head, params_.heads.group);
@@ -56,7 +56,7 @@ class CtaTile {
     return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 
-  // offsets: of all rows.
+  // offsets: [kRows] from query_offset().
   PREFIXPACK_DEVICE void load_queries(const int64_t* offsets) const {
     const int32_t chunk = thread_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
@@ -67,7 +67,7 @@ class CtaTile {
     }
   }
 
-  // Queries that are here get the format of products, and their dimensions the places that keys have them in.
+  // Converts the queries in shared memory to the MMA's dtype, and permutes their dimensions as those of fp8 keys are.
   PREFIXPACK_DEVICE void convert_queries() const {
     const int32_t thread = ptx::volatile_thread_index();
     constexpr int32_t kPairs = kQueryChunks / 2;
@@ -88,14 +88,14 @@ class CtaTile {
     }
   }
 
-  // Sums -----------------------------------------------------------------------------------------------------------
+  // Accumulators ----------------------------------------------------------------------------------------------------
 
-  // Row of the tile that the fragments of a thread hold: `half` 0 or 1 for its two rows of a row block.
+  // Row of the tile that a thread's fragment holds. half: 0 or 1, for its two rows of a row block.
   PREFIXPACK_DEVICE static int32_t fragment_row(int32_t thread, int32_t block, int32_t half) {
     return TileT::first_row(thread / 32 % TileT::kRowWarps, block) + half * 8 + thread % 32 / 4;
   }
 
-  // Read when a mask needs it, which is seldom; kept, it would cost the widest tile registers that it has not.
+  // Loaded only for masked tiles: keeping it in a register would spill in the widest tile.
   PREFIXPACK_DEVICE int32_t position_of(int32_t row) const {
     const int32_t query = params_.heads.group.quotient(row);
     return row < rows_ ? params_.step.query_position[item_.query_begin + query] : item_.highest;
@@ -113,7 +113,7 @@ class CtaTile {
     }
   }
 
-  // Products of a row block's queries and a tile's keys become weights.
+  // Turns the scores of a row block into softmax weights: scale, mask, online softmax.
   PREFIXPACK_DEVICE void softmax_step(int32_t tile, int32_t block, float (&scores)[kKeyBlocks][4]) {
     softmax_.transform(scores);
     if (ptx::uniform(tile < unmasked_.begin || tile >= unmasked_.end)) {
@@ -127,10 +127,10 @@ class CtaTile {
     softmax_.add(scores, softmax_state_[block], accumulators_[block]);
   }
 
-  // Results --------------------------------------------------------------------------------------------------------
+  // Epilogue --------------------------------------------------------------------------------------------------------
 
-  // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
-  // warp order, and rows leave it in one piece.
+  // Stores the accumulators in shared memory, over the ring. Warps that had different keys of the same rows are reduced
+  // there in warp order, and rows are stored to global memory contiguously.
   PREFIXPACK_DEVICE EpilogueInputs store_accumulators() {
     const EpilogueInputs inputs = EpilogueInputs::prefetch(params_, cta_);
     const int32_t thread = ptx::volatile_thread_index(), lane = thread % 32;
@@ -143,15 +143,16 @@ class CtaTile {
         quad_sum(softmax_state_[block][half].sum);
         float* mine = accumulators + (key_warp_ * TileT::kRows + fragment_row(thread, block, half)) * kWidth;
         store_accumulator_row(mine, lane, accumulators_[block], half);
-        if (lane % 4 == 0) ptx::store_pair(mine + TileT::kHeadDim, softmax_state_[block][half].max, softmax_state_[block][half].sum);
+        if (lane % 4 == 0)
+          ptx::store_pair(mine + TileT::kHeadDim, softmax_state_[block][half].max, softmax_state_[block][half].sum);
       }
     }
     ptx::cta_sync();
     return inputs;
   }
-  // Sums of one row of a row block.
+  // Stores the accumulators of one row of a row block.
   static PREFIXPACK_DEVICE void store_accumulator_row(float* row, int32_t lane, const float (&output)[kValueBlocks][4],
-                                           int32_t half) {
+                                                      int32_t half) {
 #pragma unroll
     for (int32_t column = 0; column < kValueBlocks; column += 2) {
       const float left[2] = {output[column][2 * half], output[column][2 * half + 1]};
@@ -173,7 +174,7 @@ class CtaTile {
   char* const shared_;
   const ptx::SharedAddress queries_;
   const int32_t thread_, lane_, row_warp_, key_warp_;
-  const int32_t begin_, keys_, num_tiles_;  // KV positions that are read, in tiles
+  const int32_t begin_, keys_, num_tiles_;  // visited KV positions, in KV tiles
   const UnmaskedTiles unmasked_;
   const Softmax softmax_;
   SoftmaxState softmax_state_[kRowBlocks][2];

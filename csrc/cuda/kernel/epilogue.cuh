@@ -1,5 +1,5 @@
-// What becomes of the sums of a block's unit: they are finished, stored, and merged with other partials of their
-// queries if these are there. One function for all tiles, since its code comes from memory too.
+// Epilogue of a CTA tile: normalizes the accumulators, stores them, and combines the queries whose last partial this
+// is. One function for all tiles, because its code has to be fetched as well.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -11,10 +11,10 @@
 
 namespace prefixpack {
 
-// Joins what the key warps have of a row, whose maximum and sum of the first of them are at `sums`. Stores its lse.
-// stride: from one key warp to the next. token: of the row, if the unit writes the output.
+// Reduces the softmax state of a row over the key warps and stores its lse. accumulators: maximum and sum of the first
+// key warp, `stride` floats apart for the others. token: of the row, if the tile writes the output.
 PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const float* accumulators, int32_t key_warps,
-                                  int32_t stride, int32_t token, RowEpilogue* result) {
+                                    int32_t stride, int32_t token, RowEpilogue* result) {
   const AttentionParams& attention = state.params.attention;
   const ItemRecord& item = state.item;
   const Row place = row_of(row, state.kv_head, state.params.heads.group);
@@ -45,13 +45,13 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   }
 }
 
-// Stores what a unit came to, and merges those of its queries of which it was the normalized partial. All threads have met
-// since the sums were written, and meet again before this returns. The next unit's record is asked for while rows are
-// stored.
+// Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
+// precedes the call, and another one its return. The next tile's record is prefetched meanwhile.
 //
-// A query whose other partials are all there is merged at once: what this unit has of it need not go through memory.
+// If all other partials of a query have arrived, it is combined at once: its own partial does not go through global
+// memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
+PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   constexpr int kWidth = kAccumulatorStride<HeadDim>;
   CtaState& state = *cta_state(shared);
@@ -75,7 +75,7 @@ PREFIXPACK_DEVICE_CALL void epilogue(char* shared, AccumulatorLayout layout, Epi
   }
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
-               results + thread);
+                 results + thread);
   }
   const int32_t next_tile = state.next.tile_index_of(inputs.claimed);
   const int32_t word = state.next.prefetch_record(state.params, next_tile);
@@ -87,7 +87,7 @@ PREFIXPACK_DEVICE_CALL void epilogue(char* shared, AccumulatorLayout layout, Epi
 #pragma unroll 1
   for (int32_t first = thread / kQuads; first < rows; first += kAtOnce * kRowsApart) {
     float* own = accumulators + first * kWidth + column;
-    void* targets[kAtOnce];  // nullptr where the part is merged here
+    void* targets[kAtOnce];  // nullptr if the split is combined here
     float quads[kAtOnce][4] = {};
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
@@ -122,7 +122,7 @@ PREFIXPACK_DEVICE_CALL void epilogue(char* shared, AccumulatorLayout layout, Epi
   ptx::cta_sync();
   if (!merges) return;
   const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
-  // While it is not known yet which parts are ready: a block that comes normalized has nothing else to do.
+  // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
   const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
   load_slots<HeadDim>(state, own, 0, end);
   if (has_split && !split.ready) {

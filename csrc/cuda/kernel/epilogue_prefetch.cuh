@@ -1,4 +1,4 @@
-// What the end of a block's unit needs to know, asked for while its sums go to shared memory.
+// Loads that the epilogue of a CTA tile needs, issued while the accumulators are stored in shared memory.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -8,8 +8,8 @@
 
 namespace prefixpack {
 
-// A query has one part or two: the heads whose partials are counted together. The parts of a unit's queries follow each
-// other.
+// A query has one or two head splits (see head_splits), each with a semaphore of its own. Splits of a tile's queries
+// are numbered consecutively.
 PREFIXPACK_DEVICE int32_t query_of_split(const KernelParams& params, int32_t split) {
   return params.heads.splits > 1 ? split >> 1 : split;
 }
@@ -19,13 +19,13 @@ PREFIXPACK_DEVICE int32_t* semaphore_of_split(const KernelParams& params, const 
   return semaphore_of(params, state.item.merge_begin + query, state.kv_head * splits + split - query * splits);
 }
 
-// As it comes from memory: nothing is worked out yet that would wait for it.
+// As loaded: nothing here is used yet, because that would wait for it.
 struct EpilogueInputs {
-  int32_t claimed;  // see NextUnit::ask
-  int32_t token;         // of the part that is this thread's number; of the row, if the unit writes the output
-  int32_t arrived, list_begin, list_end;  // of the part, see MergeList
+  int32_t claimed;  // see NextTile::claim
+  int32_t token;    // of the split that is this thread's number; of the row, if the tile writes the output
+  int32_t arrived, list_begin, list_end;  // of the split, see PartialList
 
-  // Called by all threads. params: wherever they are read fastest.
+  // Called by all threads. params: in constant or shared memory.
   static PREFIXPACK_DEVICE EpilogueInputs prefetch(const KernelParams& params, const CtaState& state) {
     const ItemRecord& item = state.item;
     const PlanReader plan{params.plan, state.header};

@@ -1,4 +1,4 @@
-// The tile table of the GPU kernels: which warps do what for a tile of so many rows.
+// Tile table of the GPU kernels: tile sizes, shared-memory layouts, and the roles of the warps.
 #pragma once
 
 #include <cstdint>
@@ -9,55 +9,57 @@
 namespace prefixpack {
 
 constexpr int kCtasPerSm = 2;
-// Two blocks share the 228 KiB of an sm_90 multiprocessor, 1 KiB of each is the system's.
+// Two CTAs share the 228 KiB of an sm_90 SM; 1 KiB per CTA is reserved by the system.
 constexpr int kSharedBytes = 112 * 1024;
-constexpr int kCtaStateBytes = 512;  // of which kSharedBytes leaves the system's share and this
+constexpr int kCtaStateBytes = 512;  // kSharedBytes leaves room for this and the reserved 1 KiB
 constexpr int kLaunchSharedBytes = kSharedBytes + kCtaStateBytes;
 constexpr int kMaxStages = 4;
 
-// Sixteen warps on a multiprocessor hide each other's waits; sums of wider heads leave registers for eight.
+// 16 warps per SM hide each other's latency. Wider heads need the registers of eight.
 template <int HeadDim>
 constexpr int kCtaWarps = HeadDim > 128 ? 4 : 8;
 template <int HeadDim>
 constexpr int kCtaThreads = 32 * kCtaWarps<HeadDim>;
 
-// Slots of partials that a block has room for when it merges: at least those of one query.
+// Partial slots that a CTA can hold while it combines: at least those of one query.
 constexpr int kCombineScratchWords = 6 * 1024;
 
-// What a window hides of an item is left out by so many keys at a time, whatever the tile of a block.
+// A sliding window skips KV in multiples of this, whatever the CTA's KV tile.
 constexpr int kWindowGranularity = 64;
 
-// Of a row's sums: whole 16-byte words, banks shifted from row to row. The maximum and the sum are behind the values.
+// Floats of a row's accumulators in shared memory: head_dim, then the maximum and the sum; padded to 16 bytes and so
+// that consecutive rows differ in banks.
 template <int HeadDim>
 constexpr int kAccumulatorStride = HeadDim + 8;
 constexpr int kMaxKeyWarps = 4;
-constexpr int kRowEpilogueBytes = 64;  // that a block keeps of a row whose sums are finished
+constexpr int kRowEpilogueBytes = 64;  // epilogue state of a row
 
-// How a unit leaves its sums in shared memory, of `key_warps` warps that had different keys of the same rows one after
-// the other: [key_warps][rows][kSumWidth]. Bytes before and behind those of the first are free then.
+// Layout of a tile's accumulators in shared memory: [key_warps][rows][kAccumulatorStride]. key_warps: warps that had
+// different keys of the same rows. Bytes before and behind those of the first key warp are free after the reduction.
 struct AccumulatorLayout {
-  int32_t at;  // in bytes
+  int32_t at;  // byte offset
   int32_t rows, key_warps;
-  int32_t scratch_at;  // in bytes, room for kMergeRoom words
+  int32_t scratch_at;  // byte offset of the scratch of kCombineScratchWords words
 };
 
-// In front, where the queries were, is room for the states of the rows, and for more if it is wide.
+// The epilogue state of the rows overlays the queries, in front. If they leave enough room, so does the scratch of the
+// combine.
 template <int HeadDim, int Rows, int KeyWarps, int QueryBytes>
 constexpr AccumulatorLayout accumulator_layout() {
   static_assert(Rows * kRowEpilogueBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
   constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= QueryBytes;
   constexpr int kBehind = QueryBytes + Rows * kAccumulatorStride<HeadDim> * 4;
   static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for merging");
-  static_assert(QueryBytes + KeyWarps * Rows * kAccumulatorStride<HeadDim> * 4 <= kSharedBytes, "sums of all key warps");
+  static_assert(QueryBytes + KeyWarps * Rows * kAccumulatorStride<HeadDim> * 4 <= kSharedBytes,
+                "sums of all key warps");
   return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};
 }
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-// Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
-// the end. Where there are sixteen rows for each, it has rows of its own.
-// KvBytes: of a stored element.
+// CTA tile of mma.sync. Rows are (query, head of the group). With few rows the warps share the keys of a KV tile and
+// are reduced in the epilogue. From 16 rows per warp on, each warp has rows of its own. KvBytes: of a stored element.
 template <int HeadDim, int Rows, int KvBytes>
 struct MmaTile {
   static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks, or has four");
@@ -67,9 +69,9 @@ struct MmaTile {
   static constexpr int kThreads = kCtaThreads<HeadDim>;
   static constexpr int kRowWarps = min_of(kThreads / 32, Rows / 16);
   static constexpr int kKeyWarps = kThreads / 32 / kRowWarps;
-  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
+  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // 16-row blocks per warp
   static constexpr int kRowBytes = HeadDim * KvBytes;       // of K or V
-  // What the registers for scores allow; many where warps share them out, and a chunk for each thread.
+  // Limited by the registers for scores. More keys where warps share them, and at least a 16-byte chunk per thread.
   static constexpr int kKeys = HeadDim > 128   ? (Rows > 32 ? 16 : 32)
                                : kKeyWarps > 2 ? kWindowGranularity
                                                : max_of(16 * kKeyWarps, kThreads * 16 / kRowBytes);
@@ -78,7 +80,9 @@ struct MmaTile {
   static constexpr int kQueryBytes = Rows * kQueryRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
-  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() { return accumulator_layout<HeadDim, Rows, kKeyWarps, kQueryBytes>(); }
+  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
+    return accumulator_layout<HeadDim, Rows, kKeyWarps, kQueryBytes>();
+  }
 
   PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
     return swizzled_offset(row, chunk, kQueryRowBytes);
@@ -93,14 +97,14 @@ struct MmaTile {
   static_assert(kStages >= 2, "a tile needs two stages in flight");
 };
 
-// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such
-// warps share a multiprocessor, or one beside a block of the other kernel.
+// Warp kernel: a warp has its queries and a ring of stages, each the K or the V of a KV tile. Two such CTAs of eight
+// warps share an SM, or one shares it with a CTA of the CTA kernel.
 constexpr int kDecodeWarps = 8;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeCtasPerSm = 2;
 constexpr int kWarpBytes = 14 * 1024;
-constexpr int kMinActiveWarps = 4;       // of a block, to use all of the memory's bandwidth
-constexpr int kBandwidthBoundTokens = 256;  // units so long are bound by bandwidth, shorter ones by latency
+constexpr int kMinActiveWarps = 4;          // per CTA, enough to saturate memory bandwidth
+constexpr int kBandwidthBoundTokens = 256;  // tiles of this length are bound by bandwidth, shorter ones by latency
 
 template <int HeadDim, int KvBytes>
 struct WarpTile {
@@ -111,16 +115,17 @@ struct WarpTile {
   static constexpr int kQueryRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = kRows * kQueryRowBytes;
   static constexpr int kStageBytes = kKeys * kRowBytes;
-  static constexpr bool kAccumulatorsInStage = kRows * HeadDim * 4 <= kStageBytes;  // sums lie where a piece was
-  static constexpr int kAccumulatorBytes = kAccumulatorsInStage ? 0 : kRows * HeadDim * 4;  // or in a place of their own
+  static constexpr bool kAccumulatorsInStage = kRows * HeadDim * 4 <= kStageBytes;  // accumulators overlay a stage
+  static constexpr int kAccumulatorBytes =
+      kAccumulatorsInStage ? 0 : kRows * HeadDim * 4;  // or have shared memory of their own
   static constexpr int kStages = min_of(8, (kWarpBytes - kQueryBytes - kAccumulatorBytes) / kStageBytes);
 
   static_assert(kStages >= 3, "a piece in use and two in flight");
 };
 
-// Warps of each of `blocks` blocks that take units, of `tokens` KV positions each; 0: of various lengths. Many units of
-// one length are done in rounds, and a last round of a few warps leaves memory idle: where fewer warps are enough for
-// all of its bandwidth, as many take part as fill their rounds best.
+// Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. Many tiles of one length run in waves,
+// and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number that fills its waves
+// best takes part.
 inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
   if (tokens < kBandwidthBoundTokens || blocks == 0) return kDecodeWarps;
   int32_t best = kDecodeWarps;
@@ -133,11 +138,11 @@ inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
   return best;
 }
 
-// Wider heads leave a warp neither the registers nor the shared memory for work of its own.
+// Whether there is a warp kernel. Wider heads leave a warp too few registers and too little shared memory.
 template <int HeadDim>
 constexpr bool kHasWarpKernel = HeadDim <= 128;
 
-// Nor the registers for two row blocks per warp.
+// Wider heads leave no registers for two row blocks per warp.
 template <int HeadDim>
 constexpr int kMaxTileRows = HeadDim > 128 ? 64 : 128;
 

@@ -1,4 +1,4 @@
-// The kernels as CUDA sees them; one small .cu file instantiates each head size.
+// The __global__ kernels and their launches; one small .cu file instantiates each head size and dtype.
 #pragma once
 
 #include "cuda/common/check.cuh"
@@ -7,8 +7,7 @@
 
 namespace prefixpack {
 
-// Before compute capability 9.0 shared memory has room for one block of either kernel, which then may have all
-// registers.
+// Before compute capability 9.0, shared memory holds one CTA of either kernel, which may use all registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kResidentCtas = 1, kResidentDecodeCtas = 1;
 #else
@@ -35,8 +34,7 @@ int32_t resident_ctas(Kernel kernel, int32_t threads, int32_t shared_bytes) {
              "cudaFuncSetAttribute");
   int device = 0, sms = 0, ctas_per_sm = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, threads, shared_bytes),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return sms * ctas_per_sm;
@@ -47,8 +45,7 @@ LaunchSize launch_size_of() {
   int device = 0, major = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   LaunchSize size{};
   size.ctas = size.few_ctas = resident_ctas(attention_ctas<HeadDim, Format>, kCtaThreads<HeadDim>, kLaunchSharedBytes);
   size.overlap = major >= 9;
@@ -66,7 +63,7 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
       <<<size.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes, stream>>>(params, ctas, size.few_ctas);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kHasWarpKernel<HeadDim>) {
-    // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.
+    // Starts when all CTAs of the first kernel have started, and runs beside them. On older devices it runs after them.
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -77,7 +74,8 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = size.overlap ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, attention_warps<HeadDim, Format>, params, ctas), "packed attention of warps");
+    check_cuda(cudaLaunchKernelEx(&config, attention_warps<HeadDim, Format>, params, ctas),
+               "packed attention of warps");
   }
 }
 

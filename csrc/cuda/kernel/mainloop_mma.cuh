@@ -1,7 +1,7 @@
-// A unit for a whole block: the queries of a wide work item against its KV range, for one KV head.
+// Mainloop of a CTA tile with mma.sync: the queries of an item against its KV range, for one KV head.
 //
-// KV tiles go through a ring of stages filled by asynchronous copies. One barrier per tile: behind it everybody sees
-// the tile that has arrived and nobody reads the one before it any more, so that its stage is filled again.
+// KV tiles go through a ring of stages filled by cp.async. There is one barrier per KV tile: behind it the arrived tile
+// is visible to all, and no warp reads the previous one, so that its stage can be refilled.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -28,14 +28,14 @@ class MmaMainloop : CtaTile<TileT, Format> {
          chunk * 16;
   }
 
-  // As far as the sums, see finish_unit.
+  // Leaves the accumulators in shared memory, see run_epilogue.
   PREFIXPACK_DEVICE EpilogueInputs run() {
     begin_loads();
     this->clear_accumulators();
     if constexpr (kPermutesDims<Format>) {
       ptx::cp_async_wait<kStages - 2>();
       ptx::cta_sync();
-      this->convert_queries();  // seen by all behind the first tile's barrier
+      this->convert_queries();  // visible behind the first tile's barrier
     }
     for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
       ptx::cp_async_wait<kStages - 2>();
@@ -48,7 +48,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
       accumulate_values(tile, scores);
     }
     ptx::cp_async_wait<0>();
-    ptx::cta_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
+    ptx::cta_sync();  // the accumulators overlay the ring
     return this->store_accumulators();
   }
 
@@ -56,7 +56,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
   using Product = typename Format::Product;
   static constexpr int kStages = TileT::kStages;
   static constexpr int kStepsPerLoad = Format::kStepsPerLoad;
-  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsPerLoad;  // of matrices, for all dimensions
+  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsPerLoad;  // ldmatrix.x4 per 16 keys, for all dimensions
   using Rows::kChunks;
   using Rows::kKeyBlocks;
   using Rows::kRowBlocks;
@@ -69,20 +69,20 @@ class MmaMainloop : CtaTile<TileT, Format> {
   }
   PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
 
-  // Address of a chunk for ldmatrix: rows start where the address bits of the swizzle are zero, so that it is an
-  // exclusive or with the address.
+  // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
+  // of the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);
   }
 
-  // Loads ----------------------------------------------------------------------------------------------------------
+  // Loads -----------------------------------------------------------------------------------------------------------
 
-  // Queries and the first tiles. What is read to find them is read all at once.
+  // Loads the queries and the first KV tiles. All loads of their addresses are issued at once.
   PREFIXPACK_DEVICE void begin_loads() {
     static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
     const int32_t slot = thread_ < keys_ ? params_.step.kv_slots[first_slot_ - thread_ / kChunks + thread_] : -1;
     const int64_t offset = this->query_offset();
-    // In the stage that is filled last.
+    // Overlays the stage that is filled last.
     auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
     auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);
     offsets[thread_] = offset;
@@ -101,7 +101,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
     fetch_slots(kStages - 1);
   }
 
-  // Slots of the rows that this thread copies, a tile ahead of the copies.
+  // KV slots of the rows that this thread copies, one tile ahead of the copies.
   PREFIXPACK_DEVICE void fetch_slots(int32_t tile) {
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
@@ -112,7 +112,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
 
   PREFIXPACK_DEVICE void copy_tile(int32_t tile) const {
     if (ptx::uniform(tile >= num_tiles_)) return;
-    // Worked out again for each tile, for want of registers, as what is near is read again.
+    // Recomputed for each tile to save registers.
     const int32_t thread = ptx::volatile_thread_index();
     const int32_t copy_to = swizzled_offset(thread / kChunks, thread % kChunks, TileT::kRowBytes);
     const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to;
@@ -120,7 +120,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
     const auto v_stride = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
+      // kRowsPerPass is a multiple of 8, or a divisor of it that the swizzle accounts for.
       const int32_t mix = swizzle_bits(pass * kRowsPerPass, TileT::kRowBytes);
       const ptx::SharedAddress place =
           (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
@@ -131,14 +131,14 @@ class MmaMainloop : CtaTile<TileT, Format> {
     }
   }
 
-  // A tile beyond the last still commits its (empty) group: waits count groups.
+  // Commits an empty group beyond the last tile, because waits count groups.
   PREFIXPACK_DEVICE void load_tile(int32_t tile) {
     copy_tile(tile);
     ptx::cp_async_commit();
     fetch_slots(tile + 1);
   }
 
-  // Products -------------------------------------------------------------------------------------------------------
+  // MMAs ------------------------------------------------------------------------------------------------------------
 
   PREFIXPACK_DEVICE void compute_scores(int32_t tile, float (&scores)[kRowBlocks][kKeyBlocks][4]) const {
 #pragma unroll
@@ -150,7 +150,8 @@ class MmaMainloop : CtaTile<TileT, Format> {
     }
     // Matrices of a K fragment: keys 0-7 low half, keys 0-7 high half, keys 8-15 low, keys 8-15 high.
     const int32_t lane = ptx::volatile_thread_index() % 32;
-    const ptx::SharedAddress keys = key_tile(tile) + swizzled_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
+    const ptx::SharedAddress keys =
+        key_tile(tile) + swizzled_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
     const ptx::SharedAddress queries =
         queries_ + swizzled_offset(row_warp_ * kRowBlocks * 16 + lane % 16, lane / 16, TileT::kQueryRowBytes);
 #pragma unroll
@@ -160,7 +161,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
       for (int32_t i = 0; i < kStepsPerLoad * kRowBlocks; ++i) {
         const int32_t step = i / kRowBlocks, block = i % kRowBlocks;
         ptx::ldmatrix(query[step][block],
-                         chunk_at(queries, 2 * (load * kStepsPerLoad + step)) + block * 16 * TileT::kQueryRowBytes);
+                      chunk_at(queries, 2 * (load * kStepsPerLoad + step)) + block * 16 * TileT::kQueryRowBytes);
       }
 #pragma unroll
       for (int32_t pair = 0; pair < kKeyBlocks / 2; ++pair) {
@@ -206,6 +207,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
     }
   }
 
+  using Rows::accumulators_;
   using Rows::attention_;
   using Rows::begin_;
   using Rows::item_;
@@ -213,15 +215,14 @@ class MmaMainloop : CtaTile<TileT, Format> {
   using Rows::keys_;
   using Rows::lane_;
   using Rows::num_tiles_;
-  using Rows::accumulators_;
   using Rows::params_;
   using Rows::queries_;
   using Rows::row_warp_;
   using Rows::shared_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
-  int32_t first_slot_;  // in the step's, of the row that this thread copies first
-  const char *k_, *v_;  // of this thread's chunk
+  int32_t first_slot_;  // in StepState::kv_slots, of the first row that this thread copies
+  const char *k_, *v_;  // at this thread's chunk
   int32_t next_slots_[kPasses];
 };
 

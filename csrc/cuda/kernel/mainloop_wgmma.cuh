@@ -1,8 +1,8 @@
-// A unit of more than 32 rows with products of warpgroups (wgmma).
+// Mainloop of a CTA tile of more than 32 rows with warpgroup MMA (wgmma).
 //
-// Two warpgroups share the KV tiles, each has 64 of up to 128 rows. While one of the four of a multiprocessor weighs
-// its scores, the tensor cores work for the others. One barrier per KV tile: behind it everybody sees the tile that has
-// arrived, and nobody reads the one before it.
+// Two warpgroups share the KV tiles, each has 64 of up to 128 rows. While one of the four on an SM computes its
+// softmax, the tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
+// and no warp reads the previous one.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -15,7 +15,7 @@
 
 namespace prefixpack {
 
-// 128 rows. Matrices lie in shared memory as slabs of 64 columns, each row of a slab 128 bytes, swizzled.
+// 128 rows. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
 template <int HeadDim, int SharedBytes>
 struct WgmmaTile {
   static constexpr int kHeadDim = HeadDim;
@@ -32,9 +32,11 @@ struct WgmmaTile {
   static constexpr int kAtomBytes = 8 * kSlabRowBytes;
   static constexpr int kQueryBytes = kRows * kRowBytes;
   static constexpr int kQuerySlabBytes = kRows * kSlabRowBytes;
-  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a tile
+  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a KV tile
   static constexpr int kSlabBytes = kKeys * kSlabRowBytes;
-  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() { return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>(); }
+  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
+    return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
+  }
 
   PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
     return chunk / 8 * kQuerySlabBytes + swizzled_offset(row, chunk % 8, kSlabRowBytes);
@@ -45,7 +47,7 @@ struct WgmmaTile {
   static_assert(kQueryBytes + 4 * kTileBytes + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
 };
 
-// KV of the format of products.
+// For KV in the dtype of the MMA.
 template <class TileT, class Format>
 class WgmmaMainloop : CtaTile<TileT, Format> {
   using Rows = CtaTile<TileT, Format>;
@@ -57,12 +59,11 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     first_slot_ = item_.slots_at + (begin_ - item_.kv_begin);
   }
 
-  // As far as the sums, see finish_unit.
+  // Leaves the accumulators in shared memory, see run_epilogue.
   PREFIXPACK_DEVICE EpilogueInputs run() {
     begin_loads();
     this->clear_accumulators();
-    // A warpgroup of which no row is only copies. In a loop of its own: a branch round products would make all of them
-    // wait for each other.
+    // A warpgroup without rows only copies. It has a loop of its own: a branch around wgmma would serialize them.
     const int32_t work = ptx::uniform(warpgroup_ * 64 >= rows_) ? 0 : num_tiles_;
     for (int32_t tile = work; ptx::uniform(tile < num_tiles_); ++tile) {
       ptx::cp_async_wait<0>();
@@ -83,7 +84,7 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
       accumulate_values(tile, scores);
     }
     ptx::cp_async_wait<0>();
-    ptx::cta_sync();  // the ring becomes the place of the sums, or the next unit's
+    ptx::cta_sync();  // the accumulators overlay the ring
     return this->store_accumulators();
   }
 
@@ -97,26 +98,24 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
   static_assert(kRowsPerPass % 8 == 0, "a pass of copies fills whole atoms");
   static_assert(kPasses <= 16, "a lane for each row that a warp copies");
 
-  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const {
-    return ring_ + tile % 2 * 2 * TileT::kTileBytes;
-  }
+  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const { return ring_ + tile % 2 * 2 * TileT::kTileBytes; }
   PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
 
-  // Loads ----------------------------------------------------------------------------------------------------------
+  // Loads -----------------------------------------------------------------------------------------------------------
 
-  // Slots of the rows that this warp copies: in lane i of row i % 16 * kRowsPerPass + i / 16 of the warp's. Behind the
-  // last key it comes again, and is not looked at.
+  // KV slots of the rows that this warp copies: lane i has row i % 16 * kRowsPerPass + i / 16 of the warp's. Beyond the
+  // last key the last slot repeats; such keys are masked.
   PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const {
     const int32_t key = tile * TileT::kKeys + lane_ % 16 * kRowsPerPass + thread_ / 32 * 2 + lane_ / 16;
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
-  // What is near is worked out again for each tile, for want of registers.
-  // Zeros where no key is read at all: values that nobody sees must still not be NaN.
+  // Addresses are recomputed for each tile to save registers. Without any key to read, zeros are copied: masked values
+  // still must not be NaN.
   PREFIXPACK_DEVICE void copy_tile(int32_t tile, int32_t slots) const {
     const int32_t thread = ptx::volatile_thread_index(), chunk = thread % kChunks;
-    const ptx::SharedAddress to =
-        key_tile(tile) + chunk / 8 * TileT::kSlabBytes + swizzled_offset(thread / kChunks, chunk % 8, TileT::kSlabRowBytes);
+    const ptx::SharedAddress to = key_tile(tile) + chunk / 8 * TileT::kSlabBytes +
+                                  swizzled_offset(thread / kChunks, chunk % 8, TileT::kSlabRowBytes);
     const int32_t head = ptx::opaque(kv_head_);
     const char* k = static_cast<const char*>(attention_.k) + head * attention_.k_head_stride * 2 + chunk * 16;
     const char* v = static_cast<const char*>(attention_.v) + head * attention_.v_head_stride * 2 + chunk * 16;
@@ -130,7 +129,7 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     }
   }
 
-  // Queries and the first tile, even if it is empty. What is read to find them is read all at once.
+  // Loads the queries and the first KV tile, even if it is empty. All loads of their addresses are issued at once.
   PREFIXPACK_DEVICE void begin_loads() {
     const int32_t first_slots = slots_of(0);
     const int64_t offset = this->query_offset();
@@ -149,12 +148,11 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     next_slots_ = slots_of(tile + 1);
   }
 
-  // Products -------------------------------------------------------------------------------------------------------
+  // MMAs ------------------------------------------------------------------------------------------------------------
 
-  // Begins the products of this warpgroup's queries with the keys of a tile.
+  // Issues Q*K^T of this warpgroup's queries.
   PREFIXPACK_DEVICE void compute_scores(int32_t tile, float (&scores)[kKeyBlocks][4]) {
-    const auto queries =
-        ptx::smem_descriptor(queries_ + warpgroup_ * 64 * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
+    const auto queries = ptx::smem_descriptor(queries_ + warpgroup_ * 64 * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
     const auto keys = ptx::smem_descriptor(key_tile(tile), 0, TileT::kAtomBytes);
     ptx::wgmma_fence();
 #pragma unroll
@@ -176,7 +174,7 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     uint32_t weights[kSteps][4];
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) pack_weights<Element>(scores, step, weights[step]);
-    ptx::wgmma_fence_operand(weights);  // before products begin: operands that are written later would be read too early
+    ptx::wgmma_fence_operand(weights);  // before the fence: operands written later would be read too early
     ptx::wgmma_fence_operand(accumulators_[0]);
     ptx::wgmma_fence();
 #pragma unroll
@@ -188,13 +186,13 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     ptx::wgmma_fence_operand(accumulators_[0]);
   }
 
+  using Rows::accumulators_;
   using Rows::attention_;
   using Rows::begin_;
   using Rows::item_;
   using Rows::keys_;
   using Rows::lane_;
   using Rows::num_tiles_;
-  using Rows::accumulators_;
   using Rows::params_;
   using Rows::queries_;
   using Rows::rows_;
@@ -202,8 +200,8 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
   using Rows::thread_;
   const ptx::SharedAddress ring_;
   const int32_t kv_head_;
-  int32_t first_slot_;                                          // in the step's
-  const int32_t warpgroup_ = ptx::broadcast(thread_ / 128, 0);  // seen to be the same for all lanes
+  int32_t first_slot_;                                          // in StepState::kv_slots
+  const int32_t warpgroup_ = ptx::broadcast(thread_ / 128, 0);  // uniform for the compiler
   int32_t next_slots_;
 };
 

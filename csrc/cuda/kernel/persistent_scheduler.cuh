@@ -1,6 +1,6 @@
-// The queues: units for blocks, and units for warps by themselves, each with a kernel of its own that runs beside the
-// other. Blocks stay resident and take units until none is left. Which block or warp takes which unit changes nothing
-// in the result: every unit has output or partial slots of its own.
+// Persistent scheduler: one queue of CTA tiles and one of warp tiles, each with a kernel of its own that runs beside
+// the other. Resident CTAs take tiles until none is left. The result does not depend on who takes which tile: every
+// tile has outputs or partial slots of its own.
 #pragma once
 
 #include <type_traits>
@@ -14,25 +14,25 @@
 namespace prefixpack {
 
 PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
-#pragma unroll 1  // short code is there sooner
+#pragma unroll 1  // shorter code is fetched sooner
   for (int32_t i = ptx::thread_index(); i < bytes / 4; i += ptx::cta_size()) {
     static_cast<int32_t*>(to)[i] = static_cast<const int32_t*>(from)[i];
   }
 }
 
-// kernel_params: wherever they are read fastest.
+// kernel_params: in constant or shared memory.
 template <class Mainloop>
 PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared) {
   ptx::warp_sync();
   return Mainloop(kernel_params, *cta_state(shared), shared).run();
 }
-// A function per tile: inlined side by side they would share, and spill, one set of registers.
+// A function per tile: if inlined side by side they would share one set of registers, and spill.
 template <class Mainloop>
 PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
   return run_mainloop<Mainloop>(cta_state(shared)->params, shared);
 }
 
-// The tiles of a kernel, for up to so many rows. With products of a warpgroup one is for all of more than 32.
+// Tiles of the CTA kernel by rows. With wgmma one tile serves more than 32 rows.
 template <int HeadDim, class Format>
 struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
@@ -51,17 +51,18 @@ struct TileTable {
   }
 };
 
-// Runs the block's present unit as far as its sums. kernel_params: as the kernel has them.
+// Runs the mainloop of the CTA's current tile. kernel_params: in constant memory.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared) {
   using Table = TileTable<HeadDim, Format>;
   const int32_t rows = cta_state(shared)->item.tile_rows;
   if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared);
   if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
-    if (ptx::uniform(rows <= Table::kMiddleRows)) return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared);
+    if (ptx::uniform(rows <= Table::kMiddleRows))
+      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared);
   }
-  // Products of warpgroups not in a function of their own: at its begin and end the compiler would take them for under
-  // way, and let each wait for the one before it.
+  // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
+  // serializes them.
   if constexpr (Table::kWarpgroups) {
     return run_mainloop<WgmmaMainloop<typename Table::Wide, Format>>(kernel_params, shared);
   } else {
@@ -69,10 +70,10 @@ PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_par
   }
 }
 
-// The unit that was asked for becomes the present one; false if there is none.
+// Makes the claimed tile the current one; false if there is none.
 PREFIXPACK_DEVICE bool take_tile(char* shared) {
   CtaState* state = cta_state(shared);
-  // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
+  // All lanes of the first warp write the same words: a branch for one lane would diverge the warp.
   const int32_t thread = ptx::volatile_thread_index();
   if (thread < 32) {
     state->tile_index = state->next.tile_index;
@@ -83,40 +84,40 @@ PREFIXPACK_DEVICE bool take_tile(char* shared) {
   return state->tile_index < state->next.num_tiles;
 }
 
-// Nothing is kept in registers while a unit runs: it needs them all. kernel_params: as the kernel has them.
+// Keeps nothing in registers across tiles: a mainloop needs them all. kernel_params: in constant memory.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared) {
   CtaState* state = cta_state(shared);
   while (ptx::uniform(take_tile(shared))) {
     const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared);
     const AccumulatorLayout layout = TileTable<HeadDim, Format>::accumulators(state->item.tile_rows);
-    epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
+    run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
     ptx::cta_sync();
   }
 }
 
-// The last block of both kernels to leave makes the counters ready for the next launch, so that a captured graph can be
-// replayed.
+// The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
 PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
   if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
     for (int32_t i = 0; i < 3; ++i) step.tile_counters[i] = 0;
   }
 }
 
-// blocks: of both kernels. few_blocks: as in LaunchSize. shared: kLaunchSharedBytes.
+// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kLaunchSharedBytes.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas, int32_t few_ctas) {
+PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
+                                      int32_t few_ctas) {
   CtaState* state = cta_state(shared);
-  // Beside the header, which says whether there is such a unit.
+  // Issued beside the header's load, before it is known whether there is such a tile.
   const int32_t tile_index = ptx::cta_index(), word = NextTile::record_word(kernel_params, tile_index);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
   ptx::cta_sync();
-  // No sooner: where blocks have work the step would take longer, see docs/gpu-tried.md.
+  // Not earlier: with work for CTAs the step would take longer, see docs/design-notes.md.
   ptx::pdl_launch_dependents();
   const int32_t num_items = kHasWarpKernel<HeadDim> ? state->header.num_cta_items : state->header.num_items;
   const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;
-  // Warps then have the other half of each multiprocessor from the start: memory is busy while blocks compute.
+  // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
   const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
   if (ptx::uniform(tile_index < (num_tiles < active_ctas ? num_tiles : active_ctas))) {
     if (ptx::thread_index() < 32) {
@@ -130,12 +131,12 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   exit_grid(kernel_params.step, total_ctas);
 }
 
-// shared: kLoneWarps * kWarpBytes.
+// shared: kDecodeWarps * kWarpBytes.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
   const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
-  // Beside the header, by warps that take part however many there are.
+  // Issued beside the header's load, by the warps that take part in every case.
   int32_t tile_index = warp < kMinActiveWarps ? claim() : 0;
   WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
   if (ptx::uniform(warp < decode.active_warps() && decode.num_tiles() > 0)) {
@@ -144,7 +145,7 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared,
   }
   ptx::cta_sync();
   exit_grid(params.step, total_ctas);
-  // What comes next in the stream waits for this kernel, and so for the other.
+  // The next kernel of the stream waits for this kernel, and thereby for the first one.
   if (ptx::cta_index() == 0) ptx::pdl_wait();
 }
 

@@ -1,4 +1,4 @@
-// Before the layers: lengths and KV slots of a step.
+// Preparation of a step: lengths and KV slots.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -7,8 +7,8 @@
 
 namespace prefixpack {
 
-// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that the layers read
-// nothing that the scheduler may change. One block per item, in turn.
+// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that layers read nothing that
+// the scheduler may change. One CTA per item, in turn.
 PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const AttentionParams& attention = params.attention;
   const PlanReader plan(params.plan);

@@ -1,12 +1,12 @@
-// Units for single warps: narrow work items, most of all the private tails of decode, which are many and short.
+// Warp kernel: items of few rows, above all the private tails of decode, which are many and short.
 //
-// A warp streams KV through a ring of its own, in pieces that are the K or the V of a tile, and never waits for another
-// warp. The loading side runs ahead of the products into the next unit, so that memory stays busy while a unit is
-// finished; what the next unit is (ticket, then record, then first slots) is asked for one step at a time, early enough
-// to be known when it is needed.
+// A warp streams KV through a ring of stages of its own, each the K or the V of a KV tile, and never waits for another
+// warp. Loads run ahead of the MMAs into the next tile, so that memory stays busy during the epilogue. Finding the next
+// tile (its index, its record, its first KV slots) takes one dependent load per step, each issued early enough to have
+// arrived when it is needed.
 //
-// Products are transposed: keys, then value dimensions are the sixteen rows of an mma, and the queries its eight
-// columns. The few rows that a decode tail has would leave most of a tile of sixteen query rows empty.
+// MMAs are transposed: keys, then value dimensions are the 16 rows of an mma, queries its eight columns. The few rows
+// of a decode tail would leave most of a tile of 16 query rows empty.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   using Rows = WarpEpilogue<TileT, Format>;
 
  public:
-  // shared: kWarpBytes of this warp's own.
+  // shared: kWarpBytes of this warp.
   PREFIXPACK_DEVICE WarpDecode(const KernelParams& params, const char* shared)
       : Rows(params),
         window_(params.attention.window_left),
@@ -35,10 +35,10 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
         softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
-  // Warps of a block that take units.
+  // Warps per CTA that take tiles.
   PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
 
-  // Takes units until none is left. ticket: of the first unit, in the first lane.
+  // Takes tiles until none is left. tile_index: of the first tile, in the first lane.
   PREFIXPACK_DEVICE void run(int32_t tile_index) {
     tile_index_ = tile_index;
     clear_registers();
@@ -66,10 +66,10 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   }
 
  private:
-  using Rows::prefetch_partial_lists;
+  using Rows::accumulators_;
   using Rows::attention_;
+  using Rows::clear_accumulators;
   using Rows::epilogue;
-  using Rows::split_heads_;
   using Rows::head_shift;
   using Rows::header;
   using Rows::kHighest;
@@ -84,11 +84,11 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   using Rows::kSteps;
   using Rows::kVirtualHead;
   using Rows::lane_;
-  using Rows::accumulators_;
   using Rows::params_;
+  using Rows::prefetch_partial_lists;
   using Rows::query_;
   using Rows::record_;
-  using Rows::clear_accumulators;
+  using Rows::split_heads_;
   using Rows::state_;
   using Rows::token_of_row;
   using Rows::word;
@@ -101,22 +101,23 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
   static constexpr int kQueryChunks = TileT::kQueryRowBytes / 16;
   static constexpr int kStepsPerLoad = Format::kStepsPerLoad;
-  static constexpr int kLoads = kSteps / kStepsPerLoad;  // of matrices, for all dimensions
-  // Pieces before the end of a unit at which the next one is asked for: no earlier than needed, since a unit that is
-  // taken early is one that no idle warp can take.
+  static constexpr int kLoads = kSteps / kStepsPerLoad;  // ldmatrix.x4 for all dimensions
+  // Stages before the end of a tile at which the next one is claimed: not earlier than needed, because a claimed tile
+  // is lost to idle warps.
   static constexpr uint32_t kLookaheadStages = 4;
 
-  // What is known of the next unit.
+  // What is known of the next tile.
   enum Lookahead : int32_t { kIdle, kTileIndex, kRecord, kReady, kDone };
 
-  // Of at least one tile, of which nothing is visible where the window has left the whole item behind.
+  // Stages of a tile: at least two. With an empty range, where the window has passed the whole item, all keys are
+  // masked.
   PREFIXPACK_DEVICE static uint32_t stages_of(int32_t keys) {
     return keys > 0 ? (static_cast<uint32_t>(keys) + TileT::kKeys - 1) / TileT::kKeys * 2 : 2;
   }
 
-  // The loading side ------------------------------------------------------------------------------------------------
+  // Loads -----------------------------------------------------------------------------------------------------------
 
-  // Fills the ring as far as what is to be loaded is known.
+  // Fills the ring with all loads whose addresses are known.
   PREFIXPACK_DEVICE void fill_ring() {
     if (load_stages_ - load_stage_ <= kLookaheadStages) advance_lookahead();
 #pragma unroll 1
@@ -154,8 +155,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     }
   }
 
-  // The record and the token as of this place: a compiler that asks them for the lane's part ahead of the loop round
-  // this would let every piece wait for them.
+  // The opaque copies keep the compiler from hoisting the lane's part of record and token out of the loop, where every
+  // stage would wait for them.
   PREFIXPACK_DEVICE void begin_tile_loads() {
     const int32_t record = ptx::opaque(next_record_), token = ptx::opaque(next_token_);
     load_first_slot_ = next_first_slot_;
@@ -175,8 +176,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     load_queries(token);
   }
 
-  // In the group of the unit's first piece; the queries of the unit before are in registers by now. Rows that the unit
-  // has not are left as they are: a column of the products knows nothing of the others.
+  // Joins the cp.async group of the tile's first stage; the previous tile's queries are in registers by now. Missing
+  // rows are left as they are: columns of an mma are independent.
   PREFIXPACK_DEVICE void load_queries(int32_t token) const {
     const int32_t head = word(load_record_, kVirtualHead) * split_heads_ + lane_ - query_ * split_heads_;
     const int64_t mine = token < 0 ? -1 : token * attention_.q_token_stride + head * attention_.q_head_stride;
@@ -214,7 +215,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     ++in_flight_;
   }
 
-  // Rows beyond the end are zeros: values that nobody sees must still not be NaN.
+  // Rows beyond the end are zeros: masked values still must not be NaN.
   template <bool kWhole>
   PREFIXPACK_DEVICE void copy_rows(ptx::SharedAddress to, const char* from, int32_t stride) const {
     const auto first_lane = static_cast<int32_t>(load_stage_ / 2 % 2 * TileT::kKeys) + lane_ / kChunks;
@@ -232,7 +233,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     }
   }
 
-  // The products' side ----------------------------------------------------------------------------------------------
+  // MMAs ------------------------------------------------------------------------------------------------------------
 
   PREFIXPACK_DEVICE bool begin_tile() {
     num_stages_ = stage_ = 0;
@@ -246,7 +247,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     return true;
   }
 
-  // Makes the oldest piece in flight readable.
+  // Waits for the oldest stage in flight.
   PREFIXPACK_DEVICE void wait_for_stage() const {
     if (in_flight_ == kStages) {
       ptx::cp_async_wait<kStages - 1>();
@@ -267,7 +268,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     use_offset_ = use_offset_ == kRingBytes - TileT::kStageBytes ? 0 : use_offset_ + TileT::kStageBytes;
   }
 
-  // Rows of a tile start where the address bits of the swizzle are zero: it is an exclusive or with the address.
+  // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
+  // of the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);
   }
@@ -278,9 +280,11 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
       for (int32_t step = 0; step < kSteps; ++step) {
         uint32_t words[2];
         ptx::load_shared(
-            queries_ + swizzled_offset(lane_ / 4, step * 2 + lane_ % 4 / 2, TileT::kQueryRowBytes) + lane_ % 2 * 8, words);
+            queries_ + swizzled_offset(lane_ / 4, step * 2 + lane_ % 4 / 2, TileT::kQueryRowBytes) + lane_ % 2 * 8,
+            words);
 #pragma unroll
-        for (int32_t i = 0; i < 2; ++i) query_fragments_[step / 2][step % 2 * 2 + i] = Format::Output::to_fp16(words[i]);
+        for (int32_t i = 0; i < 2; ++i)
+          query_fragments_[step / 2][step % 2 * 2 + i] = Format::Output::to_fp16(words[i]);
       }
     } else {
       const ptx::SharedAddress queries = queries_ + swizzled_offset(lane_ % 8, lane_ / 8, TileT::kQueryRowBytes);
@@ -290,15 +294,15 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     }
   }
 
-  // At the end of a unit, so that finishing it has the registers.
+  // At the end of a tile, so that the epilogue has the registers.
   PREFIXPACK_DEVICE void clear_registers() {
     clear_accumulators();
 #pragma unroll
     for (int32_t i = 0; i < kSteps * 2; ++i) query_fragments_[i / 4][i % 4] = 0;
   }
 
-  // scores_[i]: key lane / 4 + i / 2 * 8, query row lane % 4 * 2 + i % 2. Several chains of products, since each
-  // product waits for the one before it in its chain.
+  // scores_[i]: key lane / 4 + i / 2 * 8, query row lane % 4 * 2 + i % 2. Several accumulator chains, because the MMAs
+  // of a chain wait for each other.
   PREFIXPACK_DEVICE void compute_scores() {
     constexpr int kChains = 4;
     float accumulators[kChains][4] = {};
@@ -317,7 +321,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
       }
     }
 #pragma unroll
-    for (int32_t i = 0; i < 4; ++i) scores_[i] = (accumulators[0][i] + accumulators[1][i]) + (accumulators[2][i] + accumulators[3][i]);
+    for (int32_t i = 0; i < 4; ++i)
+      scores_[i] = (accumulators[0][i] + accumulators[1][i]) + (accumulators[2][i] + accumulators[3][i]);
   }
 
   PREFIXPACK_DEVICE void softmax_step() {
@@ -368,25 +373,25 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   const ptx::SharedAddress queries_;
   const Softmax softmax_;
 
-  // Next unit. Slots: where this lane's first is in the step's.
+  // Next tile.
   Lookahead lookahead_ = kTileIndex;
   int32_t tile_index_ = 0, next_record_ = 0, next_keys_ = 0, next_first_slot_ = 0, upcoming_slots_ = 0;
   int32_t next_token_ = 0;  // of the row that is this lane's number
 
-  // Unit that is being loaded. Pieces: K of its first tile, V of its first tile, K of its second and so on.
+  // Tile being loaded. Its stages: K of the first KV tile, V of the first, K of the second and so on.
   int32_t load_record_ = 0, load_keys_ = 0, load_first_slot_ = 0;
   uint32_t load_stage_ = 0, load_stages_ = 0;
-  int32_t slots_ = 0, next_slots_ = 0;  // this lane's slot of the pair of tiles at load_piece_, and of the next pair
-  const char *load_k_ = nullptr, *load_v_ = nullptr;  // of this lane's chunk
-  bool tile_is_loading_ = false;                         // it is not yet the unit below
+  int32_t slots_ = 0, next_slots_ = 0;                // this lane's KV slot of the current 32 keys, and of the next 32
+  const char *load_k_ = nullptr, *load_v_ = nullptr;  // at this lane's chunk
+  bool tile_is_loading_ = false;                      // the tile being loaded is not yet the one being computed
 
-  int32_t use_offset_ = 0, in_flight_ = 0;  // in the ring; the place in bytes
+  int32_t use_offset_ = 0, in_flight_ = 0;  // of the ring: byte offset of the oldest stage, stages in flight
 
-  // Unit that is being computed.
+  // Tile being computed.
   int32_t tile_begin_ = 0;
   uint32_t stage_ = 0, num_stages_ = 0;
   uint32_t query_fragments_[kSteps / 2][4];
-  float scores_[4];  // of the tile, then its weights
+  float scores_[4];  // of a KV tile, then its softmax weights
 };
 
 }  // namespace prefixpack

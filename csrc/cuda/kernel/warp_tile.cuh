@@ -1,4 +1,4 @@
-// The rows of a warp's unit: their running sums, and where these go when the unit is done.
+// Accumulators of a warp tile, its epilogue and combine.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ class WarpEpilogue {
   static constexpr int kHeadDim = TileT::kHeadDim;
   static constexpr int kSteps = kHeadDim / 16;
 
-  // Words of an ItemRecord, as the lanes hold them.
+  // Words of an ItemRecord; lane i holds word i.
   enum Word : int32_t {
     kQueryBegin,
     kQueryCount,
@@ -30,18 +30,18 @@ class WarpEpilogue {
     kMergeBegin,
     kMergeFirst,
     kSlotsAt,
-    // Not of the record: lanes beyond it hold the unit's heads.
+    // Behind the record, lanes hold the tile's heads.
     kVirtualHead = kRecordWords,
     kKvHead
   };
   PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
 
-  // The plan's header, which the lanes hold too: shared memory is full, and far away is too far for what is read often.
-  // offset: of the word in PlanHeader. Called by all lanes.
+  // Word of the plan's header, which the lanes hold as well: shared memory is full, and global memory is too slow for
+  // what is read often. offset: of the field in PlanHeader. Called by all lanes.
   PREFIXPACK_DEVICE int32_t header(size_t offset) const {
     return ptx::broadcast(header_, static_cast<int32_t>(offset / sizeof(int32_t)));
   }
-  // The array of the plan whose place that word says.
+  // The plan's array whose offset that field says.
   PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params_.plan.words + header(offset); }
 
   PREFIXPACK_DEVICE explicit WarpEpilogue(const KernelParams& params)
@@ -62,17 +62,17 @@ class WarpEpilogue {
 
   PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * split_heads_; }
   PREFIXPACK_DEVICE int32_t virtual_head() const { return word(record_, kVirtualHead); }
-  // Unit head h is of KV head h >> head_shift().
+  // Virtual KV head h is of KV head h >> head_shift().
   PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.splits - 1; }
 
-  // Token of the row that is this lane's number; -1 beyond the last.
+  // Token of the row that is this lane's number; -1 beyond the last row.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
     const int32_t begin = word(record, kQueryBegin);
     const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + begin;
     return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
-  // What finish() needs to know, asked for before it is needed. Lane i looks after query i.
+  // Prefetches what epilogue() needs. Lane i handles query i.
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);
     list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
@@ -90,14 +90,14 @@ class WarpEpilogue {
     list_slots_ = slots[first + lane_];
   }
 
-  // sums: room for the sums of all rows, [kRows, kHeadDim] floats, which nobody uses.
+  // accumulators: free shared memory, [kRows, kHeadDim] floats.
   PREFIXPACK_DEVICE void epilogue(ptx::SharedAddress accumulators) {
     const float own_lse = store_accumulators(accumulators);
     const int32_t slot_begin = word(record_, kSlotBegin), query_count = word(record_, kQueryCount);
     const bool mine = lane_ < query_count;
     int32_t complete = mine;
     if (slot_begin != kWriteThrough) {
-      // If all other partials of a query are there, its own need not be written.
+      // If all other partials of a query have arrived, its own is not written.
       const int32_t others = list_end_ - list_begin_ - 1;
       const int32_t merge = word(record_, kMergeBegin) + (mine ? lane_ : 0);
       int32_t* semaphores = semaphore_of(params_, merge, virtual_head());
@@ -120,17 +120,19 @@ class WarpEpilogue {
   }
 
  private:
-  static constexpr int32_t kRowLanes = kHeadDim / 4;       // lanes that hold a row, four values each
-  static constexpr int32_t kRowsPerStore = 32 / kRowLanes;   // rows that the warp holds
-  static constexpr int32_t kCombineRows = 32 / kCombineLanes;  // rows whose partials are weighed together
+  static constexpr int32_t kRowLanes = kHeadDim / 4;           // lanes per row, four values each
+  static constexpr int32_t kRowsPerStore = 32 / kRowLanes;     // rows that the warp stores at once
+  static constexpr int32_t kCombineRows = 32 / kCombineLanes;  // rows that the warp combines at once
   static constexpr int32_t kPasses = kCombineRows / kRowsPerStore;
 
-  // Dimension `column` of row `row`. Rows are mixed so that a fragment's stores hit all banks.
-  PREFIXPACK_DEVICE static ptx::SharedAddress accumulator_at(ptx::SharedAddress accumulators, int32_t row, int32_t column) {
+  // Address of dimension `column` of row `row`, swizzled so that the stores of a fragment hit all banks.
+  PREFIXPACK_DEVICE static ptx::SharedAddress accumulator_at(ptx::SharedAddress accumulators, int32_t row,
+                                                             int32_t column) {
     return accumulators + (row * kHeadDim + column / 32 * 32 + ((column % 32 / 8 ^ row / 2 % 4) * 8) + column % 8) * 4;
   }
 
-  // Finished sums go to shared memory, where whole rows can be read. Returns the lse of row lane % 8.
+  // Stores the normalized accumulators in shared memory, from where whole rows are read. Returns the lse of row lane %
+  // 8.
   PREFIXPACK_DEVICE float store_accumulators(ptx::SharedAddress accumulators) {
     float lse[2];
 #pragma unroll
@@ -146,7 +148,8 @@ class WarpEpilogue {
           const ptx::SharedAddress to = accumulator_at(accumulators, row, odd * 16 + lane_ / 4 * 2);
 #pragma unroll
           for (int32_t step = odd; step < kSteps; step += 2) {
-            ptx::store_shared_pair(to + step / 2 * 128, accumulators_[step][j] * factor, accumulators_[step][2 + j] * factor);
+            ptx::store_shared_pair(to + step / 2 * 128, accumulators_[step][j] * factor,
+                                   accumulators_[step][2 + j] * factor);
           }
         }
       } else {
@@ -161,7 +164,7 @@ class WarpEpilogue {
       }
     }
     ptx::warp_sync();
-    // Lane r / 2 of the first quad has row r's.
+    // Lane r / 2 of the first quad holds row r.
     const float even = ptx::shuffle(lse[0], lane_ % 8 / 2), odd = ptx::shuffle(lse[1], lane_ % 8 / 2);
     return lane_ % 2 == 0 ? even : odd;
   }
@@ -170,7 +173,7 @@ class WarpEpilogue {
     return virtual_head() * split_heads_ + row - query * split_heads_;
   }
 
-  // Rows of queries that are not flagged in lane `query` of `complete`.
+  // Writes the partials of the queries that are not flagged in lane `query` of `complete`.
   PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress accumulators, float own_lse, int32_t slot_begin,
                                         int32_t complete) const {
     const int32_t num_rows = rows();
@@ -192,10 +195,10 @@ class WarpEpilogue {
     }
   }
 
-  // Output of kMergeRows rows: their partials and what this warp has itself, which need not be in memory, if their
-  // query is flagged in `complete`. Eight lanes find the weights of a row, then kRowLanes lanes add it up.
-  PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse, int32_t slot_begin,
-                               int32_t complete) const {
+  // Combines kCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and the
+  // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it.
+  PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
+                                 int32_t slot_begin, int32_t complete) const {
     const int32_t row = first_row + lane_ / kCombineLanes;
     const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
     const int32_t head = head_of(row, query), own_slot = slot_begin + query;
@@ -212,7 +215,7 @@ class WarpEpilogue {
     }
     const int32_t first_entry = list_begin - word(record_, kMergeFirst);
     const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
-    // A partial of the row: where it is, -1 if here, and its lse. Called by all lanes.
+    // A partial of the row. index: in partial_lse, or -1 for the warp's own. Called by all lanes.
     struct Partial {
       int32_t index;
       float lse;
@@ -254,7 +257,7 @@ class WarpEpilogue {
       for (int32_t first = 0; ptx::uniform(first < here); first += kWarpCombineBatch) {
         load_quads(partial, first);
         if (ptx::uniform(first == 0)) {
-          // With the first outputs, all that most rows need, on their way.
+          // While the first partials are in flight; most rows have no others.
           if (ptx::uniform(begin == 0)) {
             SoftmaxState state = softmax_identity();
             if (i < count) state = add_partial(state, partial.lse);
@@ -266,7 +269,7 @@ class WarpEpilogue {
             }
             ptx::warp_sync();
             weights = combine_weights(attention_, writes ? head : 0, state,
-                                    [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+                                      [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
           }
           weight = i < count ? weights.of(partial.lse) : 0.0f;
           ptx::warp_sync();
@@ -296,7 +299,8 @@ class WarpEpilogue {
       if (offset >= 0) {
         auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
         using Output = typename Format::Output;
-        ptx::store_words(to, Output::pack(accumulators[pass][0], accumulators[pass][1]), Output::pack(accumulators[pass][2], accumulators[pass][3]));
+        ptx::store_words(to, Output::pack(accumulators[pass][0], accumulators[pass][1]),
+                         Output::pack(accumulators[pass][2], accumulators[pass][3]));
       }
     }
   }
@@ -305,23 +309,23 @@ class WarpEpilogue {
   const KernelParams& params_;
   const AttentionParams& attention_;
   const int32_t lane_;
-  const int32_t split_heads_;  // query heads of a unit
+  const int32_t split_heads_;  // query heads of a tile
 
-  const int32_t query_;  // of an item, to which the row that is this lane's number belongs
+  const int32_t query_;  // query, within the item, of the row that is this lane's number
 
-  // Unit that is being computed: a word of its record per lane.
+  // Tile being computed: lane i holds word i of its record.
   int32_t record_ = 0;
   SoftmaxState state_[2];
-  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; numbered as
+  // accumulators_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; permuted as
   // dtype_traits.cuh says.
   float accumulators_[kSteps][4];
 
  private:
   const int32_t header_;                   // word `lane` of the plan's header
   int32_t token_ = -1;                     // of the row that is this lane's number
-  int32_t list_begin_ = 0, list_end_ = 0;  // this lane's query's entries of merge_slot
-  int32_t list_slots_ = 0;                 // entry of merge_slot that is this lane's number, from the item's first on
-  int32_t arrived_ = 0;                    // partials of this lane's query that were ready when the unit began
+  int32_t list_begin_ = 0, list_end_ = 0;  // partial list of this lane's query
+  int32_t list_slots_ = 0;                 // entry `lane` of merge_slot from the item's first on
+  int32_t arrived_ = 0;                    // partials of this lane's query that had arrived when the tile began
 };
 
 }  // namespace prefixpack

@@ -1,4 +1,4 @@
-// The GPU kernels of csrc/cuda, run on a CPU through the emulated instructions. Built by the tests.
+// The GPU kernels of csrc/cuda on emulated instructions. Built by the tests.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -7,9 +7,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/serialize_plan.h"
 #include "cuda/kernel/persistent_scheduler.cuh"
 #include "cuda/kernel/prepare.cuh"
+#include "cuda/serialize_plan.h"
 
 namespace py = pybind11;
 using namespace prefixpack;
@@ -43,11 +43,11 @@ Plan copy_plan(const py::object& source) {
   return plan;
 }
 
-// How a launch goes.
+// Execution of a launch.
 struct Run {
   int ctas;
   emulation::Copies copies;
-  bool warps_first;  // whether the second kernel is done before the first begins, as if that were slow
+  bool warps_first;  // the warp kernel completes before the CTA kernel starts
 };
 
 template <int HeadDim, class Format>
@@ -65,7 +65,7 @@ void run_kernels(const KernelParams& params, const Run& run) {
                      [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); });
     }
   };
-  for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
+  for (int layer = 0; layer < 2; ++layer) {  // twice: a launch has to reset the counters
     if (run.warps_first) warps();
     ctas();
     if (!run.warps_first) warps();
@@ -85,8 +85,8 @@ void run_head_dim(const KernelParams& params, const Run& run) {
   throw std::invalid_argument("head_dim must be 64, 128 or 256");
 }
 
-// q, out: 16-bit patterns; k, v: also, or bytes of fp8. planned_lens: what the plan was made for; seq_lens: what the
-// step has.
+// q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
+// seq_lens: lengths of the step.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
@@ -138,11 +138,9 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
   const bool float8 = k.itemsize() == 1;
   if (bfloat16) {
-    float8 ? run_head_dim<Fp8Kv<ptx::BFloat16>>(params, run)
-           : run_head_dim<SameDtypeKv<ptx::BFloat16>>(params, run);
+    float8 ? run_head_dim<Fp8Kv<ptx::BFloat16>>(params, run) : run_head_dim<SameDtypeKv<ptx::BFloat16>>(params, run);
   } else {
-    float8 ? run_head_dim<Fp8Kv<ptx::Float16>>(params, run)
-           : run_head_dim<SameDtypeKv<ptx::Float16>>(params, run);
+    float8 ? run_head_dim<Fp8Kv<ptx::Float16>>(params, run) : run_head_dim<SameDtypeKv<ptx::Float16>>(params, run);
   }
   for (const auto& counters : {tile_counters, semaphores}) {
     for (int32_t counter : counters) {
@@ -160,6 +158,7 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"),
         py::arg("warps_first"));
-  m.def("quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
-        py::arg("dividend"), py::arg("number"));
+  m.def(
+      "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
+      py::arg("dividend"), py::arg("number"));
 }

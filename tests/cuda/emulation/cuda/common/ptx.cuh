@@ -1,4 +1,4 @@
-// Stands in for csrc/cuda/common/ptx.cuh: the same instructions, carried out lane by lane on a CPU.
+// Replaces csrc/cuda/common/ptx.cuh: the same instructions, emulated lane by lane on the CPU.
 #pragma once
 
 #include <cmath>
@@ -260,8 +260,8 @@ inline void fp8_to_fp16(uint32_t word, uint32_t& low, uint32_t& high) {
   high = Float16::pack(value(2), value(3));
 }
 
-// Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
-// row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
+// Fragment layout (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2;
+// B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
 template <class Element>
 inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
