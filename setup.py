@@ -99,8 +99,9 @@ ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 
 def python_packages() -> list[str]:
-    folders = sorted(path.parent for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
-    return [".".join(path.relative_to(ROOT).parts) for path in folders]
+    """Packages of the wheel; the installer works on a source checkout only."""
+    folders = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
+    return [".".join(folder.parts) for folder in folders if "installer" not in folder.parts]
 
 
 setup(

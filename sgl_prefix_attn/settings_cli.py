@@ -52,7 +52,9 @@ def markdown() -> str:
     """The reference of all settings and other variables: the generated part of docs/settings.md."""
     parts = []
     for key, field in Settings.model_fields.items():
-        about = f"Variable `{variable_name(key)}`. Default: {_as_text(field.default)}. Accepted: {accepted_values(key)}."
+        about = (
+            f"Variable `{variable_name(key)}`. Default: {_as_text(field.default)}. Accepted: {accepted_values(key)}."
+        )
         parts += [f"### `{key}`", _wrapped(about), _wrapped(str(field.description))]
     parts.append("## Other variables")
     variables = [f"- `{name}`: {meaning}" for name, meaning in OTHER_VARIABLES.items()]
