@@ -26,7 +26,8 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    os.environ.setdefault(variable_name("group_scheduling"), "1")  # inherited by the scheduler process
+    name = variable_name("group_scheduling")
+    os.environ[name] = os.environ.get(name) or "1"  # the scheduler process inherits it
     load_plugins()  # `prefixpack` has to be known before the arguments are parsed
     engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
     try:
