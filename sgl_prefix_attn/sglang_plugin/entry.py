@@ -60,6 +60,8 @@ def register_hooks(settings: Settings) -> None:
     from sgl_prefix_attn.sglang_plugin.compat import hooks
 
     wanted = hook_table.OTHER_HOOKS
+    if settings.group_scheduling:
+        wanted += hook_table.GROUP_HOOKS
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
     if not torch.cuda.is_available():
