@@ -10,7 +10,7 @@ import pytest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.profile import shipped_profile
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRoutes
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 
@@ -25,7 +25,7 @@ def test_the_profile_is_of_the_servers_kv(
     caplog.set_level("INFO")
     planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
     executor: Any = SimpleNamespace(kernels="native", planners=[planner])
-    routes = StepRoutes(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
+    routes = StepRouter(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
     assert routes.may_change
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
@@ -37,6 +37,6 @@ def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: 
     caplog.set_level("INFO")
     executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
     settings = Settings(metrics=False, route_margin=set_by_user)
-    assert StepRoutes(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
+    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
     expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
     assert f"margin {expected} %" in caplog.text
