@@ -13,6 +13,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import cpu_device
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons

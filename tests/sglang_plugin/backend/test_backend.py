@@ -100,9 +100,7 @@ class TestAttentionVariants:
         plain = fixture.run()
         for layer in fixture.layers:
             layer.logit_cap = 0.5
-        assert fixture.backend._layers.unsupported_reasons() == {
-            None
-        }  # looked up per layer, but the cap is read per call
+        assert fixture.backend._layers.unsupported_reasons() == {None}
         capped = fixture.run()
         assert fixture.fallbacks == {}
         assert not torch.allclose(plain[0], capped[0], atol=1e-3)
@@ -190,12 +188,12 @@ class TestStepFallbacks:
 
     def test_no_paths_are_read_for_a_runner_that_never_packs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
-        tracker = decode().handover._tracker
-        assert {tracker.never_packed(mode) for mode in MODES} == {fallback_reasons.HYBRID_SWA}
+        fixture = decode()
+        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {fallback_reasons.HYBRID_SWA}
 
     def test_what_a_draft_model_packs_does_not_keep_paths_from_being_read(self) -> None:
-        tracker = decode(is_draft_worker=True).handover._tracker
-        assert {tracker.never_packed(mode) for mode in MODES} == {None}
+        fixture = decode(is_draft_worker=True)
+        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {None}
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     def test_decode_context_parallelism(self, device: str) -> None:

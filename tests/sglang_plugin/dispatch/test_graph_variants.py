@@ -74,9 +74,9 @@ class TestCapture:
         assert fixture.device_step.attended == before
 
     def test_a_label_that_sglang_gave_is_kept(self) -> None:
-        routes = graph_variants.GraphRoutes(lambda mode: True)
+        routes = graph_variants.GraphVariants(lambda mode: True)
         routes.capturing = True
-        assert routes.key(ShapeKey(4, variant_label="lora")).variant_label == "lora+prefixpack-stock"
+        assert routes.key(ShapeKey(4, variant_label="lora"), True).variant_label == "lora+prefixpack-stock"
 
     @pytest.mark.parametrize("route", ["packed", "stock"])
     def test_a_fixed_route_has_one_graph_for_each_size(self, route: Any) -> None:
@@ -122,7 +122,7 @@ class TestCapture:
     def test_a_backend_behind_another_one_for_prefill_is_found(self, routed: Routed) -> None:
         fixture = routed(BORDER)
         hybrid = SimpleNamespace(prefill_backend=fixture.stock, decode_backend=fixture.backend)
-        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=hybrid)) is fixture.backend.graph_variants
+        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=hybrid)) is fixture.backend
         assert graph_variants.packing_backend(SimpleNamespace(attn_backend=fixture.stock)) is None
 
     def test_a_backend_behind_one_for_linear_attention_is_found(self, routed: Routed) -> None:
@@ -137,7 +137,7 @@ class TestCapture:
             SimpleNamespace(prefill_backend=fixture.stock, decode_backend=of_both),
         ):
             found = graph_variants.packing_backend(SimpleNamespace(attn_backend=outermost))
-            assert found is fixture.backend.graph_variants
+            assert found is fixture.backend
         none = SimpleNamespace(full_attn_backend=fixture.stock, **vars(linear))
         assert graph_variants.packing_backend(SimpleNamespace(attn_backend=none)) is None
 
@@ -221,7 +221,7 @@ class TestReplay:
         for longer in (0, 128):
             fixture.grow(longer)
             for handed in (None, NOTHING, None, NOTHING):
-                fixture.backend.routes._stock_paths = None  # look at every step
+                fixture.backend._record.router._stock_paths = None  # look at every step
                 assert_same(fixture.graphs.replay(handed), fixture.run_stock())
         assert routes(fixture) == {"packed": 2, "stock": 2}
 
