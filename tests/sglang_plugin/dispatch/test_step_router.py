@@ -15,7 +15,7 @@ from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.routing.profile import shipped_profile
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch import step_router
-from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRoutes
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.routing.profiles import write_profile
 
@@ -31,7 +31,7 @@ def test_the_profile_is_of_the_servers_kv(
     caplog.set_level("INFO")
     planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
     executor: Any = SimpleNamespace(kernels="native", planners=[planner])
-    routes = StepRoutes(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
+    routes = StepRouter(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
     assert routes.may_change
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
@@ -43,7 +43,7 @@ def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: 
     caplog.set_level("INFO")
     executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
     settings = Settings(metrics=False, route_margin=set_by_user)
-    assert StepRoutes(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
+    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
     expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
     assert f"margin {expected} %" in caplog.text
 
@@ -57,12 +57,12 @@ class TestWithoutAProfileForTheGpu:
         return str(request.param)
 
     @staticmethod
-    def routed(requests: int, shared: int, own: int, kv_heads: int = 8, **settings: Any) -> tuple[Route, StepRoutes]:
+    def routed(requests: int, shared: int, own: int, kv_heads: int = 8, **settings: Any) -> tuple[Route, StepRouter]:
         executor: Any = SimpleNamespace(
             kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, kv_heads, 128))]
         )
         stock = SimpleNamespace()
-        routes = StepRoutes(Settings(metrics=False, **settings), Counters(), executor, "flashinfer", stock)
+        routes = StepRouter(Settings(metrics=False, **settings), Counters(), executor, "flashinfer", stock)
         assert routes.may_change
         paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
         return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
