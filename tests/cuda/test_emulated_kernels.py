@@ -27,8 +27,15 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def emulate(
-    emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: bool = True, warps_first: bool = False
+    emulation: ModuleType,
+    case: Case,
+    *,
+    blocks: int = 3,
+    late_copies: bool = True,
+    warps_first: bool = False,
+    fan_in: int = 16,
 ) -> Result:
+    """Output and log-sum-exp of a case. fan_in: most KV splits of a tile that are combined in one level."""
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
     pool, sinks = case.pool, case.variant["sinks"]
@@ -48,6 +55,7 @@ def emulate(
         blocks=blocks,
         late_copies=late_copies,
         warps_first=warps_first,
+        fan_in=fan_in,
         **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
     )
     return out, lse
@@ -209,14 +217,14 @@ def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleTyp
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
     case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=264)
     assert case.plan.num_slots > _native.merge_room
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
     assert case.plan.num_slots > 100
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 @pytest.mark.parametrize("seed", range(4))
