@@ -17,20 +17,22 @@ namespace prefixpack {
 struct PlanHeader {
   int32_t num_items, num_queries, num_merges;
   int32_t items_at;
-  // Two arrays of [num_items]. First: the item's first entry in StepState::kv_slots. Second: index into merge_query of
-  // the item's first query, if it has partials; its other queries follow.
+  // Four arrays of [num_items]: the item's first entry in StepState::kv_slots; then `list`, `parent` and `group_slot`
+  // of CombineLists.
   int32_t item_slots_at;
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
-  int32_t num_cta_items;    // items at the front of the queue whose tile takes a whole CTA
-  int32_t active_warps;     // warps per CTA of the warp kernel that take tiles
-  int32_t narrow_prevails;  // 1 if the warp kernel has more work than the CTA kernel
+  int32_t num_cta_items;                 // items at the front of the queue whose tile takes a whole CTA
+  int32_t active_warps;                  // warps per CTA of the warp kernel that take tiles
+  int32_t narrow_prevails;               // 1 if the warp kernel has more work than the CTA kernel
+  int32_t list_offset_at, list_slot_at;  // CombineLists; in a plan without groups the arrays of merge_offset_at and
+                                         // merge_slot_at
 };
 
 constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
 // Padding behind the last array: a warp loads the first 32 entries of a partial list before it knows the list's length.
 constexpr int32_t kPlanPaddingWords = 32;
-constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // with its two words of item_slots_at
+constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // with its words of item_slots_at
 
 struct DevicePlan {
   const int32_t* words;  // device address of the serialized plan
@@ -50,15 +52,20 @@ struct PlanReader {
     return reinterpret_cast<const WorkItem*>(words + header.items_at)[index];
   }
   PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header.item_slots_at + index]; }
-  PREFIXPACK_BOTH int32_t item_merge(int32_t index) const {
+  PREFIXPACK_BOTH int32_t item_list(int32_t index) const {
     return words[header.item_slots_at + header.num_items + index];
+  }
+  PREFIXPACK_BOTH int32_t item_parent(int32_t index) const {
+    return words[header.item_slots_at + 2 * header.num_items + index];
+  }
+  PREFIXPACK_BOTH int32_t item_group_slot(int32_t index) const {
+    return words[header.item_slots_at + 3 * header.num_items + index];
   }
   PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header.query_token_at + query]; }
   PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header.query_request_at + query]; }
   PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header.query_back_at + query]; }
-  PREFIXPACK_BOTH int32_t merge_query(int32_t merge) const { return words[header.merge_query_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_offset(int32_t merge) const { return words[header.merge_offset_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_slot(int32_t index) const { return words[header.merge_slot_at + index]; }
+  PREFIXPACK_BOTH int32_t list_offset(int32_t list) const { return words[header.list_offset_at + list]; }
+  PREFIXPACK_BOTH int32_t list_slot(int32_t index) const { return words[header.list_slot_at + index]; }
 };
 
 // A work item with the lengths of this step: all that a layer needs of it in one record.
@@ -68,10 +75,12 @@ struct ItemRecord {
   int32_t lowest;                    // position of the earliest query
   int32_t highest;                   // position of the latest query
   int32_t slot_begin;                // as in WorkItem
-  int32_t merge_begin;               // index into merge_query of the first query
-  int32_t merge_first;               // first entry in merge_slot; those of the item's other queries follow
+  int32_t list;                      // combine list of the first query; those of the other queries follow
+  int32_t list_first;                // first entry of that list in the plan's list_slot
   int32_t slots_at;                  // first entry in StepState::kv_slots
   int32_t tile_rows;                 // as in WorkItem
+  int32_t parent;                    // as in CombineLists
+  int32_t group_slot;                // as in CombineLists
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
@@ -81,7 +90,7 @@ struct StepState {
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
   int32_t* tile_counters;   // [3] next CTA tile, next warp tile, CTAs that have finished
-  int32_t* semaphores;      // [num_merges, virtual KV heads] partials that have arrived; 0 between launches, as all
+  int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
 };
 

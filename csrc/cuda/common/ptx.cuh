@@ -173,6 +173,11 @@ PREFIXPACK_DEVICE void store_shared(SharedAddress address, const uint32_t (&word
                "r"(words[3])
                : "memory");
 }
+PREFIXPACK_DEVICE void store_shared(SharedAddress address, const float (&quad)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(quad[0]), "f"(quad[1]), "f"(quad[2]),
+               "f"(quad[3])
+               : "memory");
+}
 PREFIXPACK_DEVICE void load_shared(SharedAddress address, float (&out)[4]) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])

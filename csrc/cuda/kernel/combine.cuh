@@ -54,11 +54,12 @@ PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own,
   const int32_t first_entry = own.splits[split].list.first, entries = last.first + last.count - first_entry;
 #pragma unroll 1
   for (int32_t entry = kThreads - 1 - ptx::volatile_thread_index(); entry < entries; entry += kThreads) {
-    own.scratch[entry] = state.plan().merge_slot(first_entry + entry);
+    own.scratch[entry] = state.plan().list_slot(first_entry + entry);
   }
 }
 
-// Combines those of the splits [split, end) that are ready. Their slots are in the scratch.
+// Combines those of the splits [split, end) that are ready. Their slots are in the scratch. Results go to the output,
+// or, if the tile belongs to a group, to the group's slot.
 template <int HeadDim, class Output>
 PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& own, int32_t split, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
@@ -114,7 +115,7 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
 #pragma unroll 1
         for (int32_t i = lane + kCombineLanes; i < count; i += kCombineLanes) joined = add_partial(joined, lse_at(i));
         ptx::warp_sync();
-        weights = combine_weights(attention, head, joined,
+        weights = combine_weights(attention, state.item.parent >= 0 ? kNoSink : head, joined,
                                   [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
       }
       if (ptx::uniform(begins)) weight = weights.of(lse);
@@ -129,6 +130,15 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
       done += kCombineBatch;
     } while (ptx::any(done < count));
     if (count == 0) continue;
+    if (state.item.parent >= 0) {
+      const PartialRow target = partial_row(attention, state.item.group_slot + own_slot - state.item.slot_begin, head);
+#pragma unroll
+      for (int32_t quad = 0; quad < kQuads; ++quad) {
+        ptx::store_quad(target.output + lane * 4 + quad * 32, accumulators[quad]);
+      }
+      if (lane == 0) *target.lse = weights.lse;
+      continue;
+    }
     const OutputRow target = output_row(attention, mine.token, head);
 #pragma unroll
     for (int32_t quad = 0; quad < kQuads; ++quad) {

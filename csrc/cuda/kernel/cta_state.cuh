@@ -13,9 +13,9 @@ namespace prefixpack {
 struct CtaState {
   KernelParams params;
   PlanHeader header;
+  ItemRecord item;
   int32_t tile_index;  // of the current tile
   int32_t kv_head;
-  ItemRecord item;
   NextTile next;
 
   PREFIXPACK_DEVICE PlanReader plan() const { return {params.plan, header}; }

@@ -45,6 +45,40 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   }
 }
 
+// Counts the tile's partial of the split that is this thread's number; whether it was the last one.
+PREFIXPACK_DEVICE bool arrive(const CtaState& state, QuerySplit* splits) {
+  const int32_t thread = ptx::volatile_thread_index();
+  QuerySplit& split = splits[thread];
+  int32_t* semaphore = semaphore_of_split(state.params, state, state.item.list, thread);
+  bool ready = split.ready;
+  if (!ready) ready = ptx::atomic_add_release(semaphore, 1) == split.list.count - 1;
+  if (ready) *semaphore = 0;
+  split.ready = ready;
+  return ready;
+}
+
+// Turns to the queries' own lists, where the results of the groups that this CTA has combined are its partials. Called
+// by all threads. Whether the split that is this thread's number has such a result.
+PREFIXPACK_DEVICE bool leave_group(CtaState& state, QuerySplit* splits) {
+  const int32_t thread = ptx::volatile_thread_index();
+  const int32_t parent = state.item.parent;
+  bool arrives = false;
+  if (thread < state.item.query_count * state.params.heads.splits) {
+    const int32_t list = parent + query_of_split(state.params, thread), first = state.plan().list_offset(list);
+    arrives = splits[thread].ready;
+    splits[thread].list = {first, state.plan().list_offset(list + 1) - first};
+    splits[thread].ready = false;
+  }
+  ptx::cta_sync();
+  if (thread < 32) {
+    state.item.slot_begin = kInGlobalMemory;
+    state.item.list = parent;
+    state.item.parent = -1;
+  }
+  ptx::cta_sync();
+  return arrives;
+}
+
 // Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
 // precedes the call, and another one its return. The next tile's record is prefetched meanwhile.
 //
@@ -64,14 +98,9 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
 
   const bool merges = item.slot_begin != kWriteThrough;
   const bool has_split = merges && thread < item.query_count * state.params.heads.splits;
-  int32_t* semaphores = nullptr;
-  QuerySplit split{};
   if (has_split) {
-    semaphores = semaphore_of_split(state.params, state, thread);
     const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
-    split = {inputs.token, list, inputs.arrived == list.count - 1};
-    if (split.ready) *semaphores = 0;
-    splits[thread] = split;
+    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
   }
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
@@ -122,16 +151,17 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
   ptx::cta_sync();
   if (!merges) return;
   const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
-  // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
-  const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
-  load_slots<HeadDim>(state, own, 0, end);
-  if (has_split && !split.ready) {
-    split.ready = ptx::atomic_add_release(semaphores, 1) == split.list.count - 1;
-    if (split.ready) *semaphores = 0;
-    splits[thread].ready = split.ready;
+#pragma unroll 1
+  for (bool arrives = has_split;;) {
+    // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
+    const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
+    load_slots<HeadDim>(state, own, 0, end);
+    if (arrives) arrives = arrive(state, splits);
+    if (!ptx::cta_any(arrives)) return;
+    combine_splits<HeadDim, Output>(state, own, end);
+    if (ptx::uniform(item.parent < 0)) return;
+    arrives = leave_group(state, splits);
   }
-  if (!ptx::cta_any(split.ready)) return;
-  combine_splits<HeadDim, Output>(state, own, end);
 }
 
 }  // namespace prefixpack

@@ -14,9 +14,11 @@ PREFIXPACK_DEVICE int32_t query_of_split(const KernelParams& params, int32_t spl
   return params.heads.splits > 1 ? split >> 1 : split;
 }
 
-PREFIXPACK_DEVICE int32_t* semaphore_of_split(const KernelParams& params, const CtaState& state, int32_t split) {
+// list: of the item's first query.
+PREFIXPACK_DEVICE int32_t* semaphore_of_split(const KernelParams& params, const CtaState& state, int32_t list,
+                                              int32_t split) {
   const int32_t query = query_of_split(params, split), splits = params.heads.splits;
-  return semaphore_of(params, state.item.merge_begin + query, state.kv_head * splits + split - query * splits);
+  return semaphore_of(params, list + query, state.kv_head * splits + split - query * splits);
 }
 
 // As loaded: nothing here is used yet, because that would wait for it.
@@ -36,9 +38,9 @@ struct EpilogueInputs {
     if (query < item.query_count) {
       inputs.token = plan.query_token(item.query_begin + query);
       if (merges) {
-        inputs.list_begin = plan.merge_offset(item.merge_begin + query);
-        inputs.list_end = plan.merge_offset(item.merge_begin + query + 1);
-        inputs.arrived = ptx::load_relaxed(semaphore_of_split(params, state, thread));
+        inputs.list_begin = plan.list_offset(item.list + query);
+        inputs.list_end = plan.list_offset(item.list + query + 1);
+        inputs.arrived = ptx::load_relaxed(semaphore_of_split(params, state, item.list, thread));
       }
     }
     return inputs;

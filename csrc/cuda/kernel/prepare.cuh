@@ -38,11 +38,21 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
         highest = high > highest ? high : highest;
       }
       if (thread == 0) {
-        const int32_t merge = plan.item_merge(index);
-        const int32_t merge_first = item.slot_begin == kWriteThrough ? 0 : plan.merge_offset(merge);
-        step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end,         lowest,
-                             highest,          item.slot_begin,  merge,         merge_first, plan.item_slots(index),
-                             item.tile_rows};
+        const bool writes_through = item.slot_begin == kWriteThrough;
+        const int32_t list = plan.item_list(index), list_first = writes_through ? 0 : plan.list_offset(list);
+        step.items[index] = {item.query_begin,
+                             item.query_count,
+                             item.kv_begin,
+                             end,
+                             lowest,
+                             highest,
+                             item.slot_begin,
+                             list,
+                             list_first,
+                             plan.item_slots(index),
+                             item.tile_rows,
+                             plan.item_parent(index),
+                             plan.item_group_slot(index)};
       }
     }
     const int32_t* row =

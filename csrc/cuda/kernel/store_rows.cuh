@@ -19,9 +19,12 @@ PREFIXPACK_DEVICE FinalSoftmax finalize(SoftmaxState state) {
           state.sum > 0.0f ? safe_max(state.max) + ptx::log2(state.sum) : kMinusInfinity};
 }
 
+// Instead of a head: partials, which leave the sink to the last level.
+constexpr int32_t kNoSink = -1;
+
 // As above with the head's attention sink: a logit without value, which may exceed all others.
 PREFIXPACK_DEVICE FinalSoftmax finalize_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
-  if (attention.sinks == nullptr) return finalize(state);
+  if (attention.sinks == nullptr || head == kNoSink) return finalize(state);
   float scale, sink_scale;
   const SoftmaxState sink{attention.sinks[head] * kLog2E, 1.0f};
   FinalSoftmax result = finalize(softmax_merge(state, sink, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
@@ -57,6 +60,9 @@ PREFIXPACK_DEVICE void store_output(uint16_t* row, int32_t column, float left, f
 PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
+
+// Instead of the slot of a tile's first query: no partial of the tile is in shared memory.
+constexpr int32_t kInGlobalMemory = INT32_MIN / 2;
 
 constexpr int32_t kCombineLanes = 8;
 // Partials loaded together, of the eight whose lse the lanes hold: by a CTA, and by a warp, whose code runs for every
@@ -104,8 +110,8 @@ struct PartialList {
 
 // Counts the partials of a query that have arrived, for one virtual KV head. The last arriver combines them: no second
 // launch, no waiting. The plan fixes the order of summation, so the bits do not depend on the arriver.
-PREFIXPACK_DEVICE int32_t* semaphore_of(const KernelParams& params, int32_t merge, int32_t unit_head) {
-  return params.step.semaphores + merge * params.heads.virtual_heads.number + unit_head;
+PREFIXPACK_DEVICE int32_t* semaphore_of(const KernelParams& params, int32_t list, int32_t virtual_head) {
+  return params.step.semaphores + list * params.heads.virtual_heads.number + virtual_head;
 }
 
 }  // namespace prefixpack

@@ -27,9 +27,11 @@ class WarpEpilogue {
     kLowest,
     kHighest,
     kSlotBegin,
-    kMergeBegin,
-    kMergeFirst,
+    kList,
+    kListFirst,
     kSlotsAt,
+    kParent = kRecordWords - 2,
+    kGroupSlot,
     // Behind the record, lanes hold the tile's heads.
     kVirtualHead = kRecordWords,
     kKvHead
@@ -76,12 +78,12 @@ class WarpEpilogue {
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);
     list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
-    const int32_t merge = word(record_, kMergeBegin) + lane_, first = word(record_, kMergeFirst);
+    const int32_t merge = word(record_, kList) + lane_, first = word(record_, kListFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
     const int32_t head = virtual_head();
     if (word(record_, kSlotBegin) == kWriteThrough) return;
-    const int32_t* offsets = array(offsetof(PlanHeader, merge_offset_at));
-    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
+    const int32_t* offsets = array(offsetof(PlanHeader, list_offset_at));
+    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
@@ -93,29 +95,36 @@ class WarpEpilogue {
   // accumulators: free shared memory, [kRows, kHeadDim] floats.
   PREFIXPACK_DEVICE void epilogue(ptx::SharedAddress accumulators) {
     const float own_lse = store_accumulators(accumulators);
-    const int32_t slot_begin = word(record_, kSlotBegin), query_count = word(record_, kQueryCount);
-    const bool mine = lane_ < query_count;
-    int32_t complete = mine;
-    if (slot_begin != kWriteThrough) {
-      // If all other partials of a query have arrived, its own is not written.
-      const int32_t others = list_end_ - list_begin_ - 1;
-      const int32_t merge = word(record_, kMergeBegin) + (mine ? lane_ : 0);
-      int32_t* semaphores = semaphore_of(params_, merge, virtual_head());
-      complete = mine && arrived_ == others;
-      ptx::warp_sync();
-      if (ptx::any(mine && complete == 0)) {
-        write_partials(accumulators, own_lse, slot_begin, complete);
-        ptx::warp_sync();
-        if (mine && complete == 0) complete = ptx::atomic_add_release(semaphores, 1) == others;
-        ptx::warp_sync();
-        if (!ptx::any(complete != 0)) return;
-      }
-      if (complete != 0) *semaphores = 0;
-    }
-    const int32_t num_rows = rows();
+    const bool mine = lane_ < word(record_, kQueryCount);
+    int32_t pending = mine;  // this lane's query gets a partial of this warp
 #pragma unroll 1
-    for (int32_t first_row = 0; first_row < num_rows; first_row += kCombineRows) {
-      combine(accumulators, first_row, own_lse, slot_begin, complete);
+    for (bool stored = false;; stored = true) {
+      const int32_t slot_begin = word(record_, kSlotBegin);
+      int32_t complete = pending;
+      if (slot_begin != kWriteThrough) {
+        // If all other partials of a query have arrived, its own is not written.
+        const int32_t others = list_end_ - list_begin_ - 1;
+        const int32_t list = word(record_, kList) + (mine ? lane_ : 0);
+        int32_t* semaphores = semaphore_of(params_, list, virtual_head());
+        complete = pending != 0 && arrived_ == others;
+        ptx::warp_sync();
+        if (ptx::any(pending != complete)) {
+          if (ptx::uniform(!stored)) write_partials(accumulators, own_lse, slot_begin, complete);
+          ptx::warp_sync();
+          if (pending != complete) complete = ptx::atomic_add_release(semaphores, 1) == others;
+          ptx::warp_sync();
+          if (!ptx::any(complete != 0)) return;
+        }
+        if (complete != 0) *semaphores = 0;
+      }
+      const int32_t num_rows = rows();
+#pragma unroll 1
+      for (int32_t first_row = 0; first_row < num_rows; first_row += kCombineRows) {
+        combine(accumulators, first_row, own_lse, slot_begin, complete);
+      }
+      if (word(record_, kParent) < 0) return;
+      leave_group();
+      pending = complete;
     }
   }
 
@@ -195,8 +204,20 @@ class WarpEpilogue {
     }
   }
 
+  // Turns to the query's own list, where the group's result is the warp's partial.
+  PREFIXPACK_DEVICE void leave_group() {
+    const int32_t parent = word(record_, kParent);
+    const int32_t first = array(offsetof(PlanHeader, list_offset_at))[parent];
+    if (lane_ == kList) record_ = parent;
+    if (lane_ == kListFirst) record_ = first;
+    if (lane_ == kSlotBegin) record_ = kInGlobalMemory;
+    if (lane_ == kParent) record_ = -1;
+    prefetch_partial_lists();
+  }
+
   // Combines kCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and the
-  // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it.
+  // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it. Results go to
+  // the output, or, if the tile belongs to a group, to the group's slot.
   PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
                                  int32_t slot_begin, int32_t complete) const {
     const int32_t row = first_row + lane_ / kCombineLanes;
@@ -205,7 +226,7 @@ class WarpEpilogue {
     const float lse = ptx::shuffle(own_lse, row);
     const int32_t list_begin = ptx::shuffle(list_begin_, query), list_end = ptx::shuffle(list_end_, query);
     const bool ready = ptx::shuffle(complete, query) != 0, writes = ready && token >= 0;
-    const bool writes_through = slot_begin == kWriteThrough;
+    const bool writes_through = slot_begin == kWriteThrough, of_group = word(record_, kParent) >= 0;
     const int32_t count = !writes ? 0 : writes_through ? 1 : list_end - list_begin;
     int32_t longest = count;
 #pragma unroll
@@ -213,8 +234,8 @@ class WarpEpilogue {
       const int32_t other = ptx::shuffle_xor(longest, mask);
       longest = other > longest ? other : longest;
     }
-    const int32_t first_entry = list_begin - word(record_, kMergeFirst);
-    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
+    const int32_t first_entry = list_begin - word(record_, kListFirst);
+    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
     // A partial of the row. index: in partial_lse, or -1 for the warp's own. Called by all lanes.
     struct Partial {
       int32_t index;
@@ -268,8 +289,11 @@ class WarpEpilogue {
               if (j < count) state = add_partial(state, further);
             }
             ptx::warp_sync();
-            weights = combine_weights(attention_, writes ? head : 0, state,
-                                      [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+            weights = combine_weights(attention_,
+                                      of_group ? kNoSink
+                                      : writes ? head
+                                               : 0,
+                                      state, [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
           }
           weight = i < count ? weights.of(partial.lse) : 0.0f;
           ptx::warp_sync();
@@ -287,6 +311,19 @@ class WarpEpilogue {
           }
         }
       }
+    }
+    if (ptx::uniform(of_group)) {
+      const int32_t index = (word(record_, kGroupSlot) + query) * attention_.q_heads + head;
+      if (writes && lane_ % kCombineLanes == 0) attention_.partial_lse[index] = weights.lse;
+      ptx::warp_sync();
+#pragma unroll
+      for (int32_t pass = 0; pass < kPasses; ++pass) {
+        const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+        const int32_t target = ptx::shuffle(writes ? index : -1, of_row * kCombineLanes);
+        if (target >= 0)
+          ptx::store_quad(attention_.partial_o + int64_t{target} * kHeadDim + column, accumulators[pass]);
+      }
+      return;
     }
     if (writes && attention_.lse != nullptr && lane_ % kCombineLanes == 0) {
       attention_.lse[token * attention_.lse_token_stride + head] = weights.lse * kLn2;

@@ -86,22 +86,22 @@ void run_head_dim(const KernelParams& params, const Run& run) {
 }
 
 // q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
-// seq_lens: lengths of the step.
+// seq_lens: lengths of the step. fan_in: see CombineLists.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
-               const py::object& sinks, bool bfloat16, int ctas, bool late_copies, bool warps_first) {
+               const py::object& sinks, bool bfloat16, int ctas, bool late_copies, bool warps_first, int fan_in) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
-  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1);
+  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1, fan_in);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(3, 0);
-  std::vector<int32_t> semaphores(plan.merge_query.size() * kv_heads * head_splits(q_heads / kv_heads), 0);
+  std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
 
   KernelParams params{};
@@ -157,7 +157,7 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"),
-        py::arg("warps_first"));
+        py::arg("warps_first"), py::arg("fan_in"));
   m.def(
       "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
       py::arg("dividend"), py::arg("number"));

@@ -132,7 +132,8 @@ inline void store_shared_pair(SharedAddress address, float low, float high) {
   std::memcpy(to, &low, 4);
   std::memcpy(to + 4, &high, 4);
 }
-inline void store_shared(SharedAddress address, const uint32_t (&words)[4]) {
+template <class Word>
+inline void store_shared(SharedAddress address, const Word (&words)[4]) {
   char* to = emulation::self().block->shared_begin() + address;
   emulation::check_shared(to, 16);
   std::memcpy(to, words, 16);
