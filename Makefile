@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-SETUP = $(PYTHON) tests/support/setup_env.py
+SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

@@ -6,8 +6,6 @@ import logging
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.compat import targets, versions
 

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.execution.executor import cpu_device
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import cpu_device
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.attention_world import World
-
-
-@pytest.fixture(autouse=True)
-def _one_runtime_per_test() -> Iterator[None]:
-    yield
-    runtime.stop()
+from tests.sglang_plugin.fixture import Fixture
 
 
 def gpu_runner(
@@ -44,10 +36,9 @@ class TestFactory:
     @pytest.fixture(autouse=True)
     def _no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [])
-        monkeypatch.setattr(factory.cpu_fallbacks, "note_cpu_backend", lambda: None)
 
     def runner(self, **options: Any) -> Any:
-        return World([[]], [9], **options).runner
+        return Fixture([[]], [9], **options).runner
 
     def test_an_mla_model_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
@@ -55,7 +46,7 @@ class TestFactory:
 
     def test_on_a_cpu_torch_native_is_wrapped(self) -> None:
         runner = self.runner()
-        runtime.stop()
+        plugin_state.reset()
         backend = create_backend(runner, Settings(metrics=False))
         assert type(backend.stock).__name__ == "TorchNativeAttnBackend"
 
@@ -103,9 +94,9 @@ class TestFactory:
         pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
         pool.__dict__.update(vars(runner.req_to_token_pool))
         runner.req_to_token_pool = pool
-        runtime.stop()
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False))
-        current = runtime.active()
+        current = plugin_state.active()
         assert current is not None
         assert current.handover.kind == "hooks"
         assert set(factory.hook_table.HANDOVER_HOOKS) <= set(asked)
@@ -130,7 +121,7 @@ class TestFactory:
         lost = factory.hook_table.HANDOVER_HOOKS[1]
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [lost])
         runner = self.runner()
-        runtime.stop()
+        plugin_state.reset()
         with caplog.at_level(logging.ERROR):
             create_backend(runner, Settings(metrics=False))
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
@@ -147,7 +138,7 @@ class TestFactory:
         # A GPU runner that needs no kernels.
         runner = self.runner(is_draft_worker=True, draft_attention_backend=None)
         runner.device = "cuda"
-        runtime.stop()
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False, stock_backend="fa3", route=route))
         assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
 
@@ -163,13 +154,13 @@ class TestFactory:
         )
         runner = self.runner(is_draft_worker=True, draft_attention_backend=None, model_config=gemma)
         runner.device = "cuda"
-        runtime.stop()
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         runner = self.runner()
-        runtime.stop()
+        plugin_state.reset()
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
             create_backend(runner, Settings(metrics=False, route_profile="nowhere.json"))
 
@@ -187,7 +178,7 @@ class TestFactory:
         self, chosen: str | None, stock: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
-        assert factory.stock_name(gpu_runner(), "auto") == stock
+        assert stock_name(gpu_runner(), "auto") == stock
 
     def test_settings_shape_the_planners_device(self) -> None:
         device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
@@ -205,15 +196,15 @@ class TestSuitedStockBackend:
 
     @pytest.mark.parametrize("setting", ["auto", "fa3"])
     def test_fa3_cannot_read_e5m2(self, setting: str, caplog: pytest.LogCaptureFixture) -> None:
-        assert factory.stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), setting) == "triton"
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), setting) == "triton"
         assert "stock backend 'triton' instead of 'fa3': it reads no fp8_e5m2 KV cache" in caplog.text
 
     def test_it_reads_other_types(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert factory.stock_name(gpu_runner(kv_dtype=torch.float8_e4m3fn), "auto") == "fa3"
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e4m3fn), "auto") == "fa3"
         assert not caplog.records
 
     def test_another_backend_may_read_e5m2(self) -> None:
-        assert factory.stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), "flashinfer") == "flashinfer"
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), "flashinfer") == "flashinfer"
 
     def test_sglang_makes_the_same_change_to_its_own_choice(self) -> None:
         change = pytest.importorskip("sglang.srt.arg_groups.overrides")._attention_backend_fa3_fp8_fallback
@@ -226,7 +217,7 @@ class TestSuitedStockBackend:
     def test_decode_context_parallelism_is_known_to_triton_alone(
         self, setting: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        assert factory.stock_name(gpu_runner(dcp_size=2), setting) == "triton"
+        assert stock_name(gpu_runner(dcp_size=2), setting) == "triton"
         assert "it does not know KV that is spread over ranks (--dcp-size)" in caplog.text
 
     @pytest.mark.parametrize(
@@ -239,10 +230,10 @@ class TestSuitedStockBackend:
         ],
     )
     def test_what_sglang_refuses_for_a_model(self, architecture: str, setting: str, stock: str) -> None:
-        assert factory.stock_name(gpu_runner(architecture), setting) == stock
+        assert stock_name(gpu_runner(architecture), setting) == stock
 
     def test_torch_native_on_a_gpu_needs_graphs_off(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert factory.stock_name(gpu_runner(), "torch_native") == "torch_native"
+        assert stock_name(gpu_runner(), "torch_native") == "torch_native"
         assert "needs --disable-cuda-graph" in caplog.text
 
 
@@ -255,9 +246,9 @@ class TestDraftModel:
         monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
 
     def create(self, **options: Any) -> Any:
-        runner = World([[]], [9], is_draft_worker=True, **options).runner
+        runner = Fixture([[]], [9], is_draft_worker=True, **options).runner
         runner.device = "cuda"
-        runtime.stop()
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
         return runner
 
@@ -293,18 +284,18 @@ class TestDraftModel:
 
     def test_the_draft_runner_itself_still_gets_ours_which_never_packs(self) -> None:
         """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
-        runner = World([[]], [9], is_draft_worker=True, draft_attention_backend=None).runner
-        runtime.stop()
+        runner = Fixture([[]], [9], is_draft_worker=True, draft_attention_backend=None).runner
+        plugin_state.reset()
         backend = create_backend(runner, Settings(metrics=False))
-        assert backend._layers.never == fallback_reasons.DRAFT_WORKER
+        assert backend._layers.never_packed == fallback_reasons.DRAFT_WORKER
 
     def test_what_the_process_tells_about_is_the_target(self) -> None:
-        runner = World([[]], [9], draft_attention_backend=None).runner
-        runtime.stop()
+        runner = Fixture([[]], [9], draft_attention_backend=None).runner
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False))
         runner.is_draft_worker, runner.device = True, "cuda"
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
-        current = runtime.active()
+        current = plugin_state.active()
         assert current is not None
         assert current.stock_backend == "torch_native"
 
@@ -312,8 +303,8 @@ class TestDraftModel:
         assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"
 
     def test_the_target_has_no_say_in_it(self) -> None:
-        runner = World([[]], [9], draft_attention_backend=None).runner
-        runtime.stop()
+        runner = Fixture([[]], [9], draft_attention_backend=None).runner
+        plugin_state.reset()
         create_backend(runner, Settings(metrics=False))
         assert runner.draft_attention_backend is None
 

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.explain.server import ServerState
-from sgl_prefix_attn.sglang_plugin.backend import runtime, server_info
+from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
-from tests.sglang_plugin.attention_world import World
+from tests.sglang_plugin.fixture import Fixture
 
 PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
-
-
-@pytest.fixture(autouse=True)
-def _one_runtime_per_test() -> Iterator[None]:
-    yield
-    runtime.stop()
 
 
 def answer() -> Any:
@@ -39,9 +29,9 @@ def answer() -> Any:
 
 class TestState:
     def test_it_joins_sglangs_answer_and_is_what_explain_reads(self) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
-        world.run()
-        world.run(NOTHING)
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run()
+        fixture.run(NOTHING)
         result = answer()
         assert server_info.after_get_internal_state(result, None, None) is None
         assert result.internal_state["world_size"] == 1
@@ -55,11 +45,11 @@ class TestState:
         assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
         assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9
         assert told["shape"] == {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
-        assert set(told["device"]) == set(asdict(world.backend._executor.planners[0].device))
+        assert set(told["device"]) == set(asdict(fixture.backend._executor.planners[0].device))
 
     def test_the_last_packed_batch_can_be_rebuilt(self) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
-        world.run()
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run()
         result = answer()
         server_info.after_get_internal_state(result)
         batch = result.internal_state["prefixpack"]["batch"]
@@ -67,13 +57,13 @@ class TestState:
         assert batch["seq_lens"] == [30, 27, 25, 9]
         assert batch["query_lens"] == [1, 1, 1, 1]
         rebuilt = PrefixForest.from_paths([[tuple(segment) for segment in path] for path in batch["paths"]])
-        assert rebuilt.node_begin.tolist() == world.step.forest.node_begin.tolist()
-        assert rebuilt.node_end.tolist() == world.step.forest.node_end.tolist()
-        assert rebuilt.order.tolist() == world.step.forest.order.tolist()
+        assert rebuilt.node_begin.tolist() == fixture.step.forest.node_begin.tolist()
+        assert rebuilt.node_end.tolist() == fixture.step.forest.node_end.tolist()
+        assert rebuilt.order.tolist() == fixture.step.forest.order.tolist()
 
     def test_before_the_first_packed_step_there_is_no_batch(self) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
-        world.run(NOTHING)
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run(NOTHING)
         result = answer()
         server_info.after_get_internal_state(result)
         assert result.internal_state["prefixpack"]["batch"] is None
@@ -85,11 +75,11 @@ class TestState:
         assert result.internal_state == {"world_size": 1}
 
     def test_an_exception_leaves_sglangs_answer_alone(self, caplog: pytest.LogCaptureFixture) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
         result = SimpleNamespace(internal_state=None)
         with caplog.at_level(logging.ERROR):
             server_info.after_get_internal_state(result)
-        assert world.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
+        assert fixture.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
         assert "Traceback" in caplog.text
 
 
@@ -113,6 +103,9 @@ class TestMetrics:
         assert sample("sglang:prefixpack_kv_tokens_saved_total", labels) == 100
         assert sample("sglang:prefixpack_packed_steps_total", {**labels, "mode": "decode"}) == 100
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "stock"}) == 12
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "packed"}) == 0
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "inner"}) == 12  # deprecated
+        assert "Deprecated: route=inner" in generate_latest(registry).decode()
         assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": fallback_reasons.NO_PATHS}) == 4
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
 
@@ -126,13 +119,13 @@ class TestMetrics:
             assert f"sglang:prefixpack_{name}_total" in text
 
     def test_they_are_updated_every_few_steps_only(self) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
-        world.runtime.exporter, registry = self.exporter()
-        world.runtime.settings = world.runtime.settings.model_copy(update={"metrics_flush_steps": 3})
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.state.exporter, registry = self.exporter()
+        fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 3})
         labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
         seen = []
         for _ in range(4):
-            world.run()
+            fixture.run()
             seen.append(registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels))
         assert seen == [None, None, 3.0, 3.0]
         server_info.after_on_idle(None)
@@ -141,26 +134,26 @@ class TestMetrics:
     def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        world = World(PATHS, [30, 27, 25, 9])
-        world.runtime.exporter, registry = self.exporter()
-        world.runtime.settings = world.runtime.settings.model_copy(update={"metrics_flush_steps": 1})
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.state.exporter, registry = self.exporter()
+        fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 1})
 
         def full(counters: Counters) -> None:
             raise OSError("no space left on device")
 
         with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
-            broken.setattr(world.runtime.exporter, "update", full)
-            world.run()
-            world.run()
+            broken.setattr(fixture.state.exporter, "update", full)
+            fixture.run()
+            fixture.run()
             server_info.after_on_idle(None)
             result = answer()
             server_info.after_get_internal_state(result)
-        assert world.runtime.metrics_failures == 4
+        assert fixture.state.metrics_failures == 4
         assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
         assert caplog.text.count("Traceback") == 1
         assert "updating the Prometheus metrics failed" in caplog.text
-        assert world.fallbacks == {}  # no step left the packed path for it
-        world.run()
+        assert fixture.fallbacks == {}  # no step left the packed path for it
+        fixture.run()
         labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
         assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 3.0
 

@@ -14,18 +14,15 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from tests.routing.profiles import write_profile
-from tests.sglang_plugin.gpu_world import GpuWorld
-from tests.sglang_plugin.test_cuda_steps import LENGTHS, SHARED
+from tests.sglang_plugin.execution.test_cuda_executor import LENGTHS, SHARED
+from tests.sglang_plugin.gpu_fixture import GpuFixture
 
 # What the runner of one version or another looks at.
 OFF = (
@@ -59,10 +56,10 @@ class NotedGraphs:
 class Runner(module.DecodeCudaGraphRunner):
     """SGLang's runner for batches of 4, without what it makes of a model; whatever is not set here is a mock."""
 
-    def __init__(self, world: GpuWorld) -> None:
+    def __init__(self, fixture: GpuFixture) -> None:
         size = 4
-        self.world = world
-        self.attn_backend = world.backend
+        self.fixture = fixture
+        self.attn_backend = fixture.backend
         self.backend = NotedGraphs()
         self.capture_forward_mode = ForwardMode.DECODE
         self.capture_bs = [size]
@@ -78,9 +75,9 @@ class Runner(module.DecodeCudaGraphRunner):
         self.model_runner.server_args.debug_cuda_graph = False
         self.model_runner.is_draft_worker = False
         self.buffers = mock.MagicMock(
-            req_pool_indices=world.batch.req_pool_indices,
-            seq_lens=world.batch.seq_lens,
-            seq_lens_cpu=world.batch.seq_lens_cpu,
+            req_pool_indices=fixture.batch.req_pool_indices,
+            seq_lens=fixture.batch.seq_lens,
+            seq_lens_cpu=fixture.batch.seq_lens_cpu,
             mamba_track_indices=None,
         )
 
@@ -91,8 +88,8 @@ class Runner(module.DecodeCudaGraphRunner):
         return value
 
     def capture_prepare(self, size: int, *args: Any, **kwargs: Any) -> Any:
-        self.world.batch.dp_padding_mode = mock.MagicMock()
-        return self.world.batch, self.attn_backend, None
+        self.fixture.batch.dp_padding_mode = mock.MagicMock()
+        return self.fixture.batch, self.attn_backend, None
 
     def recapture_if_needed(self, forward_batch: Any) -> None:
         pass
@@ -117,8 +114,8 @@ class Runner(module.DecodeCudaGraphRunner):
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     profile = write_profile(tmp_path, {"launch": 27.0}, {"longest_request": 10.0}, kernels="native", backend="fa3")
     settings = Settings(metrics=False, route_profile=profile, route_margin=0)
-    world = GpuWorld(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256)
-    world.backend.init_cuda_graph_state(4, 4)
+    fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256)
+    fixture.backend.init_cuda_graph_state(4, 4)
     for name, hook in (
         ("capture_one_shape", graph_variants.around_capture_one_shape),
         ("_make_graph_key", graph_variants.around_make_graph_key),
@@ -132,8 +129,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
         module.get_exec().graph.debug_cuda_graph = False
     if hasattr(module, "maybe_flashinfer_autotune_speculative_draft"):
         monkeypatch.setattr(module, "maybe_flashinfer_autotune_speculative_draft", mock.MagicMock())
-    yield Runner(world)
-    runtime.stop()
+    yield Runner(fixture)
+    plugin_state.reset()
 
 
 def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,12 +142,12 @@ def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[
 
 
 def capture(runner: Runner) -> None:
-    world = runner.world
+    fixture = runner.fixture
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch, **kwargs: Any) -> None:
-        for layer in world.layers:
-            q, _, _ = world.qkv(layer)
-            world.backend.forward(q, None, None, layer, batch, save_kv_cache=False)
+        for layer in fixture.layers:
+            q, _, _ = fixture.qkv(layer)
+            fixture.backend.forward(q, None, None, layer, batch, save_kv_cache=False)
 
     runner.capture_one_shape(4, forward)
 
@@ -158,23 +155,23 @@ def capture(runner: Runner) -> None:
 def test_each_size_is_captured_for_either_route(runner: Runner) -> None:
     capture(runner)
     assert [(key.size, key.variant_label) for key in runner.backend.captured] == [(4, None), (4, graph_variants.LABEL)]
-    assert runner.world.backend.graph_routes.sizes == [4]
-    assert runner.world.stock.layer_calls > 0
-    assert runner.world.device_step.attended > 0
+    assert runner.fixture.backend.graph_variants.sizes == [4]
+    assert runner.fixture.stock.layer_calls > 0
+    assert runner.fixture.device_step.attended > 0
 
 
 def test_a_replay_takes_the_graph_that_its_step_was_routed_to(runner: Runner) -> None:
     capture(runner)
-    world = runner.world
+    fixture = runner.fixture
     taken = []
     for _ in range(16):
-        runner.buffers.seq_lens, runner.buffers.seq_lens_cpu = world.batch.seq_lens, world.batch.seq_lens_cpu
-        with world.handover.handed_over(world.handed):
-            runner.execute(world.batch)
+        runner.buffers.seq_lens, runner.buffers.seq_lens_cpu = fixture.batch.seq_lens, fixture.batch.seq_lens_cpu
+        with fixture.handover.handed_over(fixture.handed):
+            runner.execute(fixture.batch)
         assert runner.backend.replayed[-1] in runner.backend.captured
         taken.append(runner.backend.replayed[-1].variant_label)
-        assert (taken[-1] is None) == (world.backend._step is not None)
-        world.grow(8)
+        assert (taken[-1] is None) == (fixture.backend.decision.step is not None)
+        fixture.grow(8)
     switched = taken.index(None)
     assert taken == [graph_variants.LABEL] * switched + [None] * (16 - switched)
     assert 0 < switched < 16
@@ -182,6 +179,6 @@ def test_a_replay_takes_the_graph_that_its_step_was_routed_to(runner: Runner) ->
 
 def test_without_paths_the_stock_graph_is_replayed(runner: Runner) -> None:
     capture(runner)
-    runner.execute(SimpleNamespace(**vars(runner.world.batch), needs_forward_metadata_init=lambda: True))
+    runner.execute(SimpleNamespace(**vars(runner.fixture.batch), needs_forward_metadata_init=lambda: True))
     assert runner.backend.replayed[-1].variant_label == graph_variants.LABEL
-    assert runner.world.stock.graph_calls[-1] == "replay"
+    assert runner.fixture.stock.graph_calls[-1] == "replay"

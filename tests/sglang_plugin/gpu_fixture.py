@@ -21,12 +21,11 @@ from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape, Plan
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels, native_kernels
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
-from tests.sglang_plugin.attention_world import CountingStock, World
+from tests.sglang_plugin.fixture import CountingStock, Fixture
 
 GPU_HEAD_DIM = 64
 DTYPE = torch.bfloat16
@@ -134,12 +133,12 @@ class GraphStock(CountingStock):
         return 1
 
 
-class GpuWorld(World):
-    """A world whose backend has a CUDA executor, with decode graphs as SGLang runs them.
+class GpuFixture(Fixture):
+    """A fixture whose backend has a CUDA executor, with decode graphs as SGLang runs them.
 
     Args:
         graphs: size of the largest graph; 0: none.
-        stock_backend: name of the stock backend; as "fa3" it is one that the shipped routing profile knows.
+        options: see `Fixture`. `stock_backend="fa3"` is one that the shipped routing profile knows.
         kernels: real ones, for tensors on a GPU; None: everything is on the host.
     """
 
@@ -148,25 +147,38 @@ class GpuWorld(World):
         *args: Any,
         settings: Settings | None = None,
         graphs: int = 0,
-        stock_backend: str = "",
         kernels: Kernels | None = None,
         **options: Any,
     ) -> None:
-        settings = settings or Settings(metrics=False)
-        options = {"kv_dtype": DTYPE, "dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, **options}
-        options["tensors"] = "cpu" if kernels is None else "cuda"
-        super().__init__(*args, settings=settings, **options)
-        self.runner.server_args = SimpleNamespace(
+        self._settings = settings or Settings(metrics=False)
+        self._kernels = kernels or host_kernels(self._make_step)
+        self.steps: list[HostStep] = []
+        arguments = SimpleNamespace(
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
         )
-        self.runner.spec_algorithm = SpeculativeAlgorithm.NONE
-        self.steps: list[HostStep] = []
-        self.executor = CudaExecutor(self.runner, settings, kernels or host_kernels(self._make_step))
-        self.stock = GraphStock(self.runner)
-        self.runtime.stock_backend = stock_backend
-        self.backend = PrefixPackBackend(self.runner, self.stock, self.runtime, self.executor)
+        super().__init__(
+            *args,
+            settings=self._settings,
+            **{
+                "kv_dtype": DTYPE,
+                "dtype": DTYPE,
+                "head_dim": GPU_HEAD_DIM,
+                "room": 64,
+                "tensors": "cpu" if kernels is None else "cuda",
+                "server_args": arguments,
+                "spec_algorithm": SpeculativeAlgorithm.NONE,
+                **options,
+            },
+        )
         if graphs:
             self.graphs = DecodeGraphs(self, graphs)
+
+    def make_stock(self) -> Any:
+        return GraphStock(self.runner)
+
+    def make_executor(self) -> Any:
+        self.executor = CudaExecutor(self.runner, self._settings, self._kernels)
+        return self.executor
 
     def _make_step(self, *args: Any) -> HostStep:
         self.steps.append(HostStep(*args))
@@ -196,10 +208,10 @@ class DecodeGraphs:
 
     capture_forward_mode = ForwardMode.DECODE
 
-    def __init__(self, world: GpuWorld, max_batch: int, *, hooked: bool = True) -> None:
-        self.world, self.max_batch, self.hooked = world, max_batch, hooked
-        self.attn_backend = world.backend
-        with torch.device(world.tensors):
+    def __init__(self, fixture: GpuFixture, max_batch: int, *, hooked: bool = True) -> None:
+        self.fixture, self.max_batch, self.hooked = fixture, max_batch, hooked
+        self.attn_backend = fixture.backend
+        with torch.device(fixture.tensors):
             self.buffers = SimpleNamespace(
                 input_ids=torch.zeros(max_batch, dtype=torch.int64),
                 positions=torch.zeros(max_batch, dtype=torch.int64),
@@ -209,11 +221,11 @@ class DecodeGraphs:
                 out_cache_loc=torch.zeros(max_batch, dtype=torch.int64),
                 mamba_track_indices=None,
             )
-        layer = world.layers[0]
+        layer = fixture.layers[0]
         width = layer.tp_q_head_num * layer.qk_head_dim
-        self.q = torch.zeros(len(world.layers), max_batch, width, dtype=DTYPE, device=world.tensors)
+        self.q = torch.zeros(len(fixture.layers), max_batch, width, dtype=DTYPE, device=fixture.tensors)
         self.graphs: dict[ShapeKey, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
-        world.backend.init_cuda_graph_state(max_batch, max_batch)
+        fixture.backend.init_cuda_graph_state(max_batch, max_batch)
 
     def graph(self, size: int) -> tuple[list[Callable[[], Any]], list[torch.Tensor]]:
         """The packed graph of a size: launches and outputs."""
@@ -233,7 +245,7 @@ class DecodeGraphs:
         return graph_variants.around_make_graph_key(lambda runner, size: ShapeKey(size), self, size)
 
     def _capture_one_shape(self, size: int, **kwargs: Any) -> None:
-        world, buffers = self.world, self.buffers
+        fixture, buffers = self.fixture, self.buffers
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=size,
@@ -244,7 +256,7 @@ class DecodeGraphs:
             out_cache_loc=buffers.out_cache_loc[:size],
             seq_lens_sum=size,
         )
-        backend = world.backend
+        backend = fixture.backend
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
         outputs = [torch.full_like(rows[:size], torch.nan) for rows in self.q]
@@ -252,7 +264,7 @@ class DecodeGraphs:
 
         def run_once() -> None:
             backend.init_forward_metadata_in_graph(batch)
-            for i, layer in enumerate(world.layers):
+            for i, layer in enumerate(fixture.layers):
                 out = backend.forward(self.q[i, :size], None, None, layer, batch, save_kv_cache=False, **kwargs)
                 # Whatever comes after attention in the model consumes its output before the next layer's.
                 consume = functools.partial(outputs[i].copy_, out)
@@ -264,7 +276,7 @@ class DecodeGraphs:
         for _ in range(2):
             run_once()
             backend.on_after_cuda_graph_warmup()
-        if world.tensors == "cuda":
+        if fixture.tensors == "cuda":
             graph = torch.cuda.CUDAGraph()
             # As SGLang does: a graph of another test that is collected meanwhile would break this capture.
             gc.collect()
@@ -275,17 +287,17 @@ class DecodeGraphs:
             self.graphs[self._key(size)] = [graph.replay], outputs
             return
         recorded = []
-        for part in (world.stock, *world.steps):
+        for part in (fixture.stock, *fixture.steps):
             part.recording = recorded
         run_once()
-        for part in (world.stock, *world.steps):
+        for part in (fixture.stock, *fixture.steps):
             part.recording = None
         self.graphs[self._key(size)] = recorded, outputs
 
     def replay(self, handed: Handed | None = None, batch: Any = None, size: int | None = None) -> list[torch.Tensor]:
-        """Runs the world's batch through a graph of `size` requests; returns each layer's rows of the batch."""
-        world, buffers = self.world, self.buffers
-        batch = world.batch if batch is None else batch
+        """Runs the fixture's batch through a graph of `size` requests; returns each layer's rows of the batch."""
+        fixture, buffers = self.fixture, self.buffers
+        batch = fixture.batch if batch is None else batch
         raw = batch.batch_size
         size = size or min(key.size for key in self.graphs if key.size >= raw)
         for name, filler in (("req_pool_indices", 0), ("seq_lens", 1), ("seq_lens_cpu", 1), ("out_cache_loc", 0)):
@@ -294,19 +306,19 @@ class DecodeGraphs:
             source = getattr(batch, name)
             if source is not None:
                 buffer[:raw] = source
-        for i, layer in enumerate(world.layers):
-            q, k, v = world.qkv(layer)
+        for i, layer in enumerate(fixture.layers):
+            q, k, v = fixture.qkv(layer)
             self.q[i, :raw] = q[:raw]
-            world.pool.set_kv_buffer(layer, batch.out_cache_loc, k[:raw], v[:raw])
+            fixture.pool.set_kv_buffer(layer, batch.out_cache_loc, k[:raw], v[:raw])
         view = build_replay_fb_view(batch, buffers, size, raw, size, 1, ForwardMode.DECODE, False)
-        with world.handover.handed_over(world.handed if handed is None else handed):
-            world.backend.init_forward_metadata_out_graph(view)
-        table = world.rows.req_to_token.clone()
-        if world.backend._step is not None:
+        with fixture.handover.handed_over(fixture.handed if handed is None else handed):
+            fixture.backend.init_forward_metadata_out_graph(view)
+        table = fixture.rows.req_to_token.clone()
+        if fixture.backend.decision.step is not None:
             # From here on the scheduler may change its tables: packed graphs read copies.
-            world.rows.req_to_token.fill_(0)
+            fixture.rows.req_to_token.fill_(0)
         recorded, outputs = self.graphs[self._key(size)]
         for launch in recorded:
             launch()
-        world.rows.req_to_token.copy_(table)
+        fixture.rows.req_to_token.copy_(table)
         return [output[:raw].clone() for output in outputs]

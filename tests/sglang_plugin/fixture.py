@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
@@ -39,14 +39,16 @@ class CountingStock(TorchNativeAttnBackend):
         return super().forward(*args, **kwargs)
 
 
-class World:
+class Fixture:
     """Pools with random KV in which the batch's requests share slots as their paths say.
 
     Args:
         paths: of the batch.
         seq_lens, query_lens: of the batch; query_lens None: decode.
-        room: positions that requests may grow.
-        tensors: the device they are on.
+        room: tokens that requests may grow by.
+        tensors: device of all tensors.
+        stock_backend: name of the stock backend.
+        runner: attributes of the ModelRunner.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class World:
         head_dim: int = HEAD_DIM,
         room: int = 8,
         tensors: str = "cpu",
+        stock_backend: str = "",
         **runner: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -98,10 +101,12 @@ class World:
                 **runner,
             }
         )
-        runtime.stop()
-        self.runtime = runtime.start(settings or Settings(metrics=False), "0.5.20", "hooks", self.runner)
-        self.stock = CountingStock(self.runner)
-        self.backend = PrefixPackBackend(self.runner, self.stock, self.runtime)
+        plugin_state.reset()
+        self.state = plugin_state.of_process(settings or Settings(metrics=False), "0.5.20")
+        self.state.serve("hooks", self.runner)
+        self.state.stock_backend = stock_backend
+        self.stock = self.make_stock()
+        self.backend = PrefixPackBackend(self.runner, self.stock, self.state, self.make_executor())
         prefix = [s - q for s, q in zip(seq_lens, query_lens or [1] * len(seq_lens), strict=True)]
         self.step = StepPaths(
             PrefixForest.from_paths(paths, prefix_lens=prefix),
@@ -113,13 +118,21 @@ class World:
         self.batch = self._batch()
         self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
 
+    def make_stock(self) -> Any:
+        """The stock backend."""
+        return CountingStock(self.runner)
+
+    def make_executor(self) -> Any:
+        """The executor; None: the one that the backend makes for the runner."""
+
     @property
     def handover(self) -> Handover:
-        return self.runtime.handover
+        assert self.state.handover is not None
+        return self.state.handover
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        return dict(self.runtime.counters.fallbacks)
+        return dict(self.state.counters.fallbacks)
 
     def _batch(self) -> ForwardBatch:
         lengths = torch.tensor(self.seq_lens, dtype=torch.int64)

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.gpu_world import DTYPE, GraphStock, host_kernels
+from tests.sglang_plugin.gpu_fixture import DTYPE, GraphStock, host_kernels
 
 KITS = "sglang.test.kits.attention_unittest"
 # The kit imports what it has for other kinds of attention along, which a CPU install lacks kernels for.
@@ -42,10 +38,10 @@ CASES = [case for case in dense_kit.make_dense_cases(NAME) if case.forward_mode.
 
 
 @pytest.fixture(autouse=True)
-def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[runtime.Runtime]:
+def current(monkeypatch: pytest.MonkeyPatch) -> plugin_state.PluginState:
     settings = Settings(metrics=False)
-    runtime.stop()
-    started = runtime.start(settings, "0.5.20", "hooks", None)
+    started = plugin_state.of_process(settings, "0.5.20")
+    started.serve("hooks", None)
 
     def create(runner: Any) -> PrefixPackBackend:
         executor = CudaExecutor(runner, settings, host_kernels())
@@ -58,8 +54,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[runtime.Runtime]:
 
     monkeypatch.setitem(ATTENTION_BACKENDS, NAME, create)
     monkeypatch.setattr(runner_kit, "build_dense_attention_fixture", with_model)
-    yield started
-    runtime.stop()
+    return started
 
 
 def run(case: Any, capture_batch: int) -> None:
@@ -75,13 +70,13 @@ def run(case: Any, capture_batch: int) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_without_paths(case: Any, padding: int, current: runtime.Runtime) -> None:
+def test_without_paths(case: Any, padding: int, current: plugin_state.PluginState) -> None:
     run(case, case.batch_size + padding)
     assert set(current.counters.fallbacks) == {fallback_reasons.NO_PATHS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_with_paths(case: Any, current: runtime.Runtime) -> None:
+def test_with_paths(case: Any, current: plugin_state.PluginState) -> None:
     # Every request's prefix is a node of its own: the kit gives its requests nothing in common.
     paths = [[(request, 0, prefix)] if prefix else [] for request, prefix in enumerate(case.prefix_lens)]
     step = StepPaths(PrefixForest.from_paths(paths), "decode", case.batch_size, case.batch_size)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
@@ -19,19 +15,12 @@ from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory, hook_table
-from sgl_prefix_attn.sglang_plugin.backend import runtime
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
 from sgl_prefix_attn.sglang_plugin.compat import hooks
 
 # The tokens 1 to 3 of five are an image's.
 TOKENS, IMAGE = 5, (1, 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_runtime_per_test() -> Iterator[None]:
-    yield
-    runtime.stop()
 
 
 def triton_backend() -> Any:
