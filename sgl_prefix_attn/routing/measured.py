@@ -93,7 +93,10 @@ def read_results(path: str | Path) -> Results:
                 raise ResultsError(
                     f"{path}: row {row['key']} has no features of its step: measure again with this version"
                 )
-        cases = [_case(row, head_dim, kv_bytes) for row in rows]
+        cases = [
+            _case(row, row.get("head_dim", head_dim), KV_BYTES[row["kv_dtype"]] if "kv_dtype" in row else kv_bytes)
+            for row in rows
+        ]
         return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases)
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import PINNING_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
-from tests.sglang_plugin.test_contract import problem, table
+from tests.sglang_plugin.compat.test_contract import problem, table
 from tests.support.sglang_contract import SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 

@@ -93,16 +93,15 @@ class TestInTheBackendsFactory:
     @pytest.fixture
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
         from sgl_prefix_attn.sglang_plugin import factory
-        from sgl_prefix_attn.sglang_plugin.backend import runtime
-        from tests.sglang_plugin.attention_world import World
+        from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+        from tests.sglang_plugin.fixture import Fixture
 
         asked: list[Hook] = []
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        monkeypatch.setattr(factory.cpu_fallbacks, "note_cpu_backend", lambda: None)
-        self.runner = World([[]], [9]).runner
-        runtime.stop()
+        self.runner = Fixture([[]], [9]).runner
+        plugin_state.reset()
         yield asked
-        runtime.stop()
+        plugin_state.reset()
         hooks.activate(None)
 
     def create(self, settings: Settings) -> None:
