@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-SETUP = $(PYTHON) tests/support/setup_env.py
+SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-versions lint bench clean

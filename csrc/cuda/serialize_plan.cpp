@@ -18,8 +18,8 @@ constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
 }  // namespace
 
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
-                              int32_t kv_heads, int32_t warp_blocks) {
-  const int32_t narrow = narrow_rows(group);
+                              int32_t kv_heads, int32_t warp_ctas) {
+  const int32_t narrow = warp_item_rows(group);
   SerializedPlan result;
   std::vector<int32_t>& words = result.words;
   const size_t num_items = plan.items.size();
@@ -51,7 +51,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   for (const WorkItem& item : plan.items) {
     if (item.tile_rows > narrow) add_item(item);
   }
-  header.num_block_items = static_cast<int32_t>(place);
+  header.num_cta_items = static_cast<int32_t>(place);
   header.narrow_prevails = plan.narrow_prevails;
   int64_t shortest = INT32_MAX, longest = 0, items = 0;
   for (const WorkItem& item : plan.items) {
@@ -63,7 +63,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
     ++items;
   }
   const bool alike = longest <= shortest + shortest / 4;
-  header.active_warps = active_warps(items * kv_heads * units_of_group(group), alike ? longest : 0, warp_blocks);
+  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, warp_ctas);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

@@ -63,6 +63,8 @@ def register_hooks(settings: Settings, version: str) -> None:
 
     state = plugin_state.of_process(settings, version)
     wanted = hook_table.OTHER_HOOKS
+    if settings.group_scheduling:
+        wanted += hook_table.GROUP_HOOKS
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
     if not torch.cuda.is_available():

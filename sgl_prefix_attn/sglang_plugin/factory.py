@@ -47,6 +47,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         wanted += hook_table.cpu_hooks(fallbacks)
     elif settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
+    if settings.group_scheduling:
+        wanted += hook_table.GROUP_HOOKS
     if masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.activate(settings)

@@ -19,6 +19,9 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
+)
+# For servers with the setting group_scheduling: the hook on calc_priority reads the whole waiting queue.
+GROUP_HOOKS: tuple[Hook, ...] = (
     Hook(targets.CALC_PRIORITY, group_scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
     Hook(targets.ADD_ONE_REQ, group_scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
 )

@@ -39,6 +39,16 @@ def test_recorded_answer(serve: Serve, server_info: dict[str, Any]) -> None:
     assert batch.paths[0][0][1] == 0
 
 
+def test_the_state_of_the_previous_release_is_read_with_a_warning(
+    serve: Serve, server_info: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    state = server_info["internal_states"][0]["prefixpack"]
+    state["inner_backend"] = state.pop("stock_backend")
+    url = serve({"/server_info": (200, body(server_info))})
+    assert read_states(url)[0].stock_backend == state["inner_backend"]
+    assert "'inner_backend' is deprecated" in caplog.text
+
+
 def test_slash_at_the_end_of_the_address(serve: Serve, server_info: dict[str, Any]) -> None:
     assert len(read_states(serve({"/server_info": (200, body(server_info))}) + "/")) == 1
 

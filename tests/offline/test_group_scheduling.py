@@ -11,16 +11,19 @@ import pytest
 
 pytest.importorskip("sglang")
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from benchmarks.offline.cache_saving import grouped_jobs
 from benchmarks.offline.replay import Job, Replay
 from benchmarks.offline.workloads import Setting, industry
+from sgl_prefix_attn.offline.engines import EngineArguments
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
-from sgl_prefix_attn.sglang_plugin import hook_table
+from sgl_prefix_attn.settings import Settings, load_settings
+from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.compat import targets
-from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
+from sgl_prefix_attn.sglang_plugin.offline import engine_process, group_scheduler
 
 WORKLOADS = {
     "200/20 x16": Setting(200, 20, 16, 160).prompts(),
@@ -279,7 +282,37 @@ def test_no_more_output_is_expected_than_a_request_may_generate():
     assert admit(Adder(room=100 + 40), greedy) == "CONTINUE"
 
 
-def test_the_hooks_are_registered_with_the_others():
-    by_target = {hook.target: hook for hook in hook_table.OTHER_HOOKS}
-    assert by_target[targets.CALC_PRIORITY].function is group_scheduler.after_calc_priority
-    assert by_target[targets.ADD_ONE_REQ].function is group_scheduler.around_add_one_req
+GROUP_TARGETS = {targets.CALC_PRIORITY.path, targets.ADD_ONE_REQ.path}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the targets that are hooked from now on."""
+    paths: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda path, *_: paths.append(path))
+    return paths
+
+
+def test_a_server_has_the_hooks_only_if_it_is_asked_for_them(registered):
+    entry.register_hooks(Settings())
+    assert registered
+    assert not GROUP_TARGETS & set(registered)
+    entry.register_hooks(Settings(group_scheduling=True))
+    assert set(registered) >= GROUP_TARGETS
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "1"), ("", "1"), ("0", "0")])
+def test_the_engine_of_a_batch_asks_for_them(set_by_user, expected, monkeypatch):
+    class StartedError(Exception):
+        pass
+
+    def load_plugins():
+        raise StartedError
+
+    monkeypatch.setenv("PREFIXPACK_GROUP_SCHEDULING", set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv("PREFIXPACK_GROUP_SCHEDULING")
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", load_plugins)
+    with pytest.raises(StartedError):
+        engine_process.main(None, EngineArguments(()))
+    assert load_settings().group_scheduling == (expected == "1")

@@ -116,7 +116,7 @@ class TestInTheBackendsFactory:
 
     def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
         # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
-        self.create(Settings(metrics=False, retention="reuse"))
+        self.create(Settings(metrics=False, retention="reuse", group_scheduling=True))
         queue = [hook for hook in applied if hook.target == hooks.CALC_PRIORITY]
         assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduler", "hooks"]
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_for
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
@@ -72,8 +75,8 @@ class StepRouter:
             "last": last
             and {
                 "route": last.route.value,
-                "packed_us": round(last.packed_us, 2),
-                "stock_us": round(last.stock_us, 2),
+                "packed_us": last.packed_us and round(last.packed_us, 2),
+                "stock_us": last.stock_us and round(last.stock_us, 2),
             },
         }
 
@@ -117,7 +120,17 @@ class StepRouter:
     def _make_router(self, shape: ModelShape) -> Router | None:
         """The router; None, for good, if the profile has no cost of the kernels."""
         kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
-        profile = self._own_profile or shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
+        gpu = _gpu_name()
+        profile = self._own_profile or shipped_profile_for(gpu, self._executor.kernels, kernel, shape.kv_bytes)
+        if profile is None:
+            logger.warning(
+                "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; measure the GPU with "
+                "`python -m benchmarks.kernel.gpu_attention`, fit a profile with `python -m sgl_prefix_attn route fit` "
+                "and set route_profile",
+                gpu,
+                conservative.RULE,
+            )
+            return Router(conservative.ConservativePolicy(shape))
         packed = self._cost(profile, "packed", self._executor.kernels)
         stock = self._cost(profile, "stock", kernel)
         if packed is None or stock is None:
@@ -151,3 +164,8 @@ class StepRouter:
                 kernel,
             )
         return cost
+
+
+def _gpu_name() -> str:
+    """CUDA's name of the current GPU; that of an H200 where interpreted kernels replace one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"

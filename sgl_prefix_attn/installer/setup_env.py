@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Makes the virtual environment in which SGLang and this package run, and builds the package there.
+"""Creates a virtual environment with SGLang and this package, from a source checkout.
 
-    python3 tests/support/setup_env.py [--venv .venv] [--sglang 0.5.20] [--gpu auto|yes|no]
+    python3 sgl_prefix_attn/installer/setup_env.py [--venv .venv] [--sglang 0.5.20] [--gpu auto|yes|no] [--list]
 
-Needs Linux, Python 3.10 to 3.12 with its venv module and headers, and a C++17 compiler; nothing else. Every stage
-leaves a stamp of its inputs in the environment, and a stage whose stamp still fits is not repeated. With an NVIDIA GPU
-the stock sglang is installed with its own torch and kernels; that way has not been run by the authors.
+Runs with the system's Python and imports the standard library only. Needs Linux, Python 3.10 to 3.12 with its venv
+module and headers, and a C++17 compiler. Each stage writes a digest of its inputs into the environment; a stage with
+an unchanged digest is skipped. With an NVIDIA GPU it installs sglang with the torch and kernels that sglang requires;
+the authors have not run that path.
 
 Environment variables:
-    TORCH_SPEC       what to give to pip for torch (default: the CPU build of torch 2.13.0)
-    TORCH_INDEX_URL  package index for torch alone (default: pip's own indexes, then PyTorch's CPU index)
+    TORCH_SPEC       pip requirement for torch (default: the CPU build of torch 2.13.0)
+    TORCH_INDEX_URL  package index of torch (default: pip's own indexes, then PyTorch's CPU index)
     PIP_*            pip's own settings, for example PIP_INDEX_URL
-    PREFIXPACK_CUDA, PREFIXPACK_CUDA_ARCHS, CXX   passed on to the build; without a GPU the CUDA part is left out
-                     unless PREFIXPACK_CUDA asks for it
+    PREFIXPACK_CUDA, PREFIXPACK_CUDA_ARCHS, CXX   passed to the build; without a GPU the CUDA part is built only if
+                     PREFIXPACK_CUDA=1 or auto
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-SUPPORT = Path(__file__).resolve().parent
-ROOT = SUPPORT.parents[1]
+INSTALLER = Path(__file__).resolve().parent
+ROOT = INSTALLER.parents[1]
 DEFAULT_SGLANG = "0.5.20"
 TORCH_VERSION = "2.13.0"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -49,7 +50,7 @@ ERROR_LINES, ERROR_COLUMNS = 25, 300
 
 
 class SetupError(Exception):
-    """Something the user has to change; the message says what."""
+    """The environment cannot be created; the message says what the user must change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Settings:
     gpu: bool
     torch_spec: str | None
     torch_index_url: str | None
+    list_only: bool
 
     @property
     def python(self) -> Path:
@@ -69,7 +71,10 @@ class Settings:
 class Stage:
     """One step of the installation.
 
-    name: key of its stamp. inputs: everything its result depends on. intact: whether the result is still there.
+    Attributes:
+        name: key of its digest in the stamp file.
+        inputs: everything that the result depends on.
+        intact: whether the result still exists.
     """
 
     name: str
@@ -88,7 +93,7 @@ def file_digest(paths: Sequence[Path]) -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether nvidia-smi is there and lists a device."""
+    """Whether nvidia-smi exists and lists a device."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return False
@@ -123,7 +128,7 @@ def check_machine(settings: Settings) -> None:
 
 
 class Installer:
-    """Runs the stages of one environment, skipping those whose stamp still fits."""
+    """The stages of one environment."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -131,7 +136,20 @@ class Installer:
         self.stamp_file = settings.venv / "setup-stamps.json"
         self.made_here = "venv" in self._read_stamps()
 
+    def show_stages(self) -> None:
+        """Prints the stages and which of them `run` would execute."""
+        stages, stamps, chained, stale = self._stages(), self._read_stamps(), "", False
+        for number, stage in enumerate(stages, start=1):
+            chained = digest([chained, stage.name, *stage.inputs])
+            stale = stale or stamps.get(stage.name) != chained or not stage.intact()
+            print(f"{number}/{len(stages)} {stage.name:7} {'to do' if stale else 'done':6} {stage.title}")
+
     def run(self) -> None:
+        """Executes every stage that is not up to date.
+
+        Raises:
+            SetupError: a command failed.
+        """
         stages = self._stages()
         stamps = self._read_stamps()
         chained = ""
@@ -193,9 +211,9 @@ class Installer:
 
     def _cpu_stages(self) -> list[Stage]:
         spec = f"sglang=={self.settings.sglang}"
-        requirements = SUPPORT / "requirements-cpu.txt"
-        no_deps = SUPPORT / "requirements-cpu-no-deps.txt"
-        shims = SUPPORT / "sglang_cpu"
+        requirements = INSTALLER / "requirements-cpu.txt"
+        no_deps = INSTALLER / "requirements-cpu-no-deps.txt"
+        shims = INSTALLER / "sglang_cpu"
         shim_files = [path for path in sorted(shims.rglob("*")) if path.suffix in (".py", ".toml")]
         return [
             Stage(
@@ -222,12 +240,12 @@ class Installer:
         ]
 
     def _make_venv(self) -> None:
-        # An environment that an earlier call made may be wiped; one made by somebody else is only added to.
+        # Only an environment that an earlier call created is cleared.
         clear = ["--clear"] if self.made_here else []
         try:
             self._command([sys.executable, "-m", "venv", *clear, str(self.settings.venv)])
         except SetupError as error:
-            hint = "Is Python's venv module there? (Debian and Ubuntu: apt install python3-venv)"
+            hint = "Is Python's venv module installed? (Debian and Ubuntu: apt install python3-venv)"
             raise SetupError(f"{error}\n{hint}") from error
 
     def _torch_index(self) -> list[str]:
@@ -274,7 +292,7 @@ class Installer:
         self._command(command, environment=environment)
 
     def _command(self, command: list[str], *, environment: dict[str, str] | None = None) -> None:
-        """Run a command, its output going to the log, with a sign of life every few seconds."""
+        """Runs a command with its output in the log; prints a line every few seconds."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a+b") as output:
             output.seek(0, os.SEEK_END)
@@ -324,7 +342,7 @@ class Installer:
 
 @contextlib.contextmanager
 def only_one(venv: Path) -> Iterator[None]:
-    """Keep two setups of the same environment from working at once."""
+    """Holds a lock against a second setup of the same environment."""
     lock = Path(tempfile.gettempdir(), f"prefixpack-setup-{digest([str(venv)])[:16]}.lock")
     with lock.open("w") as handle:
         try:
@@ -337,13 +355,17 @@ def only_one(venv: Path) -> Iterator[None]:
 
 def parse(arguments: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment is (default: .venv)")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv)")
     parser.add_argument("--sglang", default=DEFAULT_SGLANG, help=f"version to install (default: {DEFAULT_SGLANG})")
-    parser.add_argument("--gpu", choices=("auto", "yes", "no"), default="auto", help="default: ask nvidia-smi")
+    parser.add_argument(
+        "--gpu", choices=("auto", "yes", "no"), default="auto", help="default: yes if nvidia-smi lists a GPU"
+    )
+    parser.add_argument("--list", action="store_true", help="list the stages and change nothing")
     chosen = parser.parse_args(arguments)
     return Settings(
         venv=chosen.venv.absolute(),
         sglang=chosen.sglang,
+        list_only=chosen.list,
         gpu=has_nvidia_gpu() if chosen.gpu == "auto" else chosen.gpu == "yes",
         torch_spec=os.environ.get("TORCH_SPEC") or None,
         torch_index_url=os.environ.get("TORCH_INDEX_URL") or None,
@@ -353,6 +375,9 @@ def parse(arguments: Sequence[str] | None) -> Settings:
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
     try:
+        if settings.list_only:
+            Installer(settings).show_stages()
+            return 0
         check_machine(settings)
         with only_one(settings.venv):
             Installer(settings).run()

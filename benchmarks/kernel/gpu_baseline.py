@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_world import KV_DTYPES, World
+from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture
 
 
-class Way(ABC):
+class Baseline(ABC):
     """A kernel with what its host code does before it.
 
     Attributes:
         name: of the row in the results.
         kv_dtypes: of KV, with queries in bf16.
         levels: "none" for request-wise attention, "shared" for what reads a shared prefix once.
-        world: the case last bound.
+        fixture: the case last bound.
     """
 
     name: str
     kv_dtypes: tuple[torch.dtype, ...] = tuple(KV_DTYPES.values())
     levels: str = "none"
-    world: World
+    fixture: Fixture
 
     @abstractmethod
-    def bind(self, world: World) -> list[Any]:
+    def bind(self, fixture: Fixture) -> list[Any]:
         """Takes a case: tensors a server holds anyway are made here, untimed.
 
         Returns:
-            Options to choose from by time (flattenings, metadata or none); empty: the case is not for this way.
+            Options to choose from by time (flattenings, metadata or none); empty: the case is not for this baseline.
         """
 
     def use(self, option: Any) -> None:  # noqa: B027 (nothing to do is the usual case)

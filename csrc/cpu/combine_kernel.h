@@ -1,6 +1,6 @@
-// Merging the partials of a query, in the order of Plan::merge_slot. Part of kernels.h; see isa.h.
+// Combine of a query's partials, in the order of Plan::merge_slot. Part of kernels.h; see isa.h.
 
-inline void merge_query(const Plan& plan, const AttentionParams& p, int32_t merge) {
+inline void combine_query(const Plan& plan, const AttentionParams& p, int32_t merge) {
   using S = Simd<kLanes>;
   const int64_t token = plan.query_token[plan.merge_query[merge]];
   const int32_t* slots = plan.merge_slot.data() + plan.merge_offset[merge];
