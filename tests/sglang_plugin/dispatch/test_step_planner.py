@@ -27,8 +27,7 @@ PLUGIN = str(Path(sgl_prefix_attn.__file__).parent / "sglang_plugin")
 
 def decide(fixture: Fixture, handed: Any = None) -> StepDecision:
     """The backend's decision on the fixture's batch."""
-    with fixture.handover.handed_over(fixture.handed if handed is None else handed):
-        fixture.backend.init_forward_metadata(fixture.batch)
+    fixture.prepare(handed)
     return fixture.backend.decision
 
 

@@ -147,11 +147,9 @@ class TestEagerSteps:
         for name in ("item", "tolist", "cpu", "equal", "__bool__"):
             monkeypatch.setattr(torch.Tensor, name, refuse)
         monkeypatch.setattr(torch, "equal", refuse)
-        with fixture.handover.handed_over(fixture.handed):
-            fixture.backend.init_forward_metadata(fixture.batch)
+        fixture.prepare()
         fixture.backend.decision = STOCK
-        with fixture.handover.handed_over(fixture.handed):
-            fixture.backend.init_forward_metadata(fixture.batch)
+        fixture.prepare()
         monkeypatch.undo()
         assert fixture.fallbacks == {}
         assert fixture.device_step.prepared == 3

@@ -189,8 +189,7 @@ class TestDecodeGraphs:
         fixture = graphs(4)
         fixture.graphs.replay()
         mode, fixture.batch.forward_mode = fixture.batch.forward_mode, ForwardMode.EXTEND
-        with fixture.handover.handed_over(NOTHING):
-            fixture.backend.init_forward_metadata(fixture.batch)
+        fixture.prepare(NOTHING)
         assert fixture.stock.metadata_calls == 1
         fixture.batch.forward_mode = mode
         assert_same(fixture.graphs.replay(), fixture.run_stock())
