@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.settings import Settings, load_settings
 from sgl_prefix_attn.sglang_plugin import entry
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.offline import engine_process, group_scheduler
 
@@ -266,18 +268,20 @@ GROUP_TARGETS = {targets.CALC_PRIORITY.path, targets.ADD_ONE_REQ.path}
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Paths of the targets that are hooked from now on."""
     paths: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda path, *_: paths.append(path))
-    return paths
+    plugin_state.reset()
+    yield paths
+    plugin_state.reset()
 
 
 def test_a_server_has_the_hooks_only_if_it_is_asked_for_them(registered):
-    entry.register_hooks(Settings())
+    entry.register_hooks(Settings(), "0.5.20")
     assert registered
     assert not GROUP_TARGETS & set(registered)
-    entry.register_hooks(Settings(group_scheduling=True))
+    entry.register_hooks(Settings(group_scheduling=True), "0.5.20")
     assert set(registered) >= GROUP_TARGETS
 
 
