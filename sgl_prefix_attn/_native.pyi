@@ -105,6 +105,37 @@ class Plan:
     merge_slot: _Int32
     items: _Int32
 
+class Machine:
+    slots: int
+    few_slots: int
+    warps: int
+    narrow_rows: int
+    narrow_units: int
+    bandwidth: float
+    begin: float
+    warp_begin: float
+    block_start: float
+    block_end: float
+    warp_start: float
+    warp_end: float
+    block_rate: float
+    warp_rate: float
+    flops32: float
+    flops64: float
+    flops128: float
+    lone_speedup: float
+    warp_flops: float
+    sibling: float
+    block_merge: float
+    warp_merge: float
+    block_merge_step: float
+    warp_merge_step: float
+    def __init__(self) -> None: ...
+
+def simulate_makespan(
+    plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine
+) -> tuple[float, float, float]: ...
+
 class Planner:
     def __init__(self, shape: ModelShape, device: DeviceModel, max_growth: int) -> None: ...
     def plan(self, forest: Forest, seq_lens: _Int64, query_lens: _Int64 | None = None) -> Plan: ...
