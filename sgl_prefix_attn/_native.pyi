@@ -87,6 +87,10 @@ class DeviceModel:
         overlap: float = 1.0,
         wide_rows: int = 0,
         wide_flops: float = 1.0,
+        fill_share: float = 1.0,
+        merge_step: float = 0.0,
+        merge_rows: int = 1,
+        merge_width: int = 1,
     ) -> None: ...
 
 class Plan:

@@ -101,13 +101,18 @@ void bind_planner(py::module_& m) {
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
                        int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
-                       double overlap, int32_t wide_rows, double wide_flops) {
+                       double overlap, int32_t wide_rows, double wide_flops, double fill_share, double merge_step,
+                       int32_t merge_rows, int32_t merge_width) {
              DeviceModel device;
              device.workers = workers;
              device.bandwidth = bandwidth;
              device.flops = flops;
              device.wide_rows = wide_rows;
              device.wide_flops = wide_flops;
+             device.fill_share = fill_share;
+             device.merge_step = merge_step;
+             device.merge_rows = merge_rows;
+             device.merge_width = merge_width;
              device.item_overhead = item_overhead;
              device.reread = reread;
              device.tile_rows = std::move(tile_rows);
@@ -124,7 +129,8 @@ void bind_planner(py::module_& m) {
            py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-           py::arg("wide_flops") = 1.0);
+           py::arg("wide_flops") = 1.0, py::arg("fill_share") = 1.0, py::arg("merge_step") = 0.0,
+           py::arg("merge_rows") = 1, py::arg("merge_width") = 1);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
