@@ -39,9 +39,10 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 		.venv-$$version/bin/python -m pytest -m versions tests/e2e $(PYTEST_ARGS); \
 	done
 
-lint: setup ## ruff, mypy on the package, clang-format
+lint: setup ## ruff, mypy and import directions of the package, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
@@ -52,5 +53,5 @@ bench: setup ## plan time, host cost of a step, packed against request-wise atte
 	done
 
 clean: ## remove environments, builds and caches made here
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f sgl_prefix_attn/_native*.so

@@ -38,10 +38,10 @@ def child(hooked: bool) -> dict[str, float]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     if hooked:
-        from sgl_prefix_attn.settings import load_settings
         from sgl_prefix_attn.sglang_plugin import entry
 
-        entry.register_hooks(load_settings())
+        entry.in_scheduler_process = lambda: True
+        entry.register()
         HookRegistry.apply_hooks()
     cache = SimpleNamespace(disable=True, supports_fast_match_prefix=lambda: False)
     policy = SchedulePolicy("fcfs", cache, False, False, False)
