@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # Session fixtures that take 10 s or more: the files that use one run on one worker, one after the other.
-SHARED_FIXTURES = ("stock", "emulation")
+SHARED_FIXTURES = ("stock_server", "emulation")
 
 # SGLang reads it at import.
 if shutil.which("nvidia-smi") is None:

@@ -120,7 +120,7 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def stock(launch: Launch) -> Iterator[Server]:
+def stock_server(launch: Launch) -> Iterator[Server]:
     with launch(STOCK) as server:
         yield server
 
@@ -133,14 +133,14 @@ def packed(launch: Launch) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def expected(stock: Server) -> Callable[[Sequence[Request]], Tokens]:
+def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
     """Tokens that the stock backend generates for requests, computed once per session."""
     known: dict[tuple[Request, ...], Tokens] = {}
 
     def ask(requests: Sequence[Request]) -> Tokens:
         at_once = tuple(dataclasses.replace(request, arrival_seconds=0.0) for request in requests)
         if at_once not in known:
-            known[at_once] = tokens_of(replay(stock.url, at_once))
+            known[at_once] = tokens_of(replay(stock_server.url, at_once))
         return known[at_once]
 
     return ask

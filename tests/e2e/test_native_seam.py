@@ -58,8 +58,8 @@ def tiny_server(*backend: str, **environment: str) -> ServerOptions:
 
 
 @pytest.fixture(scope="module")
-def stock_tokens(stock: Server) -> list[list[int]]:
-    return generate(stock)
+def stock_tokens(stock_server: Server) -> list[list[int]]:
+    return generate(stock_server)
 
 
 @pytest.mark.parametrize(
