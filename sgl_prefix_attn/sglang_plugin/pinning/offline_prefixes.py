@@ -1,7 +1,7 @@
-"""Tells a keeper how often the requests of an offline batch will still use each prefix that they share.
+"""Tells a manager how often the requests of an offline batch will still use each prefix that they share.
 
 The batch runner writes into every request what it shares, and with how many; so whichever comes first announces a
-prefix, and the keeper counts its uses down as requests are admitted.
+prefix, and the manager counts its uses down as requests are admitted.
 """
 
 from __future__ import annotations
