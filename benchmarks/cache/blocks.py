@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from benchmarks.cache.trace import Prompt
-from sgl_prefix_attn.pinning import CachedTree, Lookahead, RetentionScores, ReuseMemory, NodeSpan
+from sgl_prefix_attn.pinning import CachedTree, Lookahead, NodeSpan, RetentionScores, ReuseMemory
 
 NEVER = 1 << 60
 Progress = Callable[[], object]

@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefix_attn.sglang_plugin.pinning import hooks, state
-from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import GENERATION, make_cache
 
 

@@ -11,8 +11,8 @@ pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, hooks, offline_prefixes
-from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 

@@ -18,8 +18,8 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.pinning import hooks, registration, state
-from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
 
 @pytest.fixture

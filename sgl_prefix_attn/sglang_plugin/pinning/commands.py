@@ -1,7 +1,7 @@
-"""What a user can ask about pins, as JSON, and what it is answered: the same for HTTP, Engine and tests.
+"""Pinning commands and their answers, as JSON, for the HTTP routes and for `EnginePins`.
 
-A command travels inside SGLang's own request for its internal state, in the request's id, because that one exists in
-every version, reaches every scheduler (all ranks of each data-parallel copy), and its answer may be any JSON.
+A command travels in the id of SGLang's request for the internal state. That request exists in every version and reaches
+every scheduler: all ranks of each data-parallel copy. Its answer may be any JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COPY_KEY = "data_parallel_rank"
 RENEWED_KEY = "renewed"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
+MAX_TOKENS = 1 << 20  # tokens of a prefix; above all context lengths
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 
@@ -65,7 +65,7 @@ class ReleaseCommand(BaseModel):
 
 
 class AnnounceCommand(_Prefix):
-    """Say that `uses` requests of an offline group are still to come that share this prefix, and then no more."""
+    """Announce that an offline group will send `uses` more requests that share this prefix."""
 
     command: Literal["announce"] = "announce"
     uses: Count
@@ -99,10 +99,10 @@ def is_command(request_id: object) -> TypeGuard[str]:
 
 
 def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
-    """Carries out an encoded command; the answer has "error" with "kind" and "message" if it could not be.
+    """Executes an encoded command; a refusal is an answer with "error": {"kind", "message"}.
 
-    Kinds: invalid (the command makes no sense), budget (no room for the pin), unknown (no such pin), unavailable (this
-    server's cache cannot be pinned).
+    Kinds: invalid (unusable command), budget (the budget is exceeded), unknown (no such pin), unavailable (the cache of
+    this server cannot be pinned).
     """
     if manager is None:
         return _error("unavailable", "this scheduler's prefix cache cannot be pinned: its log says why")
@@ -112,7 +112,7 @@ def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
     except (ValidationError, json.JSONDecodeError, KeyError, TypeError) as error:
         return _error("invalid", str(error))
     try:
-        return _carry_out(command, manager)
+        return _execute(command, manager)
     except PinBudgetError as error:
         return _error("budget", str(error))
     except UnknownPinError as error:
@@ -121,7 +121,7 @@ def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
         return _error("invalid", str(error))
 
 
-def _carry_out(command: Command, manager: PinningManager) -> dict[str, Any]:
+def _execute(command: Command, manager: PinningManager) -> dict[str, Any]:
     if isinstance(command, PinCommand):
         made_before = manager.counters.pins_made
         pin = manager.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)

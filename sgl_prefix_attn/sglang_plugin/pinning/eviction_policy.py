@@ -170,7 +170,7 @@ class Retention:
                 self._forget(node)
 
     def _count_avoided(self, tokens: int, going: set[int]) -> None:
-        """Counts the nodes that the least-recently-used order would evict for these tokens, but for those in `going`."""
+        """Counts nodes that the least-recently-used order would evict for these tokens, except those in `going`."""
         for node in self._cached.select_victims(tokens, self._in_use, by_use=True):
             if node.id not in going and self._avoided.get(node.id) != node.last_use:
                 self._avoided[node.id] = node.last_use

@@ -19,7 +19,6 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
 )
 from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
-from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import current, manager_of
 
 logger = logging.getLogger(__name__)
