@@ -79,6 +79,7 @@ def ours(
         present.update(dict.fromkeys(prompt.blocks, number))
         if len(present) > pool:
             running = frozenset(prompt.blocks)
+            cached.recheck(len(cached), lambda node, ids=running: node.id in ids)
             for node in cached.select_victims(len(present) - pool, lambda node, ids=running: node.id in ids):
                 cached.drop(node.id)
                 del present[node.id]

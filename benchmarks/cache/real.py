@@ -92,7 +92,7 @@ def replay(
 
     cache = make_cache(kind, pool, policy if policy in SGLANG_POLICIES else "lru")
     allocator = cache.token_to_kv_pool_allocator
-    manager = None
+    manager: PinningManager | None = None
     if retention:
         tree = lockable_tree(cache)
         assert not isinstance(tree, Unreadable), tree
@@ -121,8 +121,8 @@ def replay(
             evict_from_tree_cache(cache, need)
         else:
             started = time.perf_counter()
-            if lookahead:
-                manager.on_queue(requests[number : number + 1 + lookahead])
+            if lookahead and manager.retention is not None:
+                manager.retention.queue(requests[number : number + 1 + lookahead])
             manager.admitted(request, cached)
             manager.before_allocation(need)
             seconds += time.perf_counter() - started

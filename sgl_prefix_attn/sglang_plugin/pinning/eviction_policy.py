@@ -138,16 +138,18 @@ class Retention:
         """Evicts a selected node, or its end if that is enough; returns how many tokens that freed."""
         if node.children:  # a node below it could not be evicted
             return 0
+        if not self._tree.alive(node.handle):
+            self._forget(node)
+            return 0
+        # SGLang may have split the node when it matched a request that has not ended yet.
+        self._settle(self._cached.place(self._tree.path(node.handle)))
         if node.tokens - wanted >= self._quantum:
             self._split_at(node, node.end - wanted)
-        if self._tree.evict(node.handle):
-            freed = node.tokens
-        elif self._tree.alive(node.handle):
-            self._cached.set_in_use(node)
-            return 0
+        freed = self._tree.evict(node.handle)
+        if freed:
+            self._forget(node)
         else:
-            freed = 0
-        self._forget(node)
+            self._cached.set_in_use(node)
         return freed
 
     def _split_at(self, node: CachedNode, position: int) -> None:

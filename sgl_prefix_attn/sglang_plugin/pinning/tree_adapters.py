@@ -89,8 +89,8 @@ class LockableTree(Protocol):
 
     def release(self, lock: NodeLock) -> None: ...
 
-    def evict(self, handle: Any) -> bool:
-        """Evicts the node; False, and nothing happens, unless it is an unlocked leaf."""
+    def evict(self, handle: Any) -> int:
+        """Evicts the node if it is an unlocked leaf; returns how many tokens that freed."""
 
 
 class _Tree:
@@ -169,19 +169,20 @@ class ObjectTree(_Tree):
     def release(self, lock: NodeLock) -> None:
         self._tree.dec_lock_ref(lock.handle)
 
-    def evict(self, handle: Any) -> bool:
+    def evict(self, handle: Any) -> int:
         leaves = self._tree.evictable_leaves
         if handle not in leaves:
-            return False
+            return 0
+        tokens = len(handle.key)
         # SGLang's own eviction, over this leaf only: it would read all leaves otherwise.
         self._tree.evictable_leaves = {handle}
         try:
-            self._tree.evict(self._evict_params(num_tokens=len(handle.key)))
+            self._tree.evict(self._evict_params(num_tokens=tokens))
         finally:
             leaves.discard(handle)
             leaves |= self._tree.evictable_leaves  # the parent, if it has become a leaf
             self._tree.evictable_leaves = leaves
-        return handle not in leaves
+        return 0 if handle in leaves else tokens
 
 
 class ReceiptTree(_Tree):
@@ -226,14 +227,15 @@ class ReceiptTree(_Tree):
     def release(self, lock: NodeLock) -> None:
         self._tree.dec_lock_ref(lock.handle, lock.receipt)
 
-    def evict(self, handle: Any) -> bool:
+    def evict(self, handle: Any) -> int:
         # The native core cannot be used any more after an eviction of a node that is no unlocked leaf.
         if not self.can_evict or not self._is_unlocked_leaf(handle):
-            return False
+            return 0
         started, freed = time.perf_counter(), defaultdict[Any, int](int)
         self._tree._evict_device_leaf(handle, freed)
-        self._tree.update_eviction_metrics(max(freed.values(), default=0), started)
-        return True
+        tokens = max(freed.values(), default=0)
+        self._tree.update_eviction_metrics(tokens, started)
+        return tokens
 
     def _is_unlocked_leaf(self, handle: Any) -> bool:
         core = self._tree.tree_core
