@@ -226,12 +226,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/retention_cost.json"))
     args = parser.parse_args(argv)
     results = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    rows = [
-        measure(kind, branches, args.rounds, lambda text: print(text, file=sys.stderr, flush=True))
-        for kind in args.caches
-        for branches in args.branches
-    ]
     versions = {name: importlib.metadata.version(name) for name in ("sglang", "torch")}
+    rows: list[dict[str, Any]] = []
     results[args.label] = {
         "commit": _commit(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count()},
@@ -240,7 +236,10 @@ def main(argv: list[str] | None = None) -> int:
         "rows": rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for branches in args.branches:
+        for kind in args.caches:
+            rows.append(measure(kind, branches, args.rounds, lambda text: print(text, file=sys.stderr, flush=True)))
+            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
     return 0
 
