@@ -87,6 +87,10 @@ class DeviceModel:
         overlap: float = 1.0,
         wide_rows: int = 0,
         wide_flops: float = 1.0,
+        fill_share: float = 1.0,
+        merge_step: float = 0.0,
+        merge_rows: int = 1,
+        merge_width: int = 1,
     ) -> None: ...
 
 class Plan:
@@ -104,6 +108,37 @@ class Plan:
     merge_offset: _Int32
     merge_slot: _Int32
     items: _Int32
+
+class Machine:
+    slots: int
+    few_slots: int
+    warps: int
+    narrow_rows: int
+    narrow_units: int
+    bandwidth: float
+    begin: float
+    warp_begin: float
+    block_start: float
+    block_end: float
+    warp_start: float
+    warp_end: float
+    block_rate: float
+    warp_rate: float
+    flops32: float
+    flops64: float
+    flops128: float
+    lone_speedup: float
+    warp_flops: float
+    sibling: float
+    block_merge: float
+    warp_merge: float
+    block_merge_step: float
+    warp_merge_step: float
+    def __init__(self) -> None: ...
+
+def simulate_makespan(
+    plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine
+) -> tuple[float, float, float]: ...
 
 class Planner:
     def __init__(self, shape: ModelShape, device: DeviceModel, max_growth: int) -> None: ...

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "plan/makespan.h"
 #include "plan/planner.h"
 #include "plan/radix_mirror.h"
 #include "plan/schedule.h"
@@ -100,13 +101,18 @@ void bind_planner(py::module_& m) {
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
                        int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
-                       double overlap, int32_t wide_rows, double wide_flops) {
+                       double overlap, int32_t wide_rows, double wide_flops, double fill_share, double merge_step,
+                       int32_t merge_rows, int32_t merge_width) {
              DeviceModel device;
              device.workers = workers;
              device.bandwidth = bandwidth;
              device.flops = flops;
              device.wide_rows = wide_rows;
              device.wide_flops = wide_flops;
+             device.fill_share = fill_share;
+             device.merge_step = merge_step;
+             device.merge_rows = merge_rows;
+             device.merge_width = merge_width;
              device.item_overhead = item_overhead;
              device.reread = reread;
              device.tile_rows = std::move(tile_rows);
@@ -123,7 +129,8 @@ void bind_planner(py::module_& m) {
            py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-           py::arg("wide_flops") = 1.0);
+           py::arg("wide_flops") = 1.0, py::arg("fill_share") = 1.0, py::arg("merge_step") = 0.0,
+           py::arg("merge_rows") = 1, py::arg("merge_width") = 1);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
@@ -164,6 +171,41 @@ void bind_planner(py::module_& m) {
         const KvTokens tokens = planner.kv_tokens();
         return py::make_tuple(tokens.packed, tokens.per_request, tokens.unique);
       });
+
+  py::class_<Machine>(m, "Machine")
+      .def(py::init<>())
+      .def_readwrite("slots", &Machine::slots)
+      .def_readwrite("few_slots", &Machine::few_slots)
+      .def_readwrite("warps", &Machine::warps)
+      .def_readwrite("narrow_rows", &Machine::narrow_rows)
+      .def_readwrite("narrow_units", &Machine::narrow_units)
+      .def_readwrite("bandwidth", &Machine::bandwidth)
+      .def_readwrite("begin", &Machine::begin)
+      .def_readwrite("warp_begin", &Machine::warp_begin)
+      .def_readwrite("block_start", &Machine::block_start)
+      .def_readwrite("block_end", &Machine::block_end)
+      .def_readwrite("warp_start", &Machine::warp_start)
+      .def_readwrite("warp_end", &Machine::warp_end)
+      .def_readwrite("block_rate", &Machine::block_rate)
+      .def_readwrite("warp_rate", &Machine::warp_rate)
+      .def_readwrite("flops32", &Machine::flops32)
+      .def_readwrite("flops64", &Machine::flops64)
+      .def_readwrite("flops128", &Machine::flops128)
+      .def_readwrite("lone_speedup", &Machine::lone_speedup)
+      .def_readwrite("warp_flops", &Machine::warp_flops)
+      .def_readwrite("sibling", &Machine::sibling)
+      .def_readwrite("block_merge", &Machine::block_merge)
+      .def_readwrite("warp_merge", &Machine::warp_merge)
+      .def_readwrite("block_merge_step", &Machine::block_merge_step)
+      .def_readwrite("warp_merge_step", &Machine::warp_merge_step);
+  m.def(
+      "simulate_makespan",
+      [](const Plan& plan, const Lengths& seq_lens, const ModelShape& shape, const Machine& machine) {
+        const int64_t* lens = lengths_data(seq_lens, "seq_lens", plan.num_requests);
+        const Makespan found = simulate_makespan(plan, lens, shape, machine);
+        return py::make_tuple(found.seconds, found.streaming, found.longest);
+      },
+      py::arg("plan"), py::arg("seq_lens"), py::arg("shape"), py::arg("machine"));
 
   m.def(
       "grown_by",

@@ -29,6 +29,10 @@ struct DeviceModel {
   double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
   int32_t narrow_units = 1;        // it is so many units, each of which reads its KV,
   double narrow_reread = 1;        // all but one at this price, 0 .. 1
+  double fill_share = 1;           // share of the workers that read at the full bandwidth
+  double merge_step = 0;           // seconds of a combine for `merge_width` partials of `merge_rows` rows; a row's
+  int32_t merge_rows = 1;          // partials are added one step after the other, by one worker; narrow items have
+  int32_t merge_width = 1;         // an eighth of the rows and half of the width
   double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
@@ -36,6 +40,7 @@ struct DeviceModel {
 struct TileClass {
   double overhead;                 // seconds to take up an item
   double first_read, second_read;  // seconds per KV position; the second where a sibling tile has just read it
+  double lone;                     // time with the full bandwidth for few workers, of that with an even share
   int32_t rows;                    // of the smallest tile that holds them
   int32_t stretch, share;          // see CostModel
 };
@@ -89,6 +94,14 @@ class CostModel {
     return max_rows_;
   }
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
+  // How much faster a narrow item is read while few are.
+  double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
+  // Seconds of a worker to combine the partials of one KV head's rows of `queries` queries.
+  double combine(int32_t queries, int32_t partials, bool narrow) const {
+    const int32_t rows = std::max(1, narrow ? device_.merge_rows / 8 : device_.merge_rows);
+    const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
+    return device_.merge_step * ((queries * group_ + rows - 1) / rows) * ((partials + width - 1) / width);
+  }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
@@ -97,6 +110,7 @@ class CostModel {
   const TileClass& tile(int32_t queries, int32_t tokens) const {
     return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
   }
+  double whole_lone() const { return whole_tile_.lone; }
   // Seconds per KV position that the units of a narrow item after the first take.
   double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_units - 1); }
 
@@ -128,13 +142,19 @@ class CostModel {
   }
 
  private:
+  // Of the rate of multiplying, while a worker has the bandwidth of many.
+  static constexpr double kLoneArithmetic = 0.8;
+
   TileClass tile_of(int32_t rows) const {
     const bool wide = device_.wide_rows > 0 && rows >= device_.wide_rows;
     const double multiply = row_token_flops_ / (wide ? device_.wide_flops : device_.flops) * rows;
     const double reread = rows <= device_.narrow_rows ? narrow_reread() : 0.0;
+    const double lone_share = rows <= device_.narrow_rows ? 1 / narrow_speedup() : device_.fill_share;
     return {overhead(rows),
             both(token_seconds_ + reread, multiply),
             both(token_seconds_ * device_.reread + reread, multiply),
+            std::min(1.0, both(token_seconds_ * lone_share + reread, multiply / kLoneArithmetic) /
+                              both(token_seconds_ + reread, multiply)),
             rows,
             stretch(rows),
             share(rows)};

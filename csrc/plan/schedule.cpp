@@ -242,11 +242,10 @@ class Scheduler {
   void list_items() {
     auto& items = schedule_.plan.items;
     items.reserve(num_items_);
-    const double longest = tiling_.longest_unit();
     for (size_t i = 0; i < num_queued_; ++i) {
       const QueuedPack& queued = queue_[order_[i]];
       const Tile* const lead = queued.lead;
-      if (lead->duration <= longest && tiling_.pack_end(lead) == lead + 1) {
+      if (tiling_.pieces(*lead) == 1 && tiling_.pack_end(lead) == lead + 1) {
         items.push_back(lead->item);
         items.back().slot_begin = queued.slot_begin;
       } else {

@@ -60,6 +60,9 @@ class DeviceModel:
         narrow_reread: price, 0 to 1, of reading it by each of these units but the first.
         wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
         wide_flops: as `flops`, of these.
+        fill_share: share of the workers that reads at the full bandwidth, while others read nothing.
+        merge_step: seconds of a combine for `merge_width` partials of `merge_rows` rows. A row's partials are added one
+            step after the other, by one worker. Narrow items have an eighth of the rows and half of the width.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
     """
 
@@ -78,6 +81,10 @@ class DeviceModel:
     overlap: float = 1.0
     wide_rows: int = 0
     wide_flops: float = 1.0
+    fill_share: float = 1.0
+    merge_step: float = 0.0
+    merge_rows: int = 1
+    merge_width: int = 1
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -137,6 +144,10 @@ class DeviceModel:
             narrow_reread=0.4,
             wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
             wide_flops=530e12,
+            fill_share=0.27,
+            merge_step=0.7e-6,
+            merge_rows=32,
+            merge_width=4,
         )
 
 

@@ -328,8 +328,10 @@ def test_pieces_of_a_long_tail_are_no_short_tails() -> None:
 
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (28, 4), (32, 4)], ids=str)
-def test_one_unit_takes_tails_of_any_length(heads: tuple[int, int]) -> None:
-    assert tiles_of_tails(heads, [100_000, *[100] * 511]) == {100_000: {8}, 100: {8}}
+def test_warps_take_tails_but_for_those_of_too_many_partials(heads: tuple[int, int]) -> None:
+    # Up to 32 of the shortest pieces of 128 tokens; one warp would combine the partials of a longer one.
+    assert tiles_of_tails(heads, [4_000, *[100] * 511]) == {4_000: {8}, 100: {8}}
+    assert tiles_of_tails(heads, [100_000, *[100] * 511]) == {100_000: {32}, 100: {8}}
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11])

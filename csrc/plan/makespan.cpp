@@ -1,0 +1,328 @@
+#include "plan/makespan.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <queue>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace prefixpack {
+
+namespace {
+
+constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a combine by a CTA
+constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
+constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
+constexpr int32_t kWarpRows = 8;
+// Stream classes: two for each of three tile widths, first reader and sibling, then two for warps; as many again for
+// CTAs whose SM runs no other.
+constexpr int32_t kLone = 8, kClasses = kLone + 6;
+
+enum class Kind : uint8_t { kStream, kArrive, kFree, kWarpReady };
+
+struct Event {
+  double time;
+  Kind kind;
+  int32_t unit;
+  bool operator>(const Event& other) const { return time != other.time ? time > other.time : unit > other.unit; }
+};
+
+// Units that stream at the same rate: as much as the class can take, or its share of the bandwidth.
+struct StreamClass {
+  double most = 0;    // bytes of the bandwidth per second and unit
+  double served = 0;  // bytes that every unit has had since the begin
+  double rate = 0;
+  using Entry = std::pair<double, int32_t>;  // bytes served when it is done, unit
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> active;
+};
+
+struct Unit {
+  int32_t item, head, part;
+  int32_t stream_class;
+  double bytes;
+};
+
+class Simulation {
+ public:
+  Simulation(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine)
+      : plan_(plan), seq_lens_(seq_lens), shape_(shape), machine_(machine) {
+    position_bytes_ = 2.0 * shape.head_dim * shape.kv_bytes;
+    list_classes();
+    list_units();
+    count_partials();
+  }
+
+  Makespan run() {
+    begin();
+    double last = machine_.begin;
+    while (true) {
+      const int32_t stream = next_stream();
+      const double streamed = stream < 0 ? 0 : now_ + left(classes_[stream]) / classes_[stream].rate;
+      if (stream < 0 && events_.empty()) break;
+      if (stream >= 0 && (events_.empty() || streamed <= events_.top().time)) {
+        advance(streamed);
+        const int32_t unit = classes_[stream].active.top().second;
+        classes_[stream].active.pop();
+        share_bandwidth();
+        events_.push({now_ + (is_narrow(unit) ? machine_.warp_end : machine_.block_end), Kind::kArrive, unit});
+        continue;
+      }
+      const Event event = events_.top();
+      events_.pop();
+      advance(event.time);
+      last = std::max(last, now_);
+      handle(event);
+    }
+    return {last, streaming_ / machine_.bandwidth, longest_};
+  }
+
+ private:
+  bool is_narrow(int32_t unit) const { return unit >= static_cast<int32_t>(block_units_); }
+
+  static int32_t row_class(int32_t rows) { return rows <= 32 ? 0 : rows <= 64 ? 1 : 2; }
+
+  void list_classes() {
+    const double flops[] = {machine_.flops32, machine_.flops64, machine_.flops128};
+    constexpr int32_t kRows[] = {32, 64, 128};
+    for (int32_t i = 0; i < kLone + 6; ++i) {
+      const int32_t rows = kRows[i % kLone / 2];
+      const double speedup = i < kLone ? 1.0 : machine_.lone_speedup;
+      const double multiply = 4.0 * shape_.head_dim * rows / (flops[i % kLone / 2] * speedup / machine_.slots);
+      seconds_[i] = std::max(position_bytes_ / machine_.block_rate, multiply);
+    }
+    const double multiply = 4.0 * shape_.head_dim * kWarpRows / (machine_.warp_flops / machine_.slots / machine_.warps);
+    seconds_[6] = seconds_[7] = std::max(position_bytes_ / machine_.warp_rate, multiply);
+    for (int32_t i = 0; i < kClasses; ++i) {
+      classes_[i].most = position_bytes_ * (i % 2 == 1 ? machine_.sibling : 1.0) / seconds_[i];
+    }
+  }
+
+  int64_t item_tokens(const WorkItem& item) const {
+    const int32_t last = item.query_begin + item.query_count - 1;
+    const int64_t end =
+        item.kv_end == kOpenEnd ? seq_lens_[plan_.query_request[last]] - plan_.query_back[last] : item.kv_end;
+    return end - item.kv_begin;
+  }
+
+  void add_units(int32_t index, int32_t units, bool narrow, bool follows_sibling) {
+    const WorkItem& item = plan_.items[index];
+    const int64_t tokens = item_tokens(item);
+    const double rows = static_cast<double>(item.query_count) * shape_.group() / units;
+    const bool partial = item.slot_begin != kWriteThrough;
+    const double stored = rows * (partial ? shape_.head_dim * kPartialBytes + 4.0 : shape_.head_dim * kOutputBytes);
+    for (int32_t head = 0; head < shape_.kv_heads; ++head) {
+      for (int32_t part = 0; part < units; ++part) {
+        const int32_t sibling = follows_sibling || part > 0 ? 1 : 0;
+        const int32_t kind = (narrow ? 6 : 2 * row_class(item.tile_rows)) + sibling;
+        const double bytes = tokens * position_bytes_ * (sibling != 0 ? machine_.sibling : 1.0) + stored;
+        list_.push_back({index, head, part, kind, bytes});
+        streaming_ += bytes;
+        longest_ = std::max(longest_, tokens * seconds_[narrow ? kind : kind + kLone]);
+      }
+    }
+  }
+
+  void list_units() {
+    const auto count = static_cast<int32_t>(plan_.items.size());
+    const WorkItem* before = nullptr;
+    for (int32_t i = 0; i < count; ++i) {
+      const WorkItem& item = plan_.items[i];
+      if (item.tile_rows <= machine_.narrow_rows) continue;
+      const bool sibling = before != nullptr && before->request == item.request && before->kv_begin == item.kv_begin &&
+                           before->kv_end == item.kv_end;
+      add_units(i, 1, false, sibling);
+      before = &item;
+    }
+    block_units_ = list_.size();
+    int64_t shortest = INT32_MAX, longest = 0, narrow_items = 0;
+    for (int32_t i = 0; i < count; ++i) {
+      if (plan_.items[i].tile_rows > machine_.narrow_rows) continue;
+      const int64_t tokens = item_tokens(plan_.items[i]);
+      shortest = std::min(shortest, tokens);
+      longest = std::max(longest, tokens);
+      ++narrow_items;
+      add_units(i, machine_.narrow_units, true, false);
+    }
+    const bool alike = longest <= shortest + shortest / 4;
+    active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_units, alike ? longest : 0);
+  }
+
+  // As the kernels choose it: fewer warps take part where that fills their rounds better.
+  int32_t active_warps(int64_t units, int64_t tokens) const {
+    if (tokens < 256) return machine_.warps;
+    int32_t best = machine_.warps;
+    double best_share = 0;
+    for (int32_t warps = machine_.warps; warps >= machine_.warps / 2; --warps) {
+      const int64_t at_once = int64_t{warps} * machine_.slots, rounds = (units + at_once - 1) / at_once;
+      const double share = static_cast<double>(units) / static_cast<double>(rounds * at_once);
+      if (share > best_share + 0.02) best = warps, best_share = share;
+    }
+    return best;
+  }
+
+  void count_partials() {
+    partials_.assign(plan_.num_queries, 1);
+    for (size_t i = 0; i < plan_.merge_query.size(); ++i) {
+      partials_[plan_.merge_query[i]] = plan_.merge_offset[i + 1] - plan_.merge_offset[i];
+    }
+    parts_ = machine_.narrow_units;
+    arrived_.assign(static_cast<size_t>(plan_.num_queries) * shape_.kv_heads * parts_, 0);
+  }
+
+  void begin() {
+    now_ = machine_.begin;
+    const int32_t active = plan_.narrow_prevails ? machine_.few_slots : machine_.slots;
+    const auto taken = static_cast<int32_t>(std::min<size_t>(block_units_, active));
+    next_block_ = 0;
+    next_narrow_ = static_cast<int32_t>(block_units_);
+    for (int32_t i = 0; i < taken; ++i) start(next_block_++);
+    for (int32_t i = taken; i < machine_.slots; ++i) give_to_warps();
+  }
+
+  void start(int32_t unit) {
+    const bool narrow = is_narrow(unit);
+    if (!narrow && ++running_blocks_ <= machine_.slots / 2) list_[unit].stream_class += kLone;
+    const double delay = narrow ? machine_.warp_start : machine_.block_start;
+    events_.push({now_ + delay, Kind::kStream, unit});
+  }
+
+  void give_to_warps() {
+    if (next_narrow_ == static_cast<int32_t>(list_.size())) return;
+    for (int32_t i = 0; i < active_warps_; ++i) {
+      events_.push({now_ + machine_.warp_begin, Kind::kWarpReady, -1});
+    }
+  }
+
+  void handle(const Event& event) {
+    switch (event.kind) {
+      case Kind::kStream: {
+        const Unit& unit = list_[event.unit];
+        StreamClass& kind = classes_[unit.stream_class];
+        kind.active.emplace(kind.served + unit.bytes, event.unit);
+        share_bandwidth();
+        break;
+      }
+      case Kind::kArrive:
+        events_.push({now_ + combine_seconds(event.unit), Kind::kFree, event.unit});
+        break;
+      case Kind::kFree:
+        if (is_narrow(event.unit)) {
+          take_narrow();
+          break;
+        }
+        --running_blocks_;
+        if (next_block_ < static_cast<int32_t>(block_units_)) {
+          start(next_block_++);
+        } else {
+          give_to_warps();
+        }
+        break;
+      case Kind::kWarpReady:
+        take_narrow();
+        break;
+    }
+  }
+
+  void take_narrow() {
+    if (next_narrow_ < static_cast<int32_t>(list_.size())) start(next_narrow_++);
+  }
+
+  // Counts the unit's partials; the combines of queries that are complete with it.
+  double combine_seconds(int32_t index) {
+    const Unit& unit = list_[index];
+    const WorkItem& item = plan_.items[unit.item];
+    if (item.slot_begin == kWriteThrough) return 0;
+    const bool narrow = is_narrow(index);
+    int32_t rows = 0, most = 0;
+    for (int32_t query = item.query_begin; query < item.query_begin + item.query_count; ++query) {
+      const int32_t first = narrow ? unit.part : 0, last = narrow ? unit.part + 1 : parts_;
+      for (int32_t part = first; part < last; ++part) {
+        int32_t& arrived = arrived_[(static_cast<size_t>(query) * shape_.kv_heads + unit.head) * parts_ + part];
+        if (++arrived < partials_[query]) continue;
+        rows += shape_.group() / parts_;
+        most = std::max(most, partials_[query]);
+      }
+    }
+    if (rows == 0) return 0;
+    const int32_t at_once = narrow ? kRowsAtOnceByWarp : kRowsAtOnce;
+    const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
+    const int32_t steps = (rows + at_once - 1) / at_once * ((most + partials_at_once - 1) / partials_at_once);
+    return narrow ? machine_.warp_merge + steps * machine_.warp_merge_step
+                  : machine_.block_merge + steps * machine_.block_merge_step;
+  }
+
+  static double left(const StreamClass& kind) { return std::max(0.0, kind.active.top().first - kind.served); }
+
+  int32_t next_stream() const {
+    int32_t found = -1;
+    double soonest = 0;
+    for (int32_t i = 0; i < kClasses; ++i) {
+      if (classes_[i].active.empty()) continue;
+      const double seconds = left(classes_[i]) / classes_[i].rate;
+      if (found < 0 || seconds < soonest) found = i, soonest = seconds;
+    }
+    return found;
+  }
+
+  void advance(double time) {
+    const double seconds = time - now_;
+    for (StreamClass& kind : classes_) {
+      if (!kind.active.empty()) kind.served += kind.rate * seconds;
+    }
+    now_ = time;
+  }
+
+  // The same share for every unit, but none more than it can take.
+  void share_bandwidth() {
+    std::array<StreamClass*, kClasses> by_most;
+    int32_t count = 0;
+    int64_t units = 0;
+    for (StreamClass& kind : classes_) {
+      if (kind.active.empty()) continue;
+      units += static_cast<int64_t>(kind.active.size());
+      int32_t place = count++;
+      for (; place > 0 && by_most[place - 1]->most > kind.most; --place) by_most[place] = by_most[place - 1];
+      by_most[place] = &kind;
+    }
+    double bandwidth = machine_.bandwidth;
+    for (int32_t i = 0; i < count; ++i) {
+      StreamClass& kind = *by_most[i];
+      kind.rate = std::min(kind.most, bandwidth / static_cast<double>(units));
+      const auto active = static_cast<int64_t>(kind.active.size());
+      bandwidth -= kind.rate * static_cast<double>(active);
+      units -= active;
+    }
+  }
+
+  const Plan& plan_;
+  const int64_t* seq_lens_;
+  const ModelShape& shape_;
+  const Machine& machine_;
+  double position_bytes_;
+  std::array<double, kClasses> seconds_{};  // of a position by class, alone
+  std::array<StreamClass, kClasses> classes_;
+  std::vector<Unit> list_;  // block units, then those for warps
+  size_t block_units_ = 0;
+  int32_t active_warps_ = 0, parts_ = 1, running_blocks_ = 0, next_block_ = 0, next_narrow_ = 0;
+  std::vector<int32_t> partials_, arrived_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  double now_ = 0, streaming_ = 0, longest_ = 0;
+};
+
+}  // namespace
+
+Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine) {
+  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_units < 1 || machine.few_slots < 1) {
+    throw std::invalid_argument("slots, few_slots, warps and narrow_units must be positive");
+  }
+  for (double rate : {machine.bandwidth, machine.block_rate, machine.warp_rate, machine.flops32, machine.flops64,
+                      machine.flops128, machine.warp_flops, machine.sibling}) {
+    if (!(rate > 0)) throw std::invalid_argument("rates of the machine must be positive");
+  }
+  return Simulation(plan, seq_lens, shape, machine).run();
+}
+
+}  // namespace prefixpack

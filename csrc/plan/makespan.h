@@ -1,0 +1,43 @@
+// When the GPU kernels would be done with a plan: a simulation of their workers, their queues and their combines.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/cost_model.h"
+#include "plan/packing.h"
+#include "plan/plan.h"
+
+namespace prefixpack {
+
+// The machine that is simulated. A slot is half an SM: it runs one CTA of the block kernel or `warps` warps.
+// Times in seconds, rates in bytes per second unless said otherwise.
+struct Machine {
+  int32_t slots = 264;
+  int32_t few_slots = 132;  // that the block kernel takes where most work is narrow
+  int32_t warps = 8;
+  int32_t narrow_rows = 8;   // items of so many rows or fewer are for warps
+  int32_t narrow_units = 1;  // units of such an item and KV head
+  double bandwidth = 4.3e12;
+  double begin = 0;                                  // from the launch to the first work
+  double warp_begin = 0;                             // from when a slot is given to warps to their first unit
+  double block_start = 0, block_end = 0;             // latency of a unit before and after its KV streams
+  double warp_start = 0, warp_end = 0;               // likewise
+  double block_rate = 1e12, warp_rate = 1e12;        // KV that one CTA or warp can read
+  double flops32 = 1, flops64 = 1, flops128 = 1;     // operations per second of all slots, by rows of the tile
+  double lone_speedup = 1;                           // of a CTA whose SM runs no other, by multiplying
+  double warp_flops = 1;                             // likewise, of all warps: eight rows
+  double sibling = 1;                                // share of the bytes that a sibling tile takes of the bandwidth
+  double block_merge = 0, warp_merge = 0;            // latency of a combine
+  double block_merge_step = 0, warp_merge_step = 0;  // of each step of a row's partials in series
+};
+
+struct Makespan {
+  double seconds;    // to the end of the last unit
+  double streaming;  // unit bytes over the bandwidth: a lower bound
+  double longest;    // of one unit by itself: a lower bound
+};
+
+// seq_lens: [num_requests]. Throws std::invalid_argument unless the machine's figures are positive.
+Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine);
+
+}  // namespace prefixpack
