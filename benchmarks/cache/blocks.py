@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from benchmarks.cache.trace import Prompt
-from sgl_prefix_attn.pinning import CachedTree, Lookahead, PrefixWorth, ReuseMemory, Stretch
+from sgl_prefix_attn.pinning import CachedTree, Lookahead, NodeSpan, RetentionScores, ReuseMemory
 
 NEVER = 1 << 60
 Progress = Callable[[], object]
@@ -59,9 +59,9 @@ def ours(
     prompts: Sequence[Prompt], pool: int, lookahead: int, remember: bool = True, progress: Progress = lambda: None
 ) -> float:
     """Share of blocks saved by the policy of `sgl_prefix_attn.pinning`, with a queue of `lookahead` requests."""
-    cached = CachedTree(block=1)
     queue = Lookahead(lookahead)
-    worth = PrefixWorth(ReuseMemory() if remember else None, queue)
+    scores = RetentionScores(ReuseMemory() if remember else None, queue)
+    cached = CachedTree(block=1, scores=scores)
     for number, prompt in enumerate(prompts[:lookahead]):
         queue.add(number, prompt.blocks[: prompt.full])
     present: dict[int, int] = {}
@@ -72,14 +72,15 @@ def ours(
             coming = prompts[number + lookahead]
             queue.add(number + lookahead, coming.blocks[: coming.full])
         keys = prompt.blocks[: prompt.full]
-        worth.scheduled(number, keys)
+        scores.scheduled(number, keys)
         total += len(prompt.blocks)
         saved += _leading(prompt.blocks, present)
-        cached.used((Stretch(None, block, depth, depth + 1, True) for depth, block in enumerate(prompt.blocks)), keys)
+        cached.used((NodeSpan(None, block, depth, depth + 1, True) for depth, block in enumerate(prompt.blocks)), keys)
         present.update(dict.fromkeys(prompt.blocks, number))
         if len(present) > pool:
             running = frozenset(prompt.blocks)
-            for node in cached.give_up(len(present) - pool, worth.of, keep=lambda node, ids=running: node.id in ids):
+            cached.recheck(len(cached), lambda node, ids=running: node.id in ids)
+            for node in cached.select_victims(len(present) - pool, lambda node, ids=running: node.id in ids):
                 cached.drop(node.id)
                 del present[node.id]
     return saved / total

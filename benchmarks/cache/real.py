@@ -26,7 +26,7 @@ REFRESH_EVERY, REFRESHED_REQUESTS = 32, 128
 
 @dataclass
 class Request:
-    """The fields of a request that the keeper reads."""
+    """The fields of a request that the manager reads."""
 
     rid: int
     origin_input_ids: array[int]
@@ -41,12 +41,12 @@ class Result:
 
     Attributes:
         saved: share of blocks saved.
-        keeper_seconds: time spent in our code, all requests together.
+        manager_seconds: time spent in our code, all requests together.
         evictions_avoided: as in PinningCounters, in blocks.
     """
 
     saved: float
-    keeper_seconds: float = 0.0
+    manager_seconds: float = 0.0
     evictions_avoided: int = 0
 
 
@@ -86,17 +86,17 @@ def replay(
     from sglang.srt.mem_cache.common import evict_from_tree_cache
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
+    from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
     from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
     from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
 
     cache = make_cache(kind, pool, policy if policy in SGLANG_POLICIES else "lru")
     allocator = cache.token_to_kv_pool_allocator
-    keeper = None
+    manager: PinningManager | None = None
     if retention:
         tree = lockable_tree(cache)
         assert not isinstance(tree, Unreadable), tree
-        keeper = CacheKeeper(tree, cache, budget=0, retention=True, lookahead=lookahead + 1, block=1)
+        manager = PinningManager(tree, cache, budget=0, retention=True, lookahead=lookahead + 1, block=1)
     requests = [
         Request(
             number,
@@ -117,35 +117,33 @@ def replay(
         saved += cached
         receipt = cache.inc_lock_ref(match.last_device_node).to_dec_params()
         need = len(ids) - cached
-        if keeper is None:
+        if manager is None:
             evict_from_tree_cache(cache, need)
         else:
             started = time.perf_counter()
-            if lookahead:
-                keeper.queue(requests[number : number + 1 + lookahead])
-            keeper.admitted(request, cached)
-            with keeper.protected(need):
-                inside = time.perf_counter()
-                evict_from_tree_cache(cache, need)
-                outside = time.perf_counter()
-            seconds += time.perf_counter() - started - (outside - inside)
+            if lookahead and manager.retention is not None:
+                manager.retention.queue(requests[number : number + 1 + lookahead])
+            manager.admitted(request, cached)
+            manager.before_allocation(need)
+            seconds += time.perf_counter() - started
+            evict_from_tree_cache(cache, need)
         slots = allocator.alloc(need)
         assert slots is not None, "the pool cannot hold the request"
         cache.insert(
             InsertParams(key=RadixKey(ids), value=_joined(match.device_indices, slots), prev_prefix_len=cached)
         )
         cache.dec_lock_ref(match.last_device_node, receipt)
-        if keeper is not None:
+        if manager is not None:
             started = time.perf_counter()
-            keeper.left_behind(request)
+            manager.on_request_released(request)
             seconds += time.perf_counter() - started
     assert allocator.available_size() + cache.evictable_size() == pool, "slots leaked"
     assert cache.protected_size() == 0, "locks leaked"
     total = sum(len(prompt.blocks) for prompt in prompts)
-    if keeper is None:
+    if manager is None:
         return Result(saved / total)
-    assert keeper.counters.failures == 0, "the keeper failed: see the log"
-    return Result(saved / total, seconds, keeper.counters.evictions_avoided)
+    assert manager.counters.failures == 0, "pinning failed: see the log"
+    return Result(saved / total, seconds, manager.counters.evictions_avoided)
 
 
 def _joined(cached: Any, fresh: Any) -> Any:

@@ -1,24 +1,24 @@
-"""What to keep in a prefix cache: pins with a budget, and the worth of every cached prefix. Knows nothing of SGLang."""
+"""Decides which prefixes a cache keeps: pins with a budget, and retention scores. Independent of SGLang."""
 
-from sgl_prefix_attn.pinning.cached_tree import ROOT, CachedNode, CachedTree, Stretch
+from sgl_prefix_attn.pinning.cached_tree import ROOT, CachedNode, CachedTree, NodeSpan
 from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
 from sgl_prefix_attn.pinning.keys import prefix_keys
 from sgl_prefix_attn.pinning.ledger import Pin, PinLedger
 from sgl_prefix_attn.pinning.lookahead import Lookahead
+from sgl_prefix_attn.pinning.retention_score import RetentionScores
 from sgl_prefix_attn.pinning.reuse import ReuseMemory
-from sgl_prefix_attn.pinning.worth import PrefixWorth
 
 __all__ = [
     "ROOT",
     "CachedNode",
     "CachedTree",
     "Lookahead",
+    "NodeSpan",
     "Pin",
     "PinBudgetError",
     "PinLedger",
-    "PrefixWorth",
+    "RetentionScores",
     "ReuseMemory",
-    "Stretch",
     "UnknownPinError",
     "prefix_keys",
 ]

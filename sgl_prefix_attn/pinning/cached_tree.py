@@ -1,19 +1,22 @@
-"""What is cached, as a tree of nodes, and which of them to give up."""
+"""The cached prefixes as a tree of nodes, and the selection of nodes to evict."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from sgl_prefix_attn.pinning.leaf_order import Entry, LeafOrder, Rank
+from sgl_prefix_attn.pinning.retention_score import FINISHED, UNKNOWN, Placement, RetentionScores
 
 ROOT = -1
 
 
-class Stretch(NamedTuple):
-    """A node as the cache shows it: positions [begin, end) of the prompts that run through it.
+class NodeSpan(NamedTuple):
+    """A node of a prefix cache: positions [begin, end) of the prompts that run through it.
 
-    `leaf` says that nothing hangs below it, so it cannot be the upper part of a split.
+    `leaf` is true if the cache has no nodes below it.
     """
 
     handle: Any
@@ -25,16 +28,19 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class CachedNode:
-    """A stretch of a cached prefix.
+    """A node of the tree.
 
     Attributes:
         parent: id of the node above, ROOT if there is none.
         begin, end: token positions.
-        keys: prefix keys of a prompt that runs through it.
-        prompt: whatever the owner wants to find that prompt by.
-        used: when it was last used, in uses of the whole cache.
-        handle: the cache's own name for it.
-        children: ids of the nodes below it.
+        keys: prefix keys of a prompt that runs through the node.
+        prompt: the caller's record of that prompt.
+        last_use: number of the last use, counted over the whole cache.
+        handle: the cache's reference to the node.
+        key: prefix key of the block in which the node begins, None for a remainder shorter than a block.
+        edge: identifies the first page of tokens, see `CachedTree`.
+        finished: whether the last announced use of `key` is over.
+        children: ids of the nodes below.
     """
 
     id: int
@@ -43,8 +49,11 @@ class CachedNode:
     end: int
     keys: Sequence[int]
     prompt: Any
-    used: int
+    last_use: int
     handle: Any
+    key: int | None = None
+    edge: Hashable = None
+    finished: bool = False
     children: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -53,18 +62,32 @@ class CachedNode:
 
 
 class CachedTree:
-    """Nodes by id. Ids are never used twice; a split puts a new node above the lower part, which keeps its id.
+    """Nodes by id. Ids are never reused; a split puts a new node above the lower part, which keeps its id.
+
+    The leaves are kept in the order of their retention scores and in the order of their last use.
 
     Args:
-        block: tokens per key.
+        block: tokens per prefix key.
+        scores: retention scores; the tree follows their changes.
+        edge_of: gives for a prompt and a position a value that is equal for prompts whose next page of tokens is
+            equal. With it, only the children with equal edges are looked at after a split. None: all children are.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(
+        self, block: int, scores: RetentionScores, edge_of: Callable[[Any, int], Hashable] | None = None
+    ) -> None:
         self._block = block
+        self._scores = scores
+        self._edge_of = edge_of
         self._nodes: dict[int, CachedNode] = {}
         self._leaves: dict[int, None] = {}
-        self._top: dict[int, None] = {}
+        self._by_edge: dict[tuple[int, Hashable], dict[int, None]] = {}  # children by parent and edge
+        self._by_key: dict[int, dict[int, None]] = {}
+        self._by_score = LeafOrder()
+        self._by_use = LeafOrder()
+        self._in_use: dict[int, None] = {}  # leaves left out of both orders, see `select_victims`
         self._uses = 0
+        scores.on_change = self._key_changed
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -74,39 +97,47 @@ class CachedTree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all nodes (slow: for tests)."""
+        """Tokens of all nodes; takes time in the number of nodes."""
         return sum(node.tokens for node in self._nodes.values())
 
-    def used(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any = None) -> list[int]:
-        """A request used, or left behind, this path from the root down.
+    def used(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None) -> list[int]:
+        """A request used this path from the root down.
 
         Args:
             keys: the request's prefix keys.
             prompt: kept with the nodes.
 
         Returns:
-            Nodes that a split may have moved below a new node of the path: look at them and `place` them again.
+            Nodes that a split may have moved below a new node of the path: read their paths and `place` them.
         """
         self._uses += 1
         return self._put(path, keys, prompt, self._uses)
 
-    def seen(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any = None) -> list[int]:
+    def seen(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any = None) -> list[int]:
         """As `used`, for a path that was found but not used."""
         return self._put(path, keys, prompt, 0)
 
-    def place(self, path: Sequence[Stretch]) -> list[int]:
-        """Says where the last node of a path is now. Returns what `used` returns."""
+    def place(self, path: Sequence[NodeSpan]) -> list[int]:
+        """Moves the last node of a path to where it is now. Returns what `used` returns."""
         last = self._nodes.get(path[-1].id)
-        return [] if last is None else self._put(path, last.keys, last.prompt, last.used)
+        return [] if last is None else self._put(path, last.keys, last.prompt, last.last_use)
 
     def parent_of(self, node_id: int) -> int:
-        """The node above, as far as known; ROOT if there is none or the node is unknown."""
+        """The parent that is known; ROOT if there is none or the node is unknown."""
         node = self._nodes.get(node_id)
         return ROOT if node is None else node.parent
 
     def leaves(self) -> list[CachedNode]:
-        """Nodes that nothing known hangs below."""
+        """Nodes without known children, in no particular order."""
         return [self._nodes[node_id] for node_id in self._leaves]
+
+    def next_leaves(self, count: int) -> list[CachedNode]:
+        """The next `count` leaves of an endless round over all leaves."""
+        ids = [node_id for node_id, _ in zip(self._leaves, range(count), strict=False)]
+        for node_id in ids:
+            del self._leaves[node_id]
+            self._leaves[node_id] = None
+        return [self._nodes[node_id] for node_id in ids]
 
     def get(self, node_id: int) -> CachedNode | None:
         return self._nodes.get(node_id)
@@ -115,99 +146,195 @@ class CachedTree:
         """The leaf is no longer cached."""
         node = self._nodes.pop(node_id)
         self._leaves.pop(node_id, None)
+        self._in_use.pop(node_id, None)
+        self._by_score.discard(node_id)
+        self._by_use.discard(node_id)
+        self._index_key(node, None)
         self._detach(node)
 
     def clear(self) -> None:
-        self._nodes.clear()
-        self._leaves.clear()
-        self._top.clear()
+        for index in (self._nodes, self._leaves, self._by_edge, self._by_key, self._in_use):
+            index.clear()
+        self._by_score.clear()
+        self._by_use.clear()
 
-    def key(self, node: CachedNode) -> int | None:
-        """What the worth of a node is asked by; None for a remainder shorter than a block.
-
-        It is the key of the block in which the node begins: who uses anything of the node uses that.
-        """
-        index = node.begin // self._block
-        return node.keys[index] if index < len(node.keys) else None
-
-    def give_up(
-        self,
-        tokens: int,
-        worth: Callable[[int | None], float],
-        keep: Callable[[CachedNode], bool] | None = None,
-        *,
-        spent: bool = False,
+    def select_victims(
+        self, tokens: int, in_use: Callable[[CachedNode], bool] | None = None, *, by_use: bool = False
     ) -> list[CachedNode]:
-        """The nodes to evict for `tokens` tokens, in order: the least worth first, then the least recently used.
+        """The nodes to evict for `tokens` tokens, in order: the lowest score first, then the least recently used.
 
-        Only leaves can go; a node becomes one when all below it is given up. Nothing is changed.
+        Only leaves can go; a node becomes one when all nodes below it are selected. Reads the selected leaves and
+        those in use, not the others. Leaves in use are left out of later selections until `recheck` or their next use.
 
         Args:
-            keep: nodes that cannot go.
-            spent: whether nodes can have a negative worth. Nothing below such a node is worth more than it: who uses
-                that would have to use the node as well.
+            in_use: nodes that cannot be evicted now.
+            by_use: select the least recently used nodes instead.
         """
-
-        def rank(node: CachedNode) -> tuple[float, int, int, int]:
-            value = worth(self.key(node))
-            above = self._nodes.get(node.parent) if spent else None
-            while value >= 0 and above is not None:
-                inherited = worth(self.key(above))
-                value = inherited if inherited < 0 else value
-                above = self._nodes.get(above.parent)
-            return (value, node.used, -node.begin, node.id)
-
-        heap = [rank(node) for node in self.leaves() if keep is None or not keep(node)]
-        heapq.heapify(heap)
-        gone: dict[int, int] = {}  # node -> children given up
+        order = self._by_use if by_use else self._by_score
+        became_leaves: list[Rank] = []
+        selected_children: dict[int, int] = {}
         chosen: list[CachedNode] = []
-        while tokens > 0 and heap:
-            node = self._nodes[heapq.heappop(heap)[3]]
+        skipped: list[CachedNode] = []
+        for rank in _merged(order.ascending(self._scores), became_leaves):
+            if tokens <= 0:
+                break
+            node = self._nodes[rank.node_id]
+            if in_use is not None and in_use(node):
+                skipped.append(node)
+                continue
             chosen.append(node)
             tokens -= node.tokens
             parent = self._nodes.get(node.parent)
             if parent is None:
                 continue
-            gone[parent.id] = gone.get(parent.id, 0) + 1
-            if gone[parent.id] == len(parent.children) and (keep is None or not keep(parent)):
-                heapq.heappush(heap, rank(parent))
+            selected_children[parent.id] = selected_children.get(parent.id, 0) + 1
+            if selected_children[parent.id] == len(parent.children):
+                score = 0.0 if by_use else self._scores.score(*self._placement(parent))
+                heapq.heappush(became_leaves, Rank(score, parent.last_use, -parent.begin, parent.id))
+        for node in skipped:
+            self.set_in_use(node)
         return chosen
 
-    def _put(self, path: Iterable[Stretch], keys: Sequence[int], prompt: Any, used: int) -> list[int]:
+    def set_in_use(self, node: CachedNode) -> None:
+        """Leaves a leaf out of selections until `recheck` or its next use."""
+        if node.id in self._leaves:
+            self._in_use[node.id] = None
+            self._arrange(node)
+
+    def recheck(self, count: int, in_use: Callable[[CachedNode], bool]) -> None:
+        """Asks for `count` of the leaves that were in use whether they still are, in an endless round."""
+        for node_id in [node_id for node_id, _ in zip(self._in_use, range(count), strict=False)]:
+            node = self._nodes[node_id]
+            del self._in_use[node_id]
+            if in_use(node):
+                self._in_use[node_id] = None
+            else:
+                self._arrange(node)
+
+    # Details ----------------------------------------------------------------------------------------------------------
+
+    def _put(self, path: Iterable[NodeSpan], keys: Sequence[int], prompt: Any, last_use: int) -> list[int]:
         parent = ROOT
-        suspects: list[int] = []
+        moved: list[int] = []
         for handle, node_id, begin, end, leaf in path:
             node = self._nodes.get(node_id)
             if node is None:
-                if not leaf:
-                    suspects += [other for other in self._below(parent) if self._nodes[other].end > end]
-                node = CachedNode(node_id, parent, begin, end, keys, prompt, used, handle)
+                node = CachedNode(node_id, ROOT, begin, end, keys, prompt, last_use, handle)
                 self._nodes[node_id] = node
                 self._leaves[node_id] = None
-                self._attach(node)
+                edge = self._edge(node)
+                if not leaf:
+                    siblings = self._by_edge.get((parent, edge), ())
+                    moved += [other for other in siblings if self._nodes[other].end > end]
+                self._attach(node, parent, edge)
             else:
-                if node.parent != parent:
-                    self._detach(node)
-                    node.parent = parent
-                    self._attach(node)
+                changed = node.parent != parent or node.begin != begin
                 node.begin, node.end, node.handle = begin, end, handle
-                if used > node.used:
-                    node.used = used
+                if last_use > node.last_use:
+                    node.last_use = last_use
+                    self._in_use.pop(node_id, None)
                     if len(keys) * self._block > begin:
                         node.keys, node.prompt = keys, prompt
+                if changed:
+                    self._detach(node)
+                    self._attach(node, parent, self._edge(node))
+            self._rekey(node)
+            self._arrange(node)
             parent = node_id
-        return suspects
+        return moved
 
-    def _below(self, parent: int) -> dict[int, None]:
-        node = self._nodes.get(parent)
-        return self._top if node is None else node.children
+    def _edge(self, node: CachedNode) -> Hashable:
+        return None if self._edge_of is None else self._edge_of(node.prompt, node.begin)
 
-    def _attach(self, node: CachedNode) -> None:
-        self._below(node.parent)[node.id] = None
-        self._leaves.pop(node.parent, None)
+    def _rekey(self, node: CachedNode) -> None:
+        index = node.begin // self._block
+        key = node.keys[index] if index < len(node.keys) else None
+        if key != node.key:
+            self._index_key(node, key)
+        self._update_finished(node)
+
+    def _index_key(self, node: CachedNode, key: int | None) -> None:
+        if node.key is not None:
+            others = self._by_key[node.key]
+            del others[node.id]
+            if not others:
+                del self._by_key[node.key]
+        node.key = key
+        if key is not None:
+            self._by_key.setdefault(key, {})[node.id] = None
+
+    def _key_changed(self, key: int) -> None:
+        for node_id in self._by_key.get(key, ()):
+            node = self._nodes[node_id]
+            self._update_finished(node)
+            self._arrange(node)
+
+    def _update_finished(self, node: CachedNode) -> None:
+        finished = self._scores.is_finished(node.key)
+        if finished != node.finished:
+            node.finished = finished
+            for leaf in self._leaves_below(node):
+                self._arrange(leaf)
+
+    def _leaves_below(self, node: CachedNode) -> Iterator[CachedNode]:
+        stack = list(node.children)
+        while stack:
+            below = self._nodes[stack.pop()]
+            stack += below.children
+            if not below.children:
+                yield below
+
+    def _placement(self, node: CachedNode) -> Placement:
+        """As the scores place it; but no node scores above a finished node on its path, whose use it requires."""
+        placement = self._scores.placement(node.key)
+        if self._scores.any_finished:
+            above: CachedNode | None = node
+            while above is not None:
+                if above.finished:
+                    return FINISHED, 0
+                above = self._nodes.get(above.parent)
+        return placement
+
+    def _arrange(self, node: CachedNode) -> None:
+        if node.id not in self._leaves or node.id in self._in_use:
+            self._by_score.discard(node.id)
+            self._by_use.discard(node.id)
+            return
+        group, position = self._placement(node)
+        self._by_score.put(group, Entry(position, node.last_use, -node.begin, node.id))
+        self._by_use.put(UNKNOWN, Entry(0, node.last_use, -node.begin, node.id))
+
+    def _attach(self, node: CachedNode, parent: int, edge: Hashable) -> None:
+        node.parent, node.edge = parent, edge
+        self._by_edge.setdefault((parent, edge), {})[node.id] = None
+        above = self._nodes.get(parent)
+        if above is not None:
+            above.children[node.id] = None
+            if parent in self._leaves:
+                del self._leaves[parent]
+                self._in_use.pop(parent, None)
+                self._arrange(above)
 
     def _detach(self, node: CachedNode) -> None:
-        self._below(node.parent).pop(node.id, None)
-        parent = self._nodes.get(node.parent)
-        if parent is not None and not parent.children:
-            self._leaves[parent.id] = None
+        place = (node.parent, node.edge)
+        siblings = self._by_edge[place]
+        del siblings[node.id]
+        if not siblings:
+            del self._by_edge[place]
+        above = self._nodes.get(node.parent)
+        if above is not None:
+            del above.children[node.id]
+            if not above.children:
+                self._leaves[above.id] = None
+                self._arrange(above)
+
+
+def _merged(leaves: Iterator[Rank], others: list[Rank]) -> Iterator[Rank]:
+    """Merges ascending ranks with a heap that may grow during the iteration."""
+    head = next(leaves, None)
+    while head is not None or others:
+        if head is None or (others and others[0] < head):
+            yield heapq.heappop(others)
+        else:
+            yield head
+            head = next(leaves, None)

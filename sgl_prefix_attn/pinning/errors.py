@@ -1,4 +1,4 @@
-"""What can be wrong with a request to pin."""
+"""Errors of pinning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class PinBudgetError(ValueError):
 
 
 class UnknownPinError(KeyError):
-    """There is no pin with this number: it was never given out, was released, has expired or was shed."""
+    """There is no pin with this id: it never existed, was released, has expired or was shed."""
 
     def __str__(self) -> str:
         return str(self.args[0])

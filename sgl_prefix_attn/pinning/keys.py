@@ -1,4 +1,4 @@
-"""Names for prefixes: one number for each full block of a prompt, which stands for everything up to its end."""
+"""Keys of prefixes: one hash per full block of a prompt, of all tokens up to the end of the block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TOKEN_BYTES = 8
 def prefix_keys(tokens: Sequence[int], block: int, namespace: str | None = None) -> list[int]:
     """Keys of the full blocks of `tokens`: equal keys mean equal tokens from position 0 to the end of the block.
 
-    The same on every rank and in every run: nothing in it depends on Python's hash seed.
+    Equal on every rank and in every run: independent of Python's hash seed.
 
     Args:
-        tokens: token ids; what does not fill the last block has no key.
+        tokens: token ids; the tokens after the last full block have no key.
         block: tokens per block.
         namespace: prompts of different namespaces (LoRA adapter, cache salt) never share a key.
 

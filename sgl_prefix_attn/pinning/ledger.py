@@ -1,4 +1,4 @@
-"""Who pinned what, and how many tokens that keeps from being evicted."""
+"""Pins under a token budget."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import numpy as np
 
 from sgl_prefix_attn.pinning.errors import PinBudgetError, UnknownPinError
 
-# Users make a few dozen. Each keeps its own tokens, so without a limit pins of one prefix would cost memory and time
-# in every scheduler, but nothing of the budget.
+# Each pin stores its own tokens: pins of one prefix cost memory and time in every scheduler, but no budget.
 MAX_PINS = 1024
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A prefix that is to stay cached.
+    """A prefix that stays cached.
 
     Attributes:
-        id: number that stands for the prefix as it was asked for, its namespace and its label: the same in every
-            scheduler and in every run, and exact in JSON.
+        id: hash of the requested prefix, its namespace and its label: equal in all schedulers and runs, exact in JSON.
         tokens: its token ids.
         namespace: prefixes of different namespaces share nothing.
-        label: the owner's own words.
-        expires: scheduler step at which it ends by itself, None: never.
+        label: chosen by the user.
+        expires: scheduler step at which it ends, None: never.
     """
 
     id: int
@@ -38,9 +36,9 @@ class Pin:
 
 
 class PinLedger:
-    """Pins under a token budget. A prefix that several pins share counts once, also when one is part of another.
+    """Pins under a token budget. A prefix that several pins share counts once.
 
-    Deterministic: what it does depends on the calls made to it and on nothing else.
+    Deterministic: results depend on the calls only.
 
     Args:
         budget: tokens that may be pinned at a time.
@@ -78,7 +76,7 @@ class PinLedger:
             ) from None
 
     def of(self, tokens: Sequence[int], namespace: str | None = None) -> list[Pin]:
-        """The pins that were asked for with exactly this prefix, whatever their labels; also those shortened since."""
+        """The pins that were made with exactly this prefix, with any label; also those shortened since."""
         begun = [
             pin
             for pin in self._pins.values()
@@ -90,13 +88,13 @@ class PinLedger:
 
     def cost(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """Tokens that a pin of this prefix would add to those already pinned."""
-        return self._alone(_text(tokens, namespace), len(tokens))
+        return self._uncovered(_text(tokens, namespace), len(tokens))
 
     def add(
         self, tokens: Sequence[int], *, namespace: str | None = None, label: str = "", ttl_steps: int | None = None
     ) -> Pin:
-        """Pins a prefix. What is pinned already, with this namespace and label, is renewed: it lasts as long as asked
-        for now, and has all its tokens again if it was shortened.
+        """Pins a prefix. A pin of this prefix, namespace and label is renewed: it gets the new expiry, and all its
+        tokens if it was shortened.
 
         Raises:
             ValueError: there are no tokens, or ttl_steps is below 1.
@@ -106,7 +104,7 @@ class PinLedger:
             raise ValueError("there are no tokens to pin")
         if ttl_steps is not None and ttl_steps < 1:
             raise ValueError(f"ttl_steps is {ttl_steps}: a pin lasts at least one scheduler step")
-        if len(tokens) > self.budget:  # said before anything is copied
+        if len(tokens) > self.budget:  # before anything is copied
             raise PinBudgetError(
                 f"pinning {len(tokens)} tokens is not possible, because that is more than all of the budget of "
                 f"{self.budget}; pin a shorter prefix or raise the budget"
@@ -116,7 +114,7 @@ class PinLedger:
         before = self._pins.get(pin_id)
         if before is None and len(self._pins) >= MAX_PINS:
             raise PinBudgetError(f"there are {MAX_PINS} pins, which is as many as there can be; release pins")
-        cost = self._alone(text, len(tokens))
+        cost = self._uncovered(text, len(tokens))
         if self._pinned + cost > self.budget:
             raise PinBudgetError(
                 f"pinning {len(tokens)} tokens needs {cost} more tokens, but {self._pinned} of the budget of "
@@ -136,13 +134,13 @@ class PinLedger:
         return pin
 
     def release(self, pin_id: int) -> Pin:
-        """Ends a pin, which cannot be released a second time. Raises UnknownPinError if there is no such pin."""
+        """Ends a pin. Raises UnknownPinError if there is no such pin."""
         pin = self.get(pin_id)
         self._remove(pin)
         return pin
 
     def advance(self, steps: int = 1) -> list[Pin]:
-        """Time goes on by scheduler steps; returns the pins that ended."""
+        """Advances the time by scheduler steps; returns the pins that expired."""
         self.step += steps
         if self.step < self._next_end:
             return []
@@ -154,21 +152,23 @@ class PinLedger:
             self._ends(pin)
         return ended
 
-    def shed_order(self, worth: Callable[[Pin], float]) -> list[Pin]:
-        """Pins in the order in which they give way: the least worth first, then what ends first, then the newest."""
+    def shed_order(self, score: Callable[[Pin], float]) -> list[Pin]:
+        """Pins in the order in which they are shed: lowest score first, then first to expire, then the newest."""
         newest_first = reversed(self._pins.values())
-        return sorted(newest_first, key=lambda pin: (worth(pin), math.inf if pin.expires is None else pin.expires))
+        return sorted(newest_first, key=lambda pin: (score(pin), math.inf if pin.expires is None else pin.expires))
 
     def shed(self, pin_id: int, kept: int = 0) -> Pin | None:
-        """A pin gives way: of its tokens the first `kept` stay pinned, and with none it ends. Returns what is left.
+        """Shortens a pin to its first `kept` tokens; with 0 it ends. Returns the shortened pin.
 
         Raises:
             UnknownPinError: there is no such pin.
-            ValueError: `kept` is not below what the pin has.
+            ValueError: `kept` is negative or not below the length of the pin.
         """
         pin = self.get(pin_id)
         if not 0 <= kept < len(pin.tokens):
-            raise ValueError(f"kept is {kept}: a pin of {len(pin.tokens)} tokens that gives way keeps fewer")
+            raise ValueError(
+                f"kept is {kept}: expected 0 to {len(pin.tokens) - 1} for a pin of {len(pin.tokens)} tokens"
+            )
         if kept == 0:
             self._remove(pin)
             return None
@@ -198,35 +198,35 @@ class PinLedger:
         del self._pins[pin.id]
 
     def _replace(self, before: Pin, after: Pin) -> None:
-        """In place, so that the pin stays as old as it is."""
+        """In place: the pin keeps its age."""
         self._uncount(before)
         self._insert(after)
 
     def _count(self, pin: Pin) -> None:
         text = _text(pin.tokens, pin.namespace)
-        self._pinned += self._alone(text, len(pin.tokens))
+        self._pinned += self._uncovered(text, len(pin.tokens))
         insort(self._sorted, (text, pin.id))
 
     def _uncount(self, pin: Pin) -> None:
         text = _text(pin.tokens, pin.namespace)
         del self._sorted[bisect_left(self._sorted, (text, pin.id))]
-        self._pinned -= self._alone(text, len(pin.tokens))
+        self._pinned -= self._uncovered(text, len(pin.tokens))
 
-    def _alone(self, text: bytes, length: int) -> int:
-        """Tokens of a prefix that no pin has: neighbours in sorted order share the most with it."""
+    def _uncovered(self, text: bytes, length: int) -> int:
+        """Tokens of a prefix that no pin covers. The neighbours in sorted order share most tokens with it."""
         place = bisect_left(self._sorted, (text, 0))
         neighbours = self._sorted[max(0, place - 1) : place + 1]
         return length - max((_shared(text, other) for other, _ in neighbours), default=0)
 
 
 def _id(text: bytes, label: str) -> int:
-    """53 bits, which every JSON reader keeps; never 0."""
+    """53 bits, exact in every JSON reader; never 0."""
     digest = blake2b(text, digest_size=8, key=blake2b(label.encode(), digest_size=16).digest()).digest()
     return (int.from_bytes(digest, "little") >> 11) or 1
 
 
 def _text(tokens: Sequence[int], namespace: str | None) -> bytes:
-    """Sorts as the tokens do; namespaces are apart."""
+    """Bytes that sort as the tokens do, grouped by namespace."""
     head = (namespace or "").encode()
     return len(head).to_bytes(8, "big") + head + b"\0" * (-len(head) % 8) + np.array(tokens, dtype=">i8").tobytes()
 

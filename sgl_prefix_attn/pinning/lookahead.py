@@ -1,4 +1,4 @@
-"""Uses of prefixes that are known in advance: the waiting queue, or what is left of an offline batch."""
+"""Uses of prefixes that are known in advance, from the waiting queue."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ class Lookahead:
     """Requests to come, in order, and which prefixes they use.
 
     Args:
-        limit: requests from the head of the queue that are looked at; the others only wait.
+        limit: requests from the head of the queue that count.
+
+    Attributes:
+        on_change: called with each key whose next use changed.
     """
 
     def __init__(self, limit: int = 1024) -> None:
         if limit < 0:
             raise ValueError(f"limit is {limit}: it has to be 0 (no look-ahead) or more")
-        self._limit = limit
+        self.limit = limit
+        self.on_change: Callable[[int], None] = _ignore
         self._arrived = 0
         self._waiting: dict[Hashable, tuple[int, Sequence[int]]] = {}  # oldest first
-        self._seen: dict[Hashable, None] = {}  # those within the limit
+        self._counted: dict[Hashable, None] = {}  # those within the limit
         self._beyond: deque[Hashable] = deque()
         self._uses: dict[int, dict[int, None]] = {}  # key -> numbers of requests that use it, in order
 
     def __len__(self) -> int:
-        """Requests that are looked at."""
-        return len(self._seen)
+        """Requests within the limit."""
+        return len(self._counted)
 
     def __contains__(self, request: Hashable) -> bool:
         return request in self._waiting
@@ -45,12 +49,14 @@ class Lookahead:
         if entry is None:
             return False
         number, keys = entry
-        if request in self._seen:
-            del self._seen[request]
+        if request in self._counted:
+            del self._counted[request]
             for key in keys:
                 numbers = self._uses.get(key)
-                if numbers is not None and numbers.pop(number, self) is None and not numbers:
-                    del self._uses[key]
+                if numbers is not None and numbers.pop(number, self) is None:
+                    if not numbers:
+                        del self._uses[key]
+                    self.on_change(key)
             self._fill()
         return True
 
@@ -60,22 +66,26 @@ class Lookahead:
 
     def next_use(self, key: int) -> int | None:
         """How many requests from now the prefix is used (1: by the next one), None if not within the limit."""
+        number = self.next_request(key)
+        return None if number is None else self.distance(number)
+
+    def next_request(self, key: int) -> int | None:
+        """Number of the next request that uses the prefix, None if there is none within the limit."""
         numbers = self._uses.get(key)
-        if not numbers:
-            return None
-        head = self._waiting[next(iter(self._seen))][0]
-        return min(next(iter(numbers)) - head + 1, len(self._seen))
+        return next(iter(numbers)) if numbers else None
+
+    def distance(self, number: int) -> int:
+        """How many requests from now the request with this number comes; 1: it is the next one."""
+        head = self._waiting[next(iter(self._counted))][0]
+        return min(number - head + 1, len(self._counted))
 
     def uses(self, key: int) -> int:
         """How many of the requests within the limit use the prefix."""
         return len(self._uses.get(key, ()))
 
     def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
-        """Makes this the queue: who left, who joined at the end, or another order altogether.
-
-        Only the requests within the limit are taken over, so `keys_of` is asked for no others.
-        """
-        wanted = dict.fromkeys(queue[: self._limit])
+        """Replaces the queue. `keys_of` is called only for requests within the limit that were not there before."""
+        wanted = dict.fromkeys(queue[: self.limit])
         for request in list(self._waiting):
             if request not in wanted:
                 self.remove(request)
@@ -88,18 +98,26 @@ class Lookahead:
 
     def clear(self) -> None:
         """Forgets the queue."""
+        keys = list(self._uses)
         self._waiting.clear()
-        self._seen.clear()
+        self._counted.clear()
         self._beyond.clear()
         self._uses.clear()
+        for key in keys:
+            self.on_change(key)
 
     def _fill(self) -> None:
-        while self._beyond and len(self._seen) < self._limit:
+        while self._beyond and len(self._counted) < self.limit:
             request = self._beyond.popleft()
             entry = self._waiting.get(request)
-            if entry is None or request in self._seen:  # it left while it waited beyond the limit
+            if entry is None or request in self._counted:  # it left before it came within the limit
                 continue
-            self._seen[request] = None
+            self._counted[request] = None
             number, keys = entry
             for key in keys:
                 self._uses.setdefault(key, {})[number] = None
+                self.on_change(key)
+
+
+def _ignore(key: int) -> None:
+    pass

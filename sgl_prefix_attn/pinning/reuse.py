@@ -1,11 +1,11 @@
-"""Remembers when prefixes were used, and tells from that how soon one like this will be used again.
+"""Remembers when prefixes were used, and estimates from that how soon a prefix will be used again.
 
-A prefix is like others that were used as often as it was. For each such class the memory counts after how many
-requests reuse came, and how many prefixes waited that long without reuse. The worth of a prefix at its present age is
-the best rate of reuse that keeping it can buy: the highest, over all horizons, of the chance to be used within the
-horizon divided by the time it is then kept for. (For a schedule with independent items this is Gittins' index.)
+Prefixes that were used equally often form a class. For each class the memory counts after how many requests reuse
+came, and how many prefixes waited that long without reuse. The score of a prefix is the highest rate of reuse over all
+horizons: the chance of a use within the horizon, divided by the expected time that the prefix is kept. For independent
+items this is the Gittins index.
 
-Time is counted in requests, never in seconds, so that all ranks of a server decide alike.
+Time is counted in requests, never in seconds, so all ranks of a server decide alike.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-_CLASSES = 7  # used once, twice, ... seven times or more
+CLASSES = 7  # used once, twice, ... seven times or more
 _CLASS_BITS = 3
 _EXACT_AGES = 8  # ages below have a bin each, then
 _BINS_PER_OCTAVE = 6
 _BINS = 64
-_POOLING = 50.0  # prefixes of all classes together count as this many of the class: matters while a class is new
+_POOLING = 50.0  # weight of the rate over all classes, in prefixes of the class
 _FIRST_REFRESH, _REFRESH = 16, 200  # requests between two computations of the table
 
 
@@ -62,10 +62,10 @@ class ReuseMemory:
         self._max_keys = max_keys
         self._horizon = horizon
         self._records: dict[int, int] = {}  # key -> last use << _CLASS_BITS | class; least recently used first
-        self._reused = np.zeros((_CLASSES, _BINS))  # reuse seen, by class and age
-        self._gone = np.zeros((_CLASSES, _BINS))  # forgotten without reuse, by class and age
-        self._waiting = np.zeros((_CLASSES, horizon), dtype=np.int64)  # by class and last use (mod horizon)
-        self._old = np.zeros(_CLASSES, dtype=np.int64)  # waiting for longer than the horizon
+        self._reused = np.zeros((CLASSES, _BINS))  # reuses, by class and age bin
+        self._gone = np.zeros((CLASSES, _BINS))  # forgotten without reuse, by class and age bin
+        self._waiting = np.zeros((CLASSES, horizon), dtype=np.int64)  # by class and last use (mod horizon)
+        self._old = np.zeros(CLASSES, dtype=np.int64)  # waiting for longer than the horizon
         self._next_refresh = _FIRST_REFRESH
         self._hazard: FloatArray | None = None  # [class, age bin] chance of reuse within the bin
         self._tables: dict[int, list[list[float]]] = {}
@@ -74,36 +74,38 @@ class ReuseMemory:
     def __len__(self) -> int:
         return len(self._records)
 
-    def record(self, keys: Iterable[int]) -> None:
-        """One request used these prefixes; time goes on by one."""
+    def record(self, keys: Iterable[int]) -> list[int]:
+        """One request used these prefixes; time advances by one. Returns the keys that were forgotten."""
         self.now = now = self.now + 1
         slot = now % self._horizon
         self._old += self._waiting[:, slot]
         self._waiting[:, slot] = 0
-        added = [0] * _CLASSES
+        added = [0] * CLASSES
         for key in keys:
             record = self._records.pop(key, None)
             if record is None:
                 kind = 0
             else:
-                last, kind = record >> _CLASS_BITS, record & (_CLASSES)
+                last, kind = record >> _CLASS_BITS, record & CLASSES
                 if last == now:  # the same key twice in one request
                     self._records[key] = record
                     continue
                 self._reused[kind, self._leave(last, kind)] += 1
-                kind = min(kind + 1, _CLASSES - 1)
+                kind = min(kind + 1, CLASSES - 1)
             self._records[key] = now << _CLASS_BITS | kind
             added[kind] += 1
         self._waiting[:, slot] += added
+        forgotten = []
         while len(self._records) > self._max_keys:
-            self._forget_oldest()
+            forgotten.append(self._forget_oldest())
         if now >= self._next_refresh:
             self._refresh()
+        return forgotten
 
     def uses(self, key: int) -> int:
         """How often the prefix was used, 0 if it is unknown; seven means seven or more."""
         record = self._records.get(key)
-        return 0 if record is None else (record & _CLASSES) + 1
+        return 0 if record is None else (record & CLASSES) + 1
 
     def known_prefix(self, keys: Sequence[int]) -> int:
         """How many of the first keys were used before."""
@@ -114,21 +116,33 @@ class ReuseMemory:
             known += 1
         return known
 
-    def worth(self, key: int, unused_for: int = 0) -> float:
-        """Expected uses per request that the prefix is kept for.
+    def placement(self, key: int) -> tuple[int, int] | None:
+        """Reuse class and time of the last use, None if the prefix is unknown."""
+        record = self._records.get(key)
+        return None if record is None else (record & CLASSES, record >> _CLASS_BITS)
+
+    def score(self, kind: int, last_use: int, unused_for: int = 0) -> float:
+        """Expected uses per request for which a prefix of this class and last use is kept.
 
         Args:
             unused_for: requests to come that are known not to use it.
         """
-        record = self._records.get(key)
-        if record is None or self._hazard is None:
+        if self._hazard is None:
             return 0.0
-        age = self.now - (record >> _CLASS_BITS)
         ahead = _bin(unused_for)
         table = self._tables.get(ahead)
         if table is None:
             table = self._tables[ahead] = self._table(int(_STARTS[ahead]))
-        return table[record & _CLASSES][_bin(age)]
+        return table[kind][_bin(self.now - last_use)]
+
+    def score_of(self, key: int, unused_for: int = 0) -> float:
+        """As `score`, for a prefix by its key; 0 if it is unknown."""
+        placement = self.placement(key)
+        return 0.0 if placement is None else self.score(*placement, unused_for)
+
+    def last_of_age_bin(self, last_use: int) -> int:
+        """Latest last use that falls into the same age bin, and so has the same score."""
+        return self.now - int(_STARTS[_bin(self.now - last_use)])
 
     def _leave(self, last: int, kind: int) -> int:
         """Takes one prefix out of those that wait for reuse; returns its age bin."""
@@ -139,21 +153,23 @@ class ReuseMemory:
             self._waiting[kind, last % self._horizon] -= 1
         return _bin(age)
 
-    def _forget_oldest(self) -> None:
-        record = self._records.pop(next(iter(self._records)))
-        kind = record & _CLASSES
+    def _forget_oldest(self) -> int:
+        key = next(iter(self._records))
+        record = self._records.pop(key)
+        kind = record & CLASSES
         self._gone[kind, self._leave(record >> _CLASS_BITS, kind)] += 1
+        return key
 
     def _refresh(self) -> None:
         self._next_refresh = self.now + min(_REFRESH, max(_FIRST_REFRESH, self.now // 4))
-        # What was seen loses weight once it outweighs what can be remembered, so that the memory follows a change.
+        # Old observations lose weight, so that the memory follows a change of the load.
         if self._reused.sum() + self._gone.sum() > 4 * self._max_keys:
             self._reused *= 0.5
             self._gone *= 0.5
         ended = self._reused + self._gone
         ages = (self.now - np.arange(self._horizon)) % self._horizon
         bins = _BIN_OF_AGE[np.minimum(ages, len(_BIN_OF_AGE) - 1)]
-        for kind in range(_CLASSES):
+        for kind in range(CLASSES):
             ended[kind] += np.bincount(bins, weights=self._waiting[kind], minlength=_BINS)
         ended[:, _BINS - 1] += self._old
         at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
@@ -162,19 +178,19 @@ class ReuseMemory:
         self._tables.clear()
 
     def _table(self, unused_for: int) -> list[list[float]]:
-        """Worth by class and age bin, when the next `unused_for` requests are known not to use the prefix."""
+        """Scores by class and age bin, given that the next `unused_for` requests do not use the prefix."""
         assert self._hazard is not None
         by_start: dict[int, list[float]] = {}
-        worth: list[list[float]] = [[] for _ in range(_CLASSES)]
+        scores: list[list[float]] = [[] for _ in range(CLASSES)]
         for age_bin in range(_BINS):
             start = _bin(int(_STARTS[age_bin]) + unused_for)
             if start not in by_start:
                 hazard = self._hazard[:, start:]
                 survival = np.cumprod(1.0 - hazard, axis=1)
-                survival = np.concatenate([np.ones((_CLASSES, 1)), survival[:, :-1]], axis=1)
+                survival = np.concatenate([np.ones((CLASSES, 1)), survival[:, :-1]], axis=1)
                 reused = np.cumsum(survival * hazard, axis=1)
                 kept = unused_for + np.cumsum(survival * _WIDTHS[start:], axis=1)
                 by_start[start] = (reused / kept).max(axis=1).tolist()
-            for kind in range(_CLASSES):
-                worth[kind].append(by_start[start][kind])
-        return worth
+            for kind in range(CLASSES):
+                scores[kind].append(by_start[start][kind])
+        return scores

@@ -47,7 +47,7 @@ def factory() -> dict[str, Any]:
     runner = Fixture([[]], [9]).runner
     for _ in range(2):
         create_backend(runner, Settings(metrics=False, pin_budget_percent=10, group_scheduling=True))
-    ours = (*hook_table.OTHER_HOOKS, *hook_table.GROUP_HOOKS, *hooks.PINNING_HOOKS)
+    ours = (*hook_table.OTHER_HOOKS, *hook_table.GROUP_HOOKS, *hooks.pinning_hooks())
     registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
     return {
         "missing": [hook.target.path for hook in ours if not compat_hooks.is_applied(hook)],

@@ -11,6 +11,6 @@ import pytest
 @pytest.fixture(autouse=True)
 def _no_hooks_afterwards() -> Iterator[None]:
     yield
-    hooks = sys.modules.get("sgl_prefix_attn.sglang_plugin.pinning.hooks")  # some tests need no SGLang
-    if hooks is not None:
-        hooks.activate(None)
+    state = sys.modules.get("sgl_prefix_attn.sglang_plugin.pinning.state")  # some tests need no SGLang
+    if state is not None:
+        state.activate(None)

@@ -19,8 +19,8 @@ from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.pinning import PinBudgetError
-from sgl_prefix_attn.sglang_plugin.pinning import hooks
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning import state
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
@@ -71,8 +71,8 @@ class RandomSchedule:
             self.did["flushes"] += server.flush()
         elif action < 0.55:
             self.pin(Namespace(namespace) if namespace else PLAIN)
-        elif action < 0.60 and len(server.keeper.pins.ledger):
-            server.keeper.release(dice.choice(server.keeper.pins.ledger.pins()).id)
+        elif action < 0.60 and len(server.manager.pins.ledger):
+            server.manager.release(dice.choice(server.manager.pins.ledger.pins()).id)
         else:
             server.step()
         self.check()
@@ -97,17 +97,17 @@ class RandomSchedule:
                 request.sampling_params.custom_params = {CUSTOM_PARAMETER: place.encode()}
 
     def pin(self, namespace: Namespace) -> None:
-        keeper = self.server.keeper
+        manager = self.server.manager
         tokens = self.prompt() if self.dice.random() < 0.3 or not self.prompts else self.dice.choice(self.prompts)
         try:
-            keeper.pin(tokens, namespace, ttl_steps=self.dice.choice([None, None, 1, 5, 50]))
+            manager.pin(tokens, namespace, ttl_steps=self.dice.choice([None, None, 1, 5, 50]))
         except PinBudgetError:
             self.did["pins refused"] += 1
-            assert keeper.pins.ledger.pinned_tokens + len(tokens) > keeper.pins.ledger.budget
+            assert manager.pins.ledger.pinned_tokens + len(tokens) > manager.pins.ledger.budget
 
     def check(self) -> None:
         self.server.check_accounting()
-        assert self.server.keeper.counters.failures == 0
+        assert self.server.manager.counters.failures == 0
 
     def run(self, actions: int = 120) -> None:
         server = self.server
@@ -117,18 +117,18 @@ class RandomSchedule:
         while server.waiting or server.running.reqs:
             # Nothing run in a step means nothing will ever run: no time passes and nothing comes free.
             idle = 0 if server.step() else idle + 1
-            pinned = server.keeper.pins.ledger.pinned_tokens
+            pinned = server.manager.pins.ledger.pinned_tokens
             assert idle < 2, f"hangs with {len(server.waiting)} waiting and {pinned} pinned"
             self.check()
         assert len(server.finished) + len(server.aborted) == self.sent
-        for pin in server.keeper.pins.ledger.pins():
-            server.keeper.release(pin.id)
+        for pin in server.manager.pins.ledger.pins():
+            server.manager.release(pin.id)
         assert server.cache.protected_size() == 0
         self.check()
         self._count()
 
     def _count(self) -> None:
-        server, counters = self.server, self.server.keeper.counters
+        server, counters = self.server, self.server.manager.counters
         self.did.update(
             {
                 f"schedules on {self.kind}": 1,
@@ -154,7 +154,7 @@ def run(first: int, count: int) -> Counter[str]:
             error.add_note(f"RandomSchedule({seed}).run()")
             raise
         did += schedule.did
-    hooks.activate(None)
+    state.activate(None)
     return did
 
 

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
-from sgl_prefix_attn.pinning import CachedTree, Pin, PinLedger
+from sgl_prefix_attn.pinning import CachedNode, Pin, PinLedger
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler, place_of
 from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
-from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
-from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import HeldPins
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
+from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import PinLocks
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -66,12 +66,12 @@ def record() -> None:
     _after(PinLedger, "advance", _advanced)
     _after(PinLedger, "shed", _shed)
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
-    _after(HeldPins, "_lock", lambda pins, _, pin: note("held", pin.id, pins.held_tokens(pin.id)))
+    _after(PinLocks, "_acquire", lambda pins, _, pin: note("held", pin.id, pins.locked_tokens(pin.id)))
     _after(Retention, "announce", lambda retention, _, tokens, uses, *a: note("announced", len(tokens), uses))
     _after(Retention, "announce_shared", lambda retention, _, request, shared: note("announced", request.rid, *shared))
-    _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.worth.lookahead.requests()))
-    _after(CacheKeeper, "step", _stepped)
-    _after(CachedTree, "give_up", _given_up)
+    _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.scores.lookahead.requests()))
+    _after(PinningManager, "step", _stepped)
+    _after(Retention, "_evict", _evicted)
     _after(GroupScheduler, "arrange", _arranged)
     _after(GroupScheduler, "should_wait", _asked_to_wait)
     _after(BatchTracker, "step", _paths_read)
@@ -155,14 +155,14 @@ def _shed(ledger: PinLedger, left: Pin | None, pin_id: int, *args: Any, **kwargs
     note("shed", pin_id, 0 if left is None else len(left.tokens))
 
 
-def _stepped(keeper: CacheKeeper, result: None) -> None:
-    cache = keeper.pins._cache
-    pool = (keeper._allocator.available_size(), cache.evictable_size(), cache.protected_size())
-    note("step", keeper.pins.ledger.step, *pool, keeper.counters.as_dict())
+def _stepped(manager: PinningManager, result: None) -> None:
+    cache = manager.pins._cache
+    pool = (manager._allocator.available_size(), cache.evictable_size(), cache.protected_size())
+    note("step", manager.pins.ledger.step, *pool, manager.counters.as_dict())
 
 
-def _given_up(tree: CachedTree, nodes: Any, tokens: int, *args: Any, **kwargs: Any) -> None:
-    note("given up", tokens, [(node.id, node.begin, node.end) for node in nodes])
+def _evicted(retention: Retention, freed: int, node: CachedNode, wanted: int) -> None:
+    note("evicted", wanted, freed, node.id, node.begin, node.end)
 
 
 def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[Any]) -> None:

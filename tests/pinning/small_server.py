@@ -19,9 +19,9 @@ from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_prefix_attn.sglang_plugin.pinning import hooks
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.pinning import hooks, state
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import GENERATION, make_cache
 
 
@@ -33,6 +33,7 @@ class SmallServer:
     def __init__(
         self, kind: str, *, slots: int, rows: int = 8, context: int = 512, settings: PinningSettings | None
     ) -> None:
+        self.kind = kind
         self.slots = slots
         self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
         self.cache = make_cache(kind, slots, self.pool)
@@ -47,13 +48,13 @@ class SmallServer:
         self.retractions = 0
         self.prompt_tokens = self.cached_tokens = 0
         self._count = 0
-        hooks.activate(settings)
+        state.activate(settings)
 
     @property
-    def keeper(self) -> CacheKeeper:
-        keeper = hooks.keeper_of(self.cache)
-        assert keeper is not None
-        return keeper
+    def manager(self) -> PinningManager:
+        manager = state.manager_of(self.cache)
+        assert manager is not None
+        return manager
 
     # What users do ----------------------------------------------------------------------------------------------------
 

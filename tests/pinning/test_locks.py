@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.pinning import hooks
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
-from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import Namespace, NodeLock
+from sgl_prefix_attn.sglang_plugin.pinning import state
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -32,25 +33,25 @@ def serve(server: SmallServer, tokens: list[int], extra_key: str | None = None) 
 def test_a_cache_that_raises_leaves_no_pin_behind(
     server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = server.keeper
+    manager = server.manager
 
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper._tree, step, broken)
+        patch.setattr(manager._tree, step, broken)
         with pytest.raises(RuntimeError, match="broken"):
-            keeper.pin(range(20))
-    assert (keeper.pins.ledger.pins(), keeper.pins.ledger.pinned_tokens, server.cache.protected_size()) == ([], 0, 0)
-    pin = keeper.pin(range(20))
-    assert keeper.pins.held_tokens(pin.id) == 20
+            manager.pin(range(20))
+    assert (manager.pins.ledger.pins(), manager.pins.ledger.pinned_tokens, server.cache.protected_size()) == ([], 0, 0)
+    pin = manager.pin(range(20))
+    assert manager.pins.locked_tokens(pin.id) == 20
 
 
 def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
     server: SmallServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang up to 0.5.17: a request with the salt "pepper" and the extra key "lora" carries "pepperlora"."""
-    tree: Any = server.keeper._tree
+    tree: Any = server.manager._tree
     with_salt = tree._radix_key
 
     def without_salt(token_ids: Any, extra_key: str | None = None) -> Any:
@@ -59,38 +60,112 @@ def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
     monkeypatch.setattr(tree, "_radix_key", without_salt)
     monkeypatch.setattr(tree, "_takes_salt", False)
     asked = Namespace("lora", "pepper")
-    pin = server.keeper.pin(range(20), asked)
-    assert server.keeper.pins.held_tokens(pin.id) == 0
+    pin = server.manager.pin(range(20), asked)
+    assert server.manager.pins.locked_tokens(pin.id) == 0
     serve(server, list(range(20)), extra_key="pepperlora")
-    assert server.keeper.pins.held_tokens(pin.id) == 20
-    assert server.keeper.pins.of(range(20), asked) == [pin]
+    assert server.manager.pins.locked_tokens(pin.id) == 20
+    assert server.manager.pins.of(range(20), asked) == [pin]
 
 
 def test_where_keys_have_a_salt_it_stays_apart(server: SmallServer) -> None:
-    if not server.keeper._tree._takes_salt:  # type: ignore[attr-defined]
+    if not server.manager._tree._takes_salt:  # type: ignore[attr-defined]
         pytest.skip("keys of this release have no salt")
-    pin = server.keeper.pin(range(20), Namespace("lora", "pepper"))
+    pin = server.manager.pin(range(20), Namespace("lora", "pepper"))
     serve(server, list(range(20)), extra_key="pepperlora")
-    assert server.keeper.pins.held_tokens(pin.id) == 0
+    assert server.manager.pins.locked_tokens(pin.id) == 0
 
 
-def test_an_eviction_whose_locks_fail_half_way_holds_none(server: SmallServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks.activate(PinningSettings(retention=True, lookahead=0, block=1))
+class CountedTree:
+    """An adapter that counts the calls for each of its methods."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.tree, name)
+        if not callable(value):
+            return value
+
+        def counted(*args: Any) -> Any:
+            self.calls[name] += len(args[0]) if name == "moved" else 1
+            return value(*args)
+
+        return counted
+
+
+def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(server: SmallServer) -> None:
+    """Each eviction used to lock every branch, and a request's end used to look at all siblings."""
+    branches, tokens = 300, 8
+    settings = PinningSettings(retention=True, lookahead=0, block=4)
+    server = SmallServer(server.kind, slots=branches * tokens, settings=settings)
+    for branch in range(branches - 5):
+        serve(server, [10 * branch + position for position in range(tokens)])
+    retention: Any = server.manager.retention
+    counted = retention._tree = CountedTree(server.manager._tree)
+    new = list(range(1_000_000, 1_000_000 + 12))
+    for _ in range(4):
+        serve(server, new)
+        new = [*new[:6], *(token + 1000 for token in new[6:])]
+    steps = 100
+    server.send([2_000_000, 1], steps)
+    for _ in range(steps + 1):
+        server.step()
+    calls = counted.calls
+    # A leaf in use is checked in each eviction, and 32 leaves that may be gone.
+    evictions = calls["evict"]
+    assert 0 < evictions <= 30
+    assert calls["lock"] == 0
+    assert calls["in_use"] + calls["moved"] <= 8 * evictions + 60
+    assert calls["alive"] <= 34 * evictions + 60
+    assert server.manager.counters.failures == 0
+    server.check_accounting()
+
+
+def test_decode_evicts_once_for_many_steps(server: SmallServer) -> None:
+    settings = PinningSettings(retention=True, lookahead=0, block=4)
+    server = SmallServer(server.kind, slots=4096, context=4096, settings=settings)
+    for branch in range(250):
+        serve(server, [1000 * branch + position for position in range(20)])
+    retention: Any = server.manager.retention
+    evict, evictions = retention.evict, []
+    retention.evict = lambda tokens: evictions.append(tokens) or evict(tokens)
+    server.send([3_000_000], 160)
+    for _ in range(160):
+        assert server.step()
+    # 1/256 of the pool is 16 tokens.
+    assert 4 <= len(evictions) <= 160 / 16 + 1
+
+
+@pytest.mark.parametrize("step", ["in_use", "evict", "alive"])
+def test_an_eviction_that_fails_leaves_the_cache_usable(
+    server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.activate(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         serve(server, [1000 * name + position for position in range(14)])
-    tree, taken = server.keeper._tree, 0
-    lock = tree.lock
 
-    def second_fails(handle: Any) -> NodeLock:
-        nonlocal taken
-        taken += 1
-        if taken == 2:
-            raise RuntimeError("broken")
-        return lock(handle)
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tree, "lock", second_fails)
+        patch.setattr(server.manager._tree, step, broken)
         serve(server, [5000 + position for position in range(14)])
-    assert taken >= 2
-    assert server.keeper.counters.failures >= 1
+    assert server.manager.counters.failures >= 1
     assert server.cache.protected_size() == 0
+    serve(server, [6000 + position for position in range(14)])
+    server.check_accounting()
+
+
+def test_a_locked_or_inner_or_unknown_node_is_not_evicted(server: SmallServer) -> None:
+    tree = server.manager._tree
+    leaf = tree.find(range(20), PLAIN)
+    inner = tree.find(range(10), PLAIN)
+    lock = tree.lock(leaf)
+    assert (tree.in_use(leaf), tree.evict(leaf), tree.evict(inner)) == (True, 0, 0)
+    tree.release(lock)
+    assert (tree.in_use(leaf), tree.evict(inner), tree.evict(leaf)) == (False, 0, 10)
+    assert (tree.alive(leaf), tree.in_use(leaf), tree.evict(leaf)) == (False, False, 0)
+    assert tree.evict(inner) == 10
+    assert server.cache.evictable_size() == 0
+    server.check_accounting()

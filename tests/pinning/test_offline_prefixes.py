@@ -11,8 +11,8 @@ pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, hooks, offline_prefixes
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 
@@ -64,8 +64,8 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
     bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
     hooks.after_calc_priority(None, server, server.waiting)
-    assert server.keeper.retention.worth.lookahead.requests() == [bad.rid, good.rid]
-    assert server.keeper.counters.failures == 0
+    assert server.manager.retention.scores.lookahead.requests() == [bad.rid, good.rid]
+    assert server.manager.counters.failures == 0
 
 
 def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
@@ -80,9 +80,9 @@ def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeyp
     sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
     hooks.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
-    worth = server.keeper.retention.worth
+    scores = server.manager.retention.scores
     # A block counts for the stretch that ends it.
-    assert [worth.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
+    assert [scores.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
 
 
 def ask(server: SmallServer, prompt: list[int], place: Place | None = None) -> int:
@@ -110,8 +110,8 @@ def test_a_jobs_prefix_is_kept_until_its_last_request_and_then_goes_first(kind: 
         for name in (2, 3, 4):
             ask(server, prompt(name))
         assert ask(server, [*prompt(1), 1 + number], Place("job", number, 20, 2, (shared,))) == 20
-    assert len(server.keeper.retention.offline) == 0
+    assert len(server.manager.retention.offline) == 0
     ask(server, prompt(5))
     ask(server, prompt(6))
     assert ask(server, [*prompt(1), 9]) < 20
-    assert server.keeper.counters.failures == 0
+    assert server.manager.counters.failures == 0

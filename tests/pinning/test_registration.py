@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
-from sgl_prefix_attn.sglang_plugin.pinning import hooks, registration
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning import hooks, registration, state
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
 def test_by_default_nothing_is_hooked(registered: list[Hook]) -> None:
     registration.register(Settings(), in_scheduler=True)
     assert registered == []
-    assert hooks.keeper_of(object()) is None
+    assert state.manager_of(object()) is None
 
 
 @pytest.mark.parametrize("settings", [Settings(pin_budget_percent=10), Settings(retention="reuse")])
 def test_what_is_asked_for_is_hooked_in_schedulers(registered: list[Hook], settings: Settings) -> None:
     registration.register(settings, in_scheduler=True)
-    assert registered == list(hooks.PINNING_HOOKS)
+    assert registered == list(hooks.pinning_hooks())
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ class TestInTheBackendsFactory:
         plugin_state.reset()
         yield asked
         plugin_state.reset()
-        hooks.activate(None)
+        state.activate(None)
 
     def create(self, settings: Settings) -> None:
         from sgl_prefix_attn.sglang_plugin.factory import create_backend
@@ -111,8 +111,8 @@ class TestInTheBackendsFactory:
 
     def test_what_is_asked_for_is_hooked_there(self, applied: list[Hook]) -> None:
         self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert [hook for hook in applied if hook in hooks.PINNING_HOOKS] == list(hooks.PINNING_HOOKS)
-        assert hooks.active()
+        assert [hook for hook in applied if hook in hooks.pinning_hooks()] == list(hooks.pinning_hooks())
+        assert state.current()
 
     def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
         # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
@@ -122,14 +122,14 @@ class TestInTheBackendsFactory:
 
     def test_by_default_nothing_is(self, applied: list[Hook]) -> None:
         self.create(Settings(metrics=False))
-        assert not set(applied) & set(hooks.PINNING_HOOKS)
-        assert not hooks.active()
+        assert not set(applied) & set(hooks.pinning_hooks())
+        assert not state.current()
 
     def test_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
-        hooks.activate(PinningSettings(budget_percent=10))
-        before = hooks._process
+        state.activate(PinningSettings(budget_percent=10))
+        before = state.current()
         self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert hooks._process is before
+        assert state.current() is before
 
 
 class Broken:
@@ -146,7 +146,7 @@ class TestInternalState:
         from tests.pinning.small_server import SmallServer
 
         yield SmallServer(CACHES[0], slots=64, settings=PinningSettings(budget_percent=10))
-        hooks.activate(None)
+        state.activate(None)
 
     def ask(self, server: Any) -> dict[str, Any]:
         answer = SimpleNamespace(internal_state={"world_size": 1})
@@ -161,20 +161,20 @@ class TestInternalState:
     def test_metrics_that_fail_are_counted_and_logged_once_and_the_answer_arrives(
         self, server: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        hooks._process.metrics = Broken()
+        state.current().metrics = Broken()
         with caplog.at_level(logging.ERROR):
             for _ in range(3):
                 assert self.ask(server)["world_size"] == 1
-        assert server.keeper.counters.failures == 3
+        assert server.manager.counters.failures == 3
         assert caplog.text.count("Traceback") == 1
 
-    def test_a_cache_that_no_keeper_can_be_made_for_is_logged_once(
+    def test_a_cache_that_no_manager_can_be_made_for_is_logged_once(
         self, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def broken(tree: Any) -> None:
             raise RuntimeError("a cache of another release")
 
-        monkeypatch.setattr(hooks, "lockable_tree", broken)
+        monkeypatch.setattr(state, "lockable_tree", broken)
         with caplog.at_level(logging.ERROR):
             assert self.ask(server) == {"world_size": 1}
             assert self.ask(server) == {"world_size": 1}

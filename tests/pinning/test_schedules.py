@@ -41,7 +41,7 @@ def test_two_processes_that_have_nothing_in_common_decide_alike(tmp_path: Path) 
         "cleared",
         "announced",
         "ahead",
-        "given up",
+        "evicted",
     } <= kinds.keys()
 
 

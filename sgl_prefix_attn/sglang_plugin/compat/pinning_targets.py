@@ -1,10 +1,16 @@
-"""What pinning and retention hook, call and read of SGLang, besides what `targets.py` lists; data only."""
+"""Names of SGLang that only pinning and retention use; `targets.py` lists the others. Data only."""
 
 from __future__ import annotations
 
 from sgl_prefix_attn.sglang_plugin.compat.targets import Target, Use
 
 EVICT = Target("mem_cache.common.evict_from_tree_cache", Use.HOOK, ("tree_cache", "num_tokens"))
+EVICT_IN_ALLOCATOR = Target(
+    "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
+    Use.HOOK,
+    ("self", "tree_cache", "num_tokens"),
+    since="0.5.19",
+)
 RELEASE_KV = Target("mem_cache.common.release_kv_cache", Use.HOOK, ("req", "tree_cache"))
 RUN_BATCH = Target("managers.scheduler.Scheduler.run_batch", Use.HOOK, ("self", "batch"))
 FLUSH = Target("managers.scheduler.Scheduler.flush_cache", Use.HOOK, ("self",))
@@ -17,9 +23,11 @@ def _read(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") 
 _RADIX = "mem_cache.radix_cache.RadixCache"
 _UNIFIED = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _BASE = "mem_cache.base_prefix_cache"
+_CORE = "mem_cache.unified_cache.unified_tree_core"
 
 PINNING_TARGETS = (
     EVICT,
+    EVICT_IN_ALLOCATOR,
     RELEASE_KV,
     RUN_BATCH,
     FLUSH,
@@ -31,13 +39,23 @@ PINNING_TARGETS = (
     *_read("mem_cache.radix_cache.TreeNode", "lock_ref"),
     Target("mem_cache.radix_cache.RadixKey", Use.CALL, ("token_ids", "extra_key")),
     Target(f"{_UNIFIED}.match_prefix", Use.CALL, ("params",)),
-    Target(f"{_UNIFIED}.inc_lock_ref", Use.CALL, ("node_id",), since="0.5.19", until="0.5.22"),
-    Target(f"{_UNIFIED}.dec_lock_ref", Use.CALL, ("node_id", "params"), since="0.5.19", until="0.5.22"),
-    Target(f"{_UNIFIED}.lock", Use.CALL, ("node_id",), since="0.5.23"),
-    Target(f"{_UNIFIED}.unlock", Use.CALL, ("lock",), since="0.5.23"),
+    Target(f"{_UNIFIED}.inc_lock_ref", Use.CALL, ("node_id",), since="0.5.19"),
+    Target(f"{_UNIFIED}.dec_lock_ref", Use.CALL, ("node_id", "params"), since="0.5.19"),
+    Target(f"{_UNIFIED}.lock", Use.CALL, ("node_id",), since="0.5.22"),
+    Target(f"{_UNIFIED}.unlock", Use.CALL, ("lock",), since="0.5.22"),
+    Target(f"{_UNIFIED}._evict_device_leaf", Use.CALL, ("node_id", "tracker"), since="0.5.19"),
+    *_read(_UNIFIED, "is_write_back page_size", since="0.5.19"),
+    *_read(f"{_CORE}.UnifiedTreeCore", "evictable_device_leaves", since="0.5.19"),
+    *_read(f"{_CORE}.UnifiedTreeNode", "component_data", since="0.5.19"),
+    *_read(f"{_CORE}_interface.TreePathNodeInfo", "full_value_len", since="0.5.22"),
     Target(f"{_UNIFIED}.evictable_size", Use.CALL),
     Target(f"{_UNIFIED}.supports_swa", Use.CALL),
     Target(f"{_UNIFIED}.supports_mamba", Use.CALL),
+    Target(f"{_RADIX}.evict", Use.CALL, ("params",)),
+    *_read(_RADIX, "page_size"),
+    Target(f"{_BASE}.BasePrefixCache.update_eviction_metrics", Use.CALL, ("num_evicted", "start_time")),
+    Target(f"{_BASE}.EvictParams", Use.CLASS),
+    *_read(_BASE, "EvictParams.num_tokens IncLockRefResult.delta"),
     Target(f"{_BASE}.MatchPrefixParams.key", Use.ATTRIBUTE),
     Target(f"{_BASE}.MatchResult.last_device_node", Use.ATTRIBUTE),
     Target(f"{_BASE}.IncLockRefResult.to_dec_params", Use.CALL),

@@ -1,6 +1,6 @@
-"""Ways to pin: a Python call for `Engine`, and addresses on SGLang's HTTP server.
+"""Clients of pinning: a Python interface for `Engine`, and routes on SGLang's HTTP server.
 
-Both hand a command to SGLang's tokenizer manager, which takes it to the schedulers (see pinning_commands.py).
+Both send commands (commands.py) to the schedulers through SGLang's tokenizer manager.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 50
 
 
 class PinningError(RuntimeError):
-    """The schedulers refused a command. `kind` is one of pinning_commands.answer's, or "failed"."""
+    """The schedulers refused a command. `kind` is as in `commands.answer`, or "failed"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,12 +47,10 @@ class PinningError(RuntimeError):
 class EnginePins:
     """Pins in the prefix cache of an `sglang.Engine` of this process.
 
-    Prefixes are given as `token_ids` or as `text`. A text is turned into tokens as SGLang turns prompts into tokens.
-    Where a prompt goes on differently, its tokens at the seam may differ from the text's own, and a prompt shares only
-    what comes before: pin up to a clear boundary, a line's end for example.
+    A prefix is given as `token_ids` or as `text`; a text is tokenised as SGLang tokenises prompts. Pin up to a clear
+    boundary, for example the end of a line: the last tokens of the text may be others where a prompt continues it.
 
-    Every method answers one entry per data-parallel copy of the model, as the schedulers gave it, and raises
-    PinningError if one of them refused.
+    Every method returns one answer per data-parallel copy of the model, and raises PinningError if a copy refused.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -89,7 +87,7 @@ class EnginePins:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Ends one pin by its number, or all pins of exactly one prefix."""
+        """Ends one pin by its id, or all pins of exactly one prefix."""
         if pin_id is not None:
             return self._run(ReleaseCommand(id=pin_id))
         ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
@@ -104,9 +102,9 @@ class EnginePins:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Says that `uses` requests are still to come that share this prefix, and then no more (with retention).
+        """Announces `uses` more requests that share this prefix, and none after them. Needs retention.
 
-        Until the last of them is scheduled the prefix is kept before all others; then it is the first to go.
+        The prefix is kept before all others until the last of them is admitted; then it is evicted first.
         """
         ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
@@ -123,13 +121,12 @@ class EnginePins:
 
 
 async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
-    """Hands a command to all schedulers; one answer per data-parallel copy.
+    """Sends a command to all schedulers; returns one answer per data-parallel copy.
 
-    A new pin that one copy refuses is pinned on none: it is released on those that made it. One that a copy had before
-    is not given up for that.
+    A new pin that one copy refuses is released on the copies that made it. A pin that a copy had before stays.
 
     Raises:
-        PinningError: a copy refused. If others did not, the message says which did.
+        PinningError: a copy refused; the message names the copies unless all did.
     """
     answers = await _ask(manager, command)
     refused = [answer for answer in answers if "error" in answer]
@@ -155,11 +152,10 @@ async def _ask(manager: Any, command: Command) -> list[dict[str, Any]]:
 
 
 async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -> str:
-    """Makes all copies alike again after some refused, where that is possible; says what became of the others."""
+    """Releases a new pin on the copies that made it after others refused; returns a sentence on the outcome."""
     if not isinstance(command, PinCommand):
         return "the others did as asked"
     done = [answer for answer in answers if "error" not in answer]
-    # One number for all of them: it stands for what is pinned.
     (pin_id,) = {answer["pin"]["id"] for answer in done}
     if any(answer.get(RENEWED_KEY) for answer in done):
         return f"the others keep pin {pin_id}, which was pinned before"
@@ -174,7 +170,7 @@ async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -
 
 
 def token_ids_of(manager: Any, text: str) -> list[int]:
-    """Tokens of a text as SGLang makes them of prompts. Raises ValueError if the server has no tokenizer."""
+    """Tokens of a text, as of a prompt. Raises ValueError if the server has no tokenizer."""
     tokenizer = manager.tokenizer
     if tokenizer is None:
         raise ValueError("this server has no tokenizer (--skip-tokenizer-init): give token_ids")
@@ -182,13 +178,13 @@ def token_ids_of(manager: Any, text: str) -> list[int]:
 
 
 def add_routes(app: Any, manager_of: Any) -> None:
-    """Adds our addresses to SGLang's FastAPI application.
+    """Adds the routes to SGLang's FastAPI application.
 
     GET lists, POST pins {"text" | "token_ids", "ttl_steps", "label", "extra_key", "cache_salt"}, DELETE releases
     {"id" | "text" | "token_ids"}. They ask for the admin API key where SGLang's own /flush_cache does.
 
     Args:
-        manager_of: called without arguments for the tokenizer manager, at the time of a request.
+        manager_of: returns the tokenizer manager; called without arguments for each request.
     """
     from fastapi import Request
     from fastapi.responses import JSONResponse
@@ -222,7 +218,7 @@ def add_routes(app: Any, manager_of: Any) -> None:
             lambda manager: ReleaseCommand(**(_with_token_ids(manager, body) if "id" not in body else body))
         )
 
-    # Annotations are strings here, and FastAPI would look for this function's local name among the module's.
+    # FastAPI resolves annotations, which are strings here, in the module and would not find this local name.
     for with_body in (pin, release):
         with_body.__annotations__["request"] = Request
     endpoints: tuple[tuple[str, Any], ...] = (("GET", list_pins), ("POST", pin), ("DELETE", release))
@@ -231,7 +227,7 @@ def add_routes(app: Any, manager_of: Any) -> None:
 
 
 def add_routes_to_server() -> None:
-    """Adds our addresses to SGLang's HTTP server in this process."""
+    """Adds the routes to SGLang's HTTP server in this process."""
     from sglang.srt.entrypoints import http_server
 
     if not any(getattr(route, "path", None) == PATH for route in http_server.app.routes):
@@ -239,7 +235,7 @@ def add_routes_to_server() -> None:
 
 
 def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
-    """The token ids, of the text if that is given; whether they are such is for the command to see.
+    """The token ids, tokenised from the text if that is given; the command validates them.
 
     Raises:
         ValueError: not exactly one is given, or there are too many tokens.
@@ -249,11 +245,11 @@ def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:
     if text is not None:
         if not isinstance(text, str):
             raise ValueError(f"text is {text!r}: it has to be a string")
-        text.encode()  # raises ValueError for half a surrogate pair, of which tokenizers say nothing clear
+        text.encode()  # raises ValueError for half a surrogate pair, where tokenizers raise unclear errors
         token_ids = token_ids_of(manager, text)
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         return token_ids
-    if len(token_ids) > MAX_TOKENS:  # before they are copied, looked at one by one, and sent to every scheduler
+    if len(token_ids) > MAX_TOKENS:  # before they are copied and sent to every scheduler
         raise ValueError(f"token_ids has {len(token_ids)} tokens: a prefix can have up to {MAX_TOKENS}")
     return list(token_ids)
 
@@ -267,6 +263,6 @@ def _with_token_ids(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
 async def _object(request: Any) -> dict[str, Any]:
     try:
         body = await request.json()
-    except (ValueError, RecursionError):  # it can be nested deeper than can be read
+    except (ValueError, RecursionError):  # nested too deeply
         body = None
     return body if isinstance(body, dict) else {"body": "not a JSON object"}

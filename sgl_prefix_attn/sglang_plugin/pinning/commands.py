@@ -1,7 +1,7 @@
-"""What a user can ask about pins, as JSON, and what it is answered: the same for HTTP, Engine and tests.
+"""Pinning commands and their answers, as JSON, for the HTTP routes and for `EnginePins`.
 
-A command travels inside SGLang's own request for its internal state, in the request's id, because that one exists in
-every version, reaches every scheduler (all ranks of each data-parallel copy), and its answer may be any JSON.
+A command travels in the id of SGLang's request for the internal state. That request exists in every version and reaches
+every scheduler: all ranks of each data-parallel copy. Its answer may be any JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sgl_prefix_attn.pinning import Pin, PinBudgetError, UnknownPinError
-from sgl_prefix_attn.sglang_plugin.pinning.manager import CacheKeeper
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import Namespace
 
 ID_PREFIX = "prefixpack-pins:"
@@ -21,7 +21,7 @@ COPY_KEY = "data_parallel_rank"
 RENEWED_KEY = "renewed"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
+MAX_TOKENS = 1 << 20  # tokens of a prefix; above all context lengths
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 
@@ -65,7 +65,7 @@ class ReleaseCommand(BaseModel):
 
 
 class AnnounceCommand(_Prefix):
-    """Say that `uses` requests of an offline group are still to come that share this prefix, and then no more."""
+    """Announce that an offline group will send `uses` more requests that share this prefix."""
 
     command: Literal["announce"] = "announce"
     uses: Count
@@ -98,13 +98,13 @@ def is_command(request_id: object) -> TypeGuard[str]:
     return isinstance(request_id, str) and request_id.startswith(ID_PREFIX)
 
 
-def answer(request_id: str, keeper: CacheKeeper | None) -> dict[str, Any]:
-    """Carries out an encoded command; the answer has "error" with "kind" and "message" if it could not be.
+def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
+    """Executes an encoded command; a refusal is an answer with "error": {"kind", "message"}.
 
-    Kinds: invalid (the command makes no sense), budget (no room for the pin), unknown (no such pin), unavailable (this
-    server's cache cannot be pinned).
+    Kinds: invalid (unusable command), budget (the budget is exceeded), unknown (no such pin), unavailable (the cache of
+    this server cannot be pinned).
     """
-    if keeper is None:
+    if manager is None:
         return _error("unavailable", "this scheduler's prefix cache cannot be pinned: its log says why")
     try:
         fields = json.loads(request_id.removeprefix(ID_PREFIX))
@@ -112,7 +112,7 @@ def answer(request_id: str, keeper: CacheKeeper | None) -> dict[str, Any]:
     except (ValidationError, json.JSONDecodeError, KeyError, TypeError) as error:
         return _error("invalid", str(error))
     try:
-        return _carry_out(command, keeper)
+        return _execute(command, manager)
     except PinBudgetError as error:
         return _error("budget", str(error))
     except UnknownPinError as error:
@@ -121,41 +121,41 @@ def answer(request_id: str, keeper: CacheKeeper | None) -> dict[str, Any]:
         return _error("invalid", str(error))
 
 
-def _carry_out(command: Command, keeper: CacheKeeper) -> dict[str, Any]:
+def _execute(command: Command, manager: PinningManager) -> dict[str, Any]:
     if isinstance(command, PinCommand):
-        made_before = keeper.counters.pins_made
-        pin = keeper.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
-        renewed = {} if keeper.counters.pins_made > made_before else {RENEWED_KEY: True}
-        return {"pin": _describe(pin, keeper), **renewed, **_totals(keeper)}
+        made_before = manager.counters.pins_made
+        pin = manager.pin(command.token_ids, command.namespace, label=command.label, ttl_steps=command.ttl_steps)
+        renewed = {} if manager.counters.pins_made > made_before else {RENEWED_KEY: True}
+        return {"pin": _describe(pin, manager), **renewed, **_totals(manager)}
     if isinstance(command, AnnounceCommand):
-        keeper.announce(command.token_ids, command.uses, command.namespace)
-        return _totals(keeper)
+        manager.announce(command.token_ids, command.uses, command.namespace)
+        return _totals(manager)
     if isinstance(command, ListCommand):
-        return {"pins": [_describe(pin, keeper) for pin in keeper.pins.ledger.pins()], **_totals(keeper)}
+        return {"pins": [_describe(pin, manager) for pin in manager.pins.ledger.pins()], **_totals(manager)}
     if command.id is not None:
-        released = [keeper.release(command.id).id]
+        released = [manager.release(command.id).id]
     else:
         assert command.token_ids is not None
         namespace = Namespace(command.extra_key or None, command.cache_salt or None)
-        pins = keeper.pins.of(command.token_ids, namespace)
+        pins = manager.pins.of(command.token_ids, namespace)
         if not pins:
             raise UnknownPinError(f"there is no pin of this prefix of {len(command.token_ids)} tokens")
-        released = [keeper.release(pin.id).id for pin in pins]
-    return {"released": released, **_totals(keeper)}
+        released = [manager.release(pin.id).id for pin in pins]
+    return {"released": released, **_totals(manager)}
 
 
-def _describe(pin: Pin, keeper: CacheKeeper) -> dict[str, Any]:
+def _describe(pin: Pin, manager: PinningManager) -> dict[str, Any]:
     return {
         "id": pin.id,
         "label": pin.label,
         "tokens": len(pin.tokens),
-        "cached_tokens": keeper.pins.held_tokens(pin.id),
-        "steps_left": None if pin.expires is None else pin.expires - keeper.pins.ledger.step,
+        "cached_tokens": manager.pins.locked_tokens(pin.id),
+        "steps_left": None if pin.expires is None else pin.expires - manager.pins.ledger.step,
     }
 
 
-def _totals(keeper: CacheKeeper) -> dict[str, Any]:
-    return {"pinned_tokens": keeper.pins.ledger.pinned_tokens, "budget_tokens": keeper.pins.ledger.budget}
+def _totals(manager: PinningManager) -> dict[str, Any]:
+    return {"pinned_tokens": manager.pins.ledger.pinned_tokens, "budget_tokens": manager.pins.ledger.budget}
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What pinning and retention did in one scheduler process, and its Prometheus metrics."""
+"""Counters of pinning and retention in a scheduler process, and their Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PinningCounters:
-    """Plain numbers; totals since the process started, but for the first two.
+    """Totals since the process started; the first two are current values.
 
     Attributes:
-        pinned_tokens: distinct tokens of all pins now.
-        pins: pins now.
-        pins_made, pins_released, pins_expired, pins_shed: pins so far, by how they began and ended; shed counts every
-            time that one was ended or shortened to make room.
+        pinned_tokens: distinct tokens of all pins.
+        pins: number of pins.
+        pins_made, pins_released, pins_expired: number of pins.
+        pins_shed: how often a pin was ended or shortened to make room.
         tokens_shed: tokens of pins given up to make room.
         evictions_avoided: tokens that the least-recently-used order would have evicted and retention kept.
-        recomputed_tokens: prompt tokens computed again although they had been computed before: what a pin, or a larger
-            pool, would have saved.
-        failures: exceptions in our hooks; each time SGLang went on as without us.
+        recomputed_tokens: prompt tokens that were computed before and evicted since.
+        failures: exceptions in the hooks; SGLang continued without them.
     """
 
     pinned_tokens: int = 0
@@ -39,9 +38,9 @@ class PinningCounters:
     failures: int = 0
 
     def failed(self) -> None:
-        """Counts an exception of ours, to be called while it is handled; the first is logged with traceback."""
+        """Counts the exception being handled; the first is logged with its traceback."""
         if self.failures == 0:
-            logger.exception("prefixpack pinning failed; SGLang goes on as without it")
+            logger.exception("prefixpack: a pinning hook failed; SGLang continues without it")
         self.failures += 1
 
     def as_dict(self) -> dict[str, int]:

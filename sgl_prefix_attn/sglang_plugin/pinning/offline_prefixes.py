@@ -1,7 +1,7 @@
-"""Tells a keeper how often the requests of an offline batch will still use each prefix that they share.
+"""Announces how often the requests of an offline batch will still use each prefix that they share.
 
-The batch runner writes into every request what it shares, and with how many; so whichever comes first announces a
-prefix, and the keeper counts its uses down as requests are admitted.
+The batch runner writes the shared prefixes and their uses into every request. The first request of a prefix announces
+it; retention counts its uses down as requests are admitted.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from sgl_prefix_attn.offline.queue_order import SharedPrefix
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import place_of
 
 _SEEN = "_prefixpack_announced"
-# Of jobs that ended early requests never come; the prefixes used longest ago are forgotten, and announced again if
-# requests with them come after all.
+# Jobs that ended early leave uses behind: the least recently used prefixes are forgotten, and announced again if
+# further requests arrive.
 _PREFIXES_KEPT = 1 << 16
 
 
 class OfflinePrefixes:
-    """The shared prefixes of offline jobs of which requests are still to come.
+    """Shared prefixes of offline jobs with requests still to come.
 
     Args:
-        announce: takes a request and what of its prompt is announced.
+        announce: takes a request and the span of its prompt to announce.
     """
 
     def __init__(self, announce: Callable[[Any, SharedPrefix], None]) -> None:
         self._announce = announce
-        self._to_come: OrderedDict[tuple[str, int], int] = OrderedDict()  # used longest ago first
+        self._to_come: OrderedDict[tuple[str, int], int] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._to_come)
 
     def arrived(self, waiting: Iterable[Any]) -> None:
-        """Announces what requests that have not been seen before share."""
+        """Announces the shared prefixes of requests that are seen for the first time."""
         for request in waiting:
             if getattr(request, _SEEN, False):
                 continue

@@ -1,4 +1,4 @@
-"""Registers pinning and retention where the settings ask for them; otherwise leaves SGLang alone."""
+"""Registers pinning and retention where the settings ask for them; otherwise nothing is hooked."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 
 
 def register(settings: Settings, *, in_scheduler: bool) -> None:
-    """Hooks in scheduler processes, HTTP addresses in the server's process; nothing if neither is asked for.
+    """Registers hooks in scheduler processes and HTTP routes in the server's process, if the settings ask for them.
 
-    A server that is itself a child process looks like a scheduler (its module is loaded in both) and gets both. The
-    hooks do nothing there, because nothing calls what they hook.
+    A server that is a child process itself has the scheduler's module loaded, so it gets both. Nothing calls the hooks
+    there.
     """
     if in_scheduler:
         from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 
         compat_hooks.register(activate(settings))
     if settings.pin_budget_percent and (not in_scheduler or _SERVER_MODULE in sys.modules):
-        # The server's module is imported early here, so only when its addresses are wanted.
+        # This imports the server's module early, so only where its routes are needed.
         try:
             from sgl_prefix_attn.sglang_plugin.pinning.client import add_routes_to_server
 
             add_routes_to_server()
         except Exception:  # the one guard of a registration: the server has to start
-            logger.exception("prefixpack: the server gets no addresses to pin prefixes; EnginePins still works")
+            logger.exception("prefixpack: the server has no HTTP routes for pins; EnginePins works")
 
 
 def activate(settings: Settings) -> tuple[Hook, ...]:
-    """Lets this process pin and retain as the settings ask; returns the hooks that it takes, in their order.
+    """Activates pinning in this process if the settings ask for it; returns its hooks, in their order.
 
-    May be called again: what has been pinned stays.
+    A second call keeps the state and its pins.
     """
     if settings.pin_budget_percent == 0 and settings.retention == "off":
         return ()
-    from sgl_prefix_attn.sglang_plugin.pinning import hooks
+    from sgl_prefix_attn.sglang_plugin.pinning import hooks, state
 
-    if not hooks.active():
-        hooks.activate(hooks.PinningSettings.of(settings))
-    return hooks.PINNING_HOOKS
+    if state.current() is None:
+        state.activate(state.PinningSettings.of(settings))
+    return hooks.pinning_hooks()

@@ -23,8 +23,9 @@ from sgl_prefix_attn.sglang_plugin.compat.targets import (
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
-pytestmark = pytest.mark.xdist_group("wheels")  # shares the parsed wheels with the contract of pinning
+pytestmark = pytest.mark.xdist_group("wheels")
 
+ALL_TARGETS = (*TARGETS, *PINNING_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
 # Members that our backend adds to the base class: what a patched SGLang calls.
@@ -85,7 +86,7 @@ def table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 def test_every_target_is_there_as_we_use_it(sglang: tuple[str, SourceTree]) -> None:
     version, source = sglang
-    used = [target for target in TARGETS if version in target.versions]
+    used = [target for target in ALL_TARGETS if version in target.versions]
     rows = [(target.name, target.use.value, why) for target in used if (why := problem(source, target)) is not None]
     if rows:
         pytest.fail(table(f"sglang {version}: {len(rows)} of {len(used)} targets do not hold", rows), pytrace=False)
@@ -94,7 +95,7 @@ def test_every_target_is_there_as_we_use_it(sglang: tuple[str, SourceTree]) -> N
 def test_targets_with_a_version_range_are_absent_outside_it(sglang: tuple[str, SourceTree]) -> None:
     """A hook's range decides which one is registered, so a name that is there earlier or later means a wrong range."""
     version, source = sglang
-    outside = [target for target in TARGETS if target.use is Use.HOOK and version not in target.versions]
+    outside = [target for target in ALL_TARGETS if target.use is Use.HOOK and version not in target.versions]
     rows = [(target.name, f"{target.since} to {target.until}") for target in outside if source.find(target.path)]
     assert not rows, table(f"sglang {version} has hook targets outside of their versions", rows)
 
@@ -234,7 +235,7 @@ def imported_names(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", sorted(PLUGIN.rglob("*.py")), ids=lambda path: str(path.relative_to(PLUGIN)))
 def test_what_the_plugin_imports_is_in_the_table(path: Path) -> None:
-    known = {target.path for target in (*TARGETS, *PINNING_TARGETS)}
+    known = {target.path for target in ALL_TARGETS}
     known.add("sglang.srt.plugins")  # the entry point group is no module of ours
     missing = [
         f"{path.name}:{line} {name}"

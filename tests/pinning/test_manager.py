@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy, hooks
+from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy, hooks, state
 from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
-from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningSettings
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
@@ -46,13 +46,13 @@ def run(server: SmallServer, tokens: list[int], namespace: str | None = None) ->
 def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1))
-    pin = server.keeper.pin(prompt(1))
-    assert server.keeper.pins.held_tokens(pin.id) == 20
+    pin = server.manager.pin(prompt(1))
+    assert server.manager.pins.locked_tokens(pin.id) == 20
     for other in range(2, 10):
         run(server, prompt(other))
     assert run(server, [*prompt(1), 5]) == 20
     assert run(server, [*prompt(2), 5]) == 0
-    server.keeper.release(pin.id)
+    server.manager.release(pin.id)
     for other in range(2, 10):
         run(server, prompt(other))
     assert run(server, [*prompt(1), 5]) == 0
@@ -60,34 +60,34 @@ def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None
 
 def test_a_prefix_that_is_not_cached_is_held_as_soon_as_it_is(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    pin = server.keeper.pin(prompt(1))
-    assert server.keeper.pins.held_tokens(pin.id) == 0
+    pin = server.manager.pin(prompt(1))
+    assert server.manager.pins.locked_tokens(pin.id) == 0
     run(server, [*prompt(1, 10), 5])
-    assert server.keeper.pins.held_tokens(pin.id) == 10
+    assert server.manager.pins.locked_tokens(pin.id) == 10
     run(server, [*prompt(1), 5])
-    assert server.keeper.pins.held_tokens(pin.id) == 20
+    assert server.manager.pins.locked_tokens(pin.id) == 20
 
 
 def test_a_pin_holds_only_its_own_namespace(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    pin = server.keeper.pin(prompt(1), Namespace("lora"))
+    pin = server.manager.pin(prompt(1), Namespace("lora"))
     run(server, prompt(1))
-    assert server.keeper.pins.held_tokens(pin.id) == 0
+    assert server.manager.pins.locked_tokens(pin.id) == 0
     run(server, [*prompt(1), 5], namespace="lora")
-    assert server.keeper.pins.held_tokens(pin.id) == 20
-    assert server.keeper.pins.of(prompt(1), PLAIN) == []
+    assert server.manager.pins.locked_tokens(pin.id) == 20
+    assert server.manager.pins.of(prompt(1), PLAIN) == []
 
 
 def test_pins_give_way_only_as_far_as_needed(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1, 50))
-    pin = server.keeper.pin(prompt(1, 50))
+    pin = server.manager.pin(prompt(1, 50))
     run(server, prompt(2, 30))
-    left = server.keeper.pins.ledger.get(pin.id)
+    left = server.manager.pins.ledger.get(pin.id)
     assert 0 < len(left.tokens) < 50
-    assert server.keeper.pins.held_tokens(pin.id) == len(left.tokens)
-    assert server.keeper.counters.pins_shed > 0
-    assert server.keeper.counters.tokens_shed == 50 - len(left.tokens)
+    assert server.manager.pins.locked_tokens(pin.id) == len(left.tokens)
+    assert server.manager.counters.pins_shed > 0
+    assert server.manager.counters.tokens_shed == 50 - len(left.tokens)
 
 
 def hold_everything_by_a_running_request(server: SmallServer) -> None:
@@ -98,20 +98,20 @@ def hold_everything_by_a_running_request(server: SmallServer) -> None:
 def test_what_is_not_cached_does_not_give_way(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     hold_everything_by_a_running_request(server)
-    pin = server.keeper.pin(prompt(2, 30))
-    assert not server.keeper.make_room(60)
-    assert server.keeper.pins.ledger.pins() == [pin]
+    pin = server.manager.pin(prompt(2, 30))
+    assert not server.manager.make_room(60)
+    assert server.manager.pins.ledger.pins() == [pin]
 
 
 def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     hold_everything_by_a_running_request(server)
-    pin = server.keeper.pin(prompt(1, 20))
+    pin = server.manager.pin(prompt(1, 20))
     protected = server.cache.protected_size()
-    assert not server.keeper.make_room(60)
-    assert server.keeper.pins.ledger.pins() == [pin]
-    assert server.keeper.pins.held_tokens(pin.id) == 20
-    assert (server.keeper.counters.pins_shed, server.cache.protected_size()) == (0, protected)
+    assert not server.manager.make_room(60)
+    assert server.manager.pins.ledger.pins() == [pin]
+    assert server.manager.pins.locked_tokens(pin.id) == 20
+    assert (server.manager.counters.pins_shed, server.cache.protected_size()) == (0, protected)
     server.abort(server.running.reqs[0])
     assert server.step()
     assert run(server, [*prompt(1), 5]) == 20
@@ -120,47 +120,47 @@ def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> N
 def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(2, 20))
-    useful = server.keeper.pin(prompt(2, 20))
+    useful = server.manager.pin(prompt(2, 20))
     hold_everything_by_a_running_request(server)
-    useless = server.keeper.pin(prompt(1, 20))
-    assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 5)
-    assert server.keeper.pins.ledger.get(useless.id) == useless
-    assert server.keeper.pins.held_tokens(useful.id) == len(server.keeper.pins.ledger.get(useful.id).tokens) == 15
+    useless = server.manager.pin(prompt(1, 20))
+    assert server.manager.make_room(server.allocator.available_size() + server.cache.evictable_size() + 5)
+    assert server.manager.pins.ledger.get(useless.id) == useless
+    assert server.manager.pins.locked_tokens(useful.id) == len(server.manager.pins.ledger.get(useful.id).tokens) == 15
 
 
 def test_a_request_that_does_not_fit_takes_no_room_from_the_pin_that_it_uses(kind: str) -> None:
     server = SmallServer(kind, slots=100, settings=pinning())
     for name in (1, 2):
         run(server, prompt(name, 40))
-    used, other = (server.keeper.pin(prompt(name, 40)) for name in (1, 2))
+    used, other = (server.manager.pin(prompt(name, 40)) for name in (1, 2))
     server.send([*prompt(1, 40), *prompt(7, 10)], 20)
     assert server.step()
-    assert server.keeper.pins.held_tokens(used.id) == 40
+    assert server.manager.pins.locked_tokens(used.id) == 40
     # Of 20 tokens that are free and 10 + 20 that it can take, with its one more and SGLang's slack.
-    assert 25 <= server.keeper.pins.held_tokens(other.id) < 30
+    assert 25 <= server.manager.pins.locked_tokens(other.id) < 30
     assert server.cached_tokens == 40
 
 
 def test_pins_that_hold_the_same_give_way_together(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1, 50))
-    pins = [server.keeper.pin(prompt(1, 50), label=label) for label in "ab"]
+    pins = [server.manager.pin(prompt(1, 50), label=label) for label in "ab"]
     room = server.allocator.available_size() + server.cache.evictable_size()
-    assert server.keeper.make_room(room + 10)
-    assert [server.keeper.pins.held_tokens(pin.id) for pin in pins] == [40, 40]
-    assert server.keeper.make_room(room + 50)
-    assert server.keeper.pins.ledger.pins() == []
+    assert server.manager.make_room(room + 10)
+    assert [server.manager.pins.locked_tokens(pin.id) for pin in pins] == [40, 40]
+    assert server.manager.make_room(room + 50)
+    assert server.manager.pins.ledger.pins() == []
     assert server.cache.protected_size() == 0
 
 
 def test_a_shortened_pin_that_is_asked_for_again_holds_all_that_is_cached(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1, 50))
-    pin = server.keeper.pin(prompt(1, 50))
-    assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
-    assert server.keeper.pins.held_tokens(pin.id) == 40
-    assert server.keeper.pin(prompt(1, 50)) == pin
-    assert server.keeper.pins.held_tokens(pin.id) == 50
+    pin = server.manager.pin(prompt(1, 50))
+    assert server.manager.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
+    assert server.manager.pins.locked_tokens(pin.id) == 40
+    assert server.manager.pin(prompt(1, 50)) == pin
+    assert server.manager.pins.locked_tokens(pin.id) == 50
 
 
 def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
@@ -168,7 +168,7 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
 ) -> None:
     server = SmallServer(kind, slots=64, settings=PinningSettings(budget_percent=100, retention=True, block=1))
     hold_everything_by_a_running_request(server)
-    pin = server.keeper.pin(prompt(1, 20))
+    pin = server.manager.pin(prompt(1, 20))
     hashed: list[int] = []
     keys_of = eviction_policy.keys_of
 
@@ -178,17 +178,17 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
 
     monkeypatch.setattr(eviction_policy, "keys_of", noted)
     for _ in range(3):
-        assert not server.keeper.make_room(60)
-    server.keeper.pins.ledger.shed(pin.id, 15)
+        assert not server.manager.make_room(60)
+    server.manager.pins.ledger.shed(pin.id, 15)
     for _ in range(3):
-        assert not server.keeper.make_room(60)
+        assert not server.manager.make_room(60)
     assert hashed == [20, 15]
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
     with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
     for server in (without, with_hooks):
-        hooks.activate(None if server is without else pinning())
+        state.activate(None if server is without else pinning())
         for name in (1, 2, 3, 1, 4, 5, 1, 2):
             run(server, prompt(name))
     assert (with_hooks.cached_tokens, with_hooks.prompt_tokens) == (without.cached_tokens, without.prompt_tokens)
@@ -205,8 +205,8 @@ def test_retention_keeps_what_the_queue_will_use(kind: str) -> None:
         assert server.step()
         server.check_accounting()
     assert server.cached_tokens - before == 20
-    assert server.keeper.counters.evictions_avoided >= 20
-    assert server.keeper.counters.failures == 0
+    assert server.manager.counters.evictions_avoided >= 20
+    assert server.manager.counters.failures == 0
 
 
 def test_sglangs_own_order_would_have_lost_it(kind: str) -> None:
@@ -236,17 +236,17 @@ def test_what_is_computed_again_is_counted(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention())
     for name in (1, 2, 3, 4):
         run(server, prompt(name))
-    assert server.keeper.counters.recomputed_tokens == 0
+    assert server.manager.counters.recomputed_tokens == 0
     cached = run(server, prompt(1))
     assert cached < 20
-    assert server.keeper.counters.recomputed_tokens == 20 - cached
+    assert server.manager.counters.recomputed_tokens == 20 - cached
 
 
 def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
     run(server, prompt(1))
     command = AnnounceCommand(token_ids=prompt(1), uses=2)
-    assert "error" not in commands.answer(commands.encode(command), server.keeper)
+    assert "error" not in commands.answer(commands.encode(command), server.manager)
     for name in (2, 3, 4):
         run(server, prompt(name))
     assert run(server, [*prompt(1), 7]) == 20
@@ -260,16 +260,16 @@ def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) ->
 
 def test_groups_are_announced_only_to_retention(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    answer = commands.answer(commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.keeper)
+    answer = commands.answer(commands.encode(AnnounceCommand(token_ids=[1], uses=1)), server.manager)
     assert answer["error"] == {"kind": "invalid", "message": "retention is off: set PREFIXPACK_RETENTION=reuse"}
 
 
 def test_a_flush_forgets_pins_and_their_locks(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1))
-    server.keeper.pin(prompt(1))
+    server.manager.pin(prompt(1))
     assert server.flush()
-    assert server.keeper.pins.ledger.pins() == []
+    assert server.manager.pins.ledger.pins() == []
     run(server, prompt(1))
     assert server.cache.protected_size() == 0
 
@@ -279,19 +279,19 @@ def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
         pytest.skip("a native core's root keeps its number; its reset is told by flush_cache")
     server = SmallServer(kind, slots=64, settings=pinning())
     run(server, prompt(1))
-    server.keeper.pin(prompt(1))
+    server.manager.pin(prompt(1))
     server.cache.reset()
     server.pool.clear()
     server.allocator.clear()
-    server.keeper.pin(prompt(2))
-    assert [pin.tokens[0] for pin in server.keeper.pins.ledger.pins()] == [2000]
+    server.manager.pin(prompt(2))
+    assert [pin.tokens[0] for pin in server.manager.pins.ledger.pins()] == [2000]
 
 
 def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
     first, second = (SmallServer(kind, slots=64, settings=pinning()) for _ in range(2))
-    pin = first.keeper.pin(prompt(1))
-    assert second.keeper.pins.ledger.pins() == []
-    assert first.keeper.pins.ledger.pins() == [pin]
+    pin = first.manager.pin(prompt(1))
+    assert second.manager.pins.ledger.pins() == []
+    assert first.manager.pins.ledger.pins() == [pin]
 
 
 def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,43 +301,43 @@ def test_a_failure_of_ours_is_counted_and_serving_goes_on(kind: str, monkeypatch
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(server.keeper.retention, "protect", broken)
+    monkeypatch.setattr(server.manager.retention, "evict", broken)
     for name in (2, 3, 4, 5):
         run(server, prompt(name))
-    assert server.keeper.counters.failures > 0
+    assert server.manager.counters.failures > 0
     assert server.cache.protected_size() == 0
 
 
 class TestCommands:
     def test_pin_list_release(self, kind: str) -> None:
-        keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
-        made = commands.answer(commands.encode(PinCommand(token_ids=[1, 2], label="x")), keeper)
+        manager = SmallServer(kind, slots=64, settings=pinning(50)).manager
+        made = commands.answer(commands.encode(PinCommand(token_ids=[1, 2], label="x")), manager)
         assert made == {
             "pin": {"id": made["pin"]["id"], "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
             "pinned_tokens": 2,
             "budget_tokens": 32,
         }
-        listed = commands.answer(commands.encode(ListCommand()), keeper)
+        listed = commands.answer(commands.encode(ListCommand()), manager)
         assert listed["pins"] == [made["pin"]]
-        released = commands.answer(commands.encode(ReleaseCommand(token_ids=[1, 2])), keeper)
+        released = commands.answer(commands.encode(ReleaseCommand(token_ids=[1, 2])), manager)
         assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
 
     def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
         server = SmallServer(kind, slots=64, settings=pinning())
         run(server, prompt(1, 50))
-        pin = server.keeper.pin(prompt(1, 50))
-        assert server.keeper.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
+        pin = server.manager.pin(prompt(1, 50))
+        assert server.manager.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
         command = commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
-        assert commands.answer(command, server.keeper)["released"] == [pin.id]
+        assert commands.answer(command, server.manager)["released"] == [pin.id]
         assert server.cache.protected_size() == 0
 
     def test_the_same_command_again_renews_the_pin(self, kind: str) -> None:
-        keeper = SmallServer(kind, slots=64, settings=pinning(50)).keeper
+        manager = SmallServer(kind, slots=64, settings=pinning(50)).manager
         command = PinCommand(token_ids=[1, 2], label="x", ttl_steps=5)
-        first = commands.answer(commands.encode(command), keeper)
-        keeper.step()
-        assert commands.answer(commands.encode(command), keeper) == {**first, "renewed": True}
-        assert len(keeper.pins.ledger) == keeper.counters.pins == keeper.counters.pins_made == 1
+        first = commands.answer(commands.encode(command), manager)
+        manager.step()
+        assert commands.answer(commands.encode(command), manager) == {**first, "renewed": True}
+        assert len(manager.pins.ledger) == manager.counters.pins == manager.counters.pins_made == 1
 
     @pytest.mark.parametrize(
         ("request_id", "error"),
@@ -352,8 +352,8 @@ class TestCommands:
         ],
     )
     def test_refusals(self, request_id: str, error: str) -> None:
-        keeper = SmallServer(CACHES[0], slots=64, settings=pinning(50)).keeper
-        assert commands.answer(request_id, keeper)["error"]["kind"] == error
+        manager = SmallServer(CACHES[0], slots=64, settings=pinning(50)).manager
+        assert commands.answer(request_id, manager)["error"]["kind"] == error
 
     @pytest.mark.parametrize("of_their_own", [True, False], ids=["up to 0.5.20", "0.5.23"])
     @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sgl_prefix_attn.pinning import Lookahead, PrefixWorth, ReuseMemory, prefix_keys
+from sgl_prefix_attn.pinning import Lookahead, RetentionScores, ReuseMemory, prefix_keys
 
 
 def test_keys_stand_for_everything_up_to_their_block() -> None:
@@ -84,7 +84,7 @@ class TestReuseMemory:
         memory = ReuseMemory()
         for step in range(2000):
             memory.record([step % 10, 1000 + step])  # ten that return every ten requests, one that never does
-        returning, once = memory.worth(5), memory.worth(1000 + 1995)
+        returning, once = memory.score_of(5), memory.score_of(1000 + 1995)
         assert returning > 10 * once
 
     def test_worth_falls_when_the_usual_time_of_reuse_has_passed(self) -> None:
@@ -92,17 +92,17 @@ class TestReuseMemory:
         for step in range(4000):  # half of all prefixes are used again after 40 requests
             memory.record([step, step - 40] if step % 2 else [step])
         keys = [key for key in range(3960, 4000) if key % 2 == 0]
-        at_twenty, at_forty = memory.worth(keys[-10]), memory.worth(min(keys))
+        at_twenty, at_forty = memory.score_of(keys[-10]), memory.score_of(min(keys))
         memory.record([])
         for _ in range(30):
             memory.record([])
-        assert at_forty > at_twenty > memory.worth(min(keys))
+        assert at_forty > at_twenty > memory.score_of(min(keys))
 
     def test_known_not_to_be_used_soon_is_worth_less(self) -> None:
         memory = ReuseMemory()
         for step in range(2000):
             memory.record([step % 10])
-        assert memory.worth(3) > memory.worth(3, unused_for=100)
+        assert memory.score_of(3) > memory.score_of(3, unused_for=100)
 
     def test_it_remembers_no_more_than_it_may(self) -> None:
         memory = ReuseMemory(max_keys=50, horizon=64)
@@ -125,58 +125,58 @@ class TestReuseMemory:
     def test_nothing_is_worth_anything_before_something_was_learned(self) -> None:
         memory = ReuseMemory()
         memory.record([1])
-        assert memory.worth(1) == 0.0
+        assert memory.score_of(1) == 0.0
 
 
-class TestPrefixWorth:
+class TestRetentionScores:
     def test_the_nearer_use_is_worth_more_and_any_known_use_more_than_a_guess(self) -> None:
         memory, queue = ReuseMemory(), Lookahead(8)
-        worth = PrefixWorth(memory, queue)
+        scores = RetentionScores(memory, queue)
         for step in range(2000):
-            worth.scheduled(step, [step % 10])
+            scores.scheduled(step, [step % 10])
         for name, key in enumerate([100, 101, 100, 102]):
             queue.add(name, [key])
-        assert worth.of(100) > worth.of(101) > worth.of(102) > worth.of(3) > 0
+        assert scores.of(100) > scores.of(101) > scores.of(102) > scores.of(3) > 0
 
     def test_a_group_is_worth_its_remaining_members_and_less_than_the_unknown_after_the_last(self) -> None:
-        worth = PrefixWorth(ReuseMemory())
-        worth.announce([7, 8], uses=2)
-        assert worth.of(7) == 2.0
-        assert worth.scheduled("a", [7, 8]) == []
-        assert worth.of(8) == 1.0
-        assert worth.scheduled("b", [7, 8]) == [7, 8]
-        assert worth.of(7) < worth.of(12345)
+        scores = RetentionScores(ReuseMemory())
+        scores.announce([7, 8], uses=2)
+        assert scores.of(7) == 2.0
+        assert scores.scheduled("a", [7, 8]) == []
+        assert scores.of(8) == 1.0
+        assert scores.scheduled("b", [7, 8]) == [7, 8]
+        assert scores.of(7) < scores.of(12345)
 
     def test_what_is_used_again_after_its_group_counts_again(self) -> None:
         queue = Lookahead(4)
-        worth = PrefixWorth(ReuseMemory(), queue)
-        worth.announce([7], uses=1)
-        worth.scheduled("a", [7])
+        scores = RetentionScores(ReuseMemory(), queue)
+        scores.announce([7], uses=1)
+        scores.scheduled("a", [7])
         queue.add("b", [7])
-        assert worth.of(7) == 1.0
+        assert scores.of(7) == 1.0
 
     def test_a_remainder_without_key_is_worth_nothing(self) -> None:
-        assert PrefixWorth().of(None) == 0.0
+        assert RetentionScores().of(None) == 0.0
 
     def test_a_group_has_members(self) -> None:
         with pytest.raises(ValueError, match="uses is 0"):
-            PrefixWorth().announce([1], uses=0)
+            RetentionScores().announce([1], uses=0)
 
     def test_groups_that_end_early_are_forgotten(self) -> None:
         """Their last use never comes, so nothing else would take them out."""
-        worth = PrefixWorth(max_keys=3)
+        scores = RetentionScores(max_keys=3)
         for key in range(5):
-            worth.announce([key], uses=2)
-            worth.announce([0], uses=1)
-        assert [worth.of(key) for key in range(5)] == [7.0, 0.0, 0.0, 2.0, 2.0]
+            scores.announce([key], uses=2)
+            scores.announce([0], uses=1)
+        assert [scores.of(key) for key in range(5)] == [7.0, 0.0, 0.0, 2.0, 2.0]
 
     def test_what_is_spent_is_forgotten_longest_ago_first(self) -> None:
-        worth = PrefixWorth(max_keys=3)
+        scores = RetentionScores(max_keys=3)
         for key in range(5):
-            worth.announce([key], uses=1)
-            assert worth.scheduled(key, [key]) == [key]
-        assert [worth.of(key) < 0 for key in range(5)] == [False, False, True, True, True]
+            scores.announce([key], uses=1)
+            assert scores.scheduled(key, [key]) == [key]
+        assert [scores.of(key) < 0 for key in range(5)] == [False, False, True, True, True]
 
     def test_something_has_to_be_remembered(self) -> None:
         with pytest.raises(ValueError, match="max_keys is 0"):
-            PrefixWorth(max_keys=0)
+            RetentionScores(max_keys=0)

@@ -1,0 +1,165 @@
+"""The retention score of a prefix: expected remaining uses divided by the time to the next one, per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from sgl_prefix_attn.pinning.lookahead import Lookahead
+from sgl_prefix_attn.pinning.reuse import CLASSES, ReuseMemory
+
+FINISHED_SCORE = -1.0  # below the score of an unknown prefix
+
+# Score groups. 0 to CLASSES - 1 are the reuse classes of the memory; their positions are last uses.
+UNKNOWN = CLASSES  # all positions are 0
+QUEUED = CLASSES + 1  # positions are minus the number of the next request
+ANNOUNCED = CLASSES + 2  # positions are remaining uses
+FINISHED = CLASSES + 3  # all positions are 0
+
+Placement = tuple[int, int]
+
+
+class RetentionScores:
+    """Combines known future uses with remembered reuse.
+
+    A prefix that a waiting request uses, the d-th from now, scores 1/d. A prefix of an announced group scores its
+    remaining uses, since the members of a group run together; after the last one it scores FINISHED_SCORE until it is
+    used again. Any other prefix scores what the reuse memory says, given that no waiting request uses it.
+
+    Args:
+        memory: reuse memory; None: prefixes without a known use score 0.
+        lookahead: waiting requests; None: no queue is known.
+        max_keys: announced prefixes remembered, and finished ones; the oldest are forgotten first, because a group
+            that ended early never comes to its last use.
+
+    Attributes:
+        on_change: called with each key whose placement may have changed.
+
+    Raises:
+        ValueError: max_keys is below 1.
+    """
+
+    def __init__(
+        self, memory: ReuseMemory | None = None, lookahead: Lookahead | None = None, max_keys: int = 1 << 18
+    ) -> None:
+        if max_keys < 1:
+            raise ValueError(f"max_keys is {max_keys}: it has to be at least 1")
+        self._max_keys = max_keys
+        self.memory = memory
+        self.lookahead = lookahead if lookahead is not None else Lookahead(0)
+        self.lookahead.on_change = self._note
+        self.on_change: Callable[[int], None] = _ignore
+        self._changed: dict[int, None] = {}
+        self._announced: dict[int, int] = {}  # remaining uses by key, least recently announced or used first
+        self._finished: dict[int, None] = {}  # least recently finished first
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether the last announced use of some prefix is over."""
+        return bool(self._finished)
+
+    def announce(self, keys: Iterable[int], uses: int) -> None:
+        """A group will use these prefixes `uses` times more. Raises ValueError if uses is below 1."""
+        if uses < 1:
+            raise ValueError(f"uses is {uses}: a group has at least one member")
+        for key in keys:
+            self._announced[key] = self._announced.pop(key, 0) + uses
+            self._finished.pop(key, None)
+            self._note(key)
+        self._forget(self._announced)
+        self._publish()
+
+    def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
+        """Replaces the waiting queue, see `Lookahead.follow`."""
+        self.lookahead.follow(queue, keys_of)
+        self._publish()
+
+    def remove(self, request: Hashable) -> None:
+        """A request leaves the queue without a use of its prefixes."""
+        self.lookahead.remove(request)
+        self._publish()
+
+    def scheduled(self, request: Hashable, keys: Sequence[int]) -> list[int]:
+        """A request was admitted. Returns the keys whose last announced use this was."""
+        self.lookahead.remove(request)
+        if self.memory is not None:
+            for key in self.memory.record(keys):
+                self._note(key)
+        ended = []
+        for key in keys:
+            self._note(key)
+            left = self._announced.pop(key, None)
+            self._finished.pop(key, None)
+            if left is not None and left > 1:
+                self._announced[key] = left - 1
+            elif left is not None:
+                self._finished[key] = None
+                ended.append(key)
+        self._forget(self._finished)
+        self._publish()
+        return ended
+
+    def is_finished(self, key: int | None) -> bool:
+        """Whether the last announced use of the prefix is over and no waiting request uses it."""
+        return key in self._finished and not self.lookahead.uses(key)
+
+    def of(self, key: int | None) -> float:
+        """Score per token of the prefix with this key; None stands for a remainder shorter than a block."""
+        return self.score(*self.placement(key))
+
+    def placement(self, key: int | None) -> Placement:
+        """Score group and position. Within a group, the order of the positions never changes.
+
+        Scores of a group never fall with the position, but for the reuse classes: see `last_of_equal_score`.
+        """
+        if key is None:
+            return UNKNOWN, 0
+        announced = self._announced.get(key)
+        if announced is not None:
+            return ANNOUNCED, announced
+        number = self.lookahead.next_request(key)
+        if number is not None:
+            return QUEUED, -number
+        if key in self._finished:
+            return FINISHED, 0
+        record = None if self.memory is None else self.memory.placement(key)
+        return (UNKNOWN, 0) if record is None else record
+
+    def score(self, group: int, position: int) -> float:
+        if group < CLASSES:
+            assert self.memory is not None
+            return self.memory.score(group, position, len(self.lookahead))
+        if group == QUEUED:
+            return 1.0 / self.lookahead.distance(-position)
+        if group == ANNOUNCED:
+            return float(position)
+        return FINISHED_SCORE if group == FINISHED else 0.0
+
+    def last_of_equal_score(self, group: int, position: int) -> int | None:
+        """Last position of the same age bin, None for groups whose scores never fall with the position."""
+        if group >= CLASSES:
+            return None
+        assert self.memory is not None
+        return self.memory.last_of_age_bin(position)
+
+    def clear(self) -> None:
+        """The cache is empty: finished groups are gone. Memory and announcements stay."""
+        self._finished.clear()
+
+    def _note(self, key: int) -> None:
+        self._changed[key] = None
+
+    def _publish(self) -> None:
+        changed, self._changed = self._changed, {}
+        for key in changed:
+            self.on_change(key)
+
+    def _forget(self, keys: dict[int, Any]) -> None:
+        while len(keys) > self._max_keys:
+            key = next(iter(keys))
+            del keys[key]
+            self._note(key)
+
+
+def _ignore(key: int) -> None:
+    pass

@@ -1,0 +1,135 @@
+"""State of pinning in this process: its settings, and one manager for each prefix cache that a hook has seen.
+
+SGLang calls hooks without an argument of ours, so the current state is kept in this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
+from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
+from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable
+from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PinningSettings:
+    """The settings of pinning and retention.
+
+    Attributes:
+        budget_percent: share of the KV pool that may be pinned; 0: no pins.
+        retention: whether retention chooses what is evicted.
+        lookahead: waiting requests that retention counts.
+        block: tokens per prefix key of retention.
+        flush_steps: scheduler steps between two updates of the metrics.
+    """
+
+    budget_percent: int = 0
+    retention: bool = False
+    lookahead: int = 1024
+    block: int = 64
+    flush_steps: int = 32
+
+    @classmethod
+    def of(cls, settings: Settings) -> PinningSettings:
+        return cls(
+            budget_percent=settings.pin_budget_percent,
+            retention=settings.retention == "reuse",
+            lookahead=settings.retention_lookahead,
+            block=settings.retention_block,
+            flush_steps=settings.metrics_flush_steps,
+        )
+
+
+class PinningState:
+    """The managers of a process: one per prefix cache, as a rule one in all.
+
+    Attributes:
+        settings: the settings.
+        metrics: None before the first update, and if SGLang exports no metrics.
+    """
+
+    def __init__(self, settings: PinningSettings) -> None:
+        self.settings = settings
+        self.metrics: PinningMetrics | None = None
+        # By id(cache); the cache is kept alive, so the id stays its own.
+        self._managers: dict[int, tuple[Any, PinningManager | None]] = {}
+        self._steps = 0
+
+    def manager(self, cache: Any) -> PinningManager | None:
+        """The manager of this cache, None if it cannot be pinned. Never raises."""
+        known = self._managers.get(id(cache))
+        if known is None:
+            try:
+                manager = self._make(cache)
+            except Exception:  # the one guard of making a manager
+                logger.exception("prefixpack cannot pin in this prefix cache")
+                manager = None
+            known = self._managers[id(cache)] = (cache, manager)
+        return known[1]
+
+    def step_done(self, scheduler: Any, manager: PinningManager) -> None:
+        """Updates the metrics every `flush_steps` steps."""
+        self._steps += 1
+        if self._steps >= self.settings.flush_steps:
+            self._steps = 0
+            if self.metrics is None:
+                exporter = MetricsExporter.for_runner(scheduler.tp_worker.model_runner)
+                self.metrics = None if exporter is None else PinningMetrics(exporter.labels)
+            self.flush_metrics(manager)
+
+    def flush_metrics(self, manager: PinningManager) -> None:
+        """Updates the metrics if they have been created."""
+        if self.metrics is not None:
+            self.metrics.update(manager.counters)
+
+    def _make(self, cache: Any) -> PinningManager | None:
+        tree = lockable_tree(cache)
+        if isinstance(tree, Unreadable):
+            logger.warning("prefixpack cannot pin in this prefix cache: %s", tree.detail)
+            return None
+        size = cache.token_to_kv_pool_allocator.size
+        budget = size * self.settings.budget_percent // 100
+        logger.info(
+            "prefixpack pins in %s through %s: budget %d of %d tokens, retention %s",
+            type(cache).__name__,
+            tree.name,
+            budget,
+            size,
+            "on" if self.settings.retention else "off",
+        )
+        return PinningManager(
+            tree,
+            cache,
+            budget=budget,
+            retention=self.settings.retention,
+            lookahead=self.settings.lookahead,
+            block=self.settings.block,
+        )
+
+
+_current: PinningState | None = None
+
+
+def activate(settings: PinningSettings | None) -> PinningState | None:
+    """Replaces the state of this process; None: the hooks do nothing, as before the first call."""
+    global _current
+    _current = None if settings is None else PinningState(settings)
+    return _current
+
+
+def current() -> PinningState | None:
+    """The state of this process, None while pinning is not active."""
+    return _current
+
+
+def manager_of(cache: Any) -> PinningManager | None:
+    """The manager of a cache in this process, None if there is none."""
+    return None if _current is None or cache is None else _current.manager(cache)
