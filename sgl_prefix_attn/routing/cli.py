@@ -15,7 +15,7 @@ from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.measured import read_results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
+from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
 
 BACKENDS = ("fa3", "flashinfer", "triton")
@@ -161,9 +161,10 @@ def _explain(args: argparse.Namespace) -> None:
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
-    _print_parts(args.packed, packed, step, shape, decision.packed_us)
-    _print_parts(kernel, stock, step, shape, decision.stock_us)
-    print(f"route:   {decision.route.value}{_why(decision, margin)}")
+    _print_parts(args.packed, packed, step, shape)
+    _print_parts(kernel, stock, step, shape)
+    faster = packed.microseconds(step, shape) < stock.microseconds(step, shape)
+    print(f"route:   {decision.route.value}{_why(decision.route, faster, margin)}")
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
@@ -174,14 +175,14 @@ def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
     return cost
 
 
-def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape, total: float) -> None:
-    print(f"{cost.kind} ({kernel}): {total:.1f} us a layer")
+def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape) -> None:
+    print(f"{cost.kind} ({kernel}): {cost.microseconds(step, shape):.1f} us a layer")
     for name, microseconds in sorted(cost.parts(step, shape).items(), key=lambda part: -part[1]):
         if microseconds >= 0.05:
             print(f"  {microseconds:9.1f}  {name}: {TERMS[cost.kind][name][0]}")
 
 
-def _why(decision: Decision, margin: int) -> str:
-    if decision.route is Route.STOCK and decision.packed_us < decision.stock_us:
+def _why(route: Route, packed_is_faster: bool, margin: int) -> str:
+    if route is Route.STOCK and packed_is_faster:
         return f" (packed is not faster by {margin} %; a batch that runs packed stays packed)"
     return ""
