@@ -88,7 +88,9 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
             rows[-1].update(spill_store_bytes=int(match.group(2)), spill_load_bytes=int(match.group(3)))
         elif match := REGISTERS.search(line):
             entry = next(
-                row for row in reversed(rows) if str(row["function"]).startswith("packed") and row["registers"] is None
+                row
+                for row in reversed(rows)
+                if str(row["function"]).startswith("attention") and row["registers"] is None
             )
             entry["registers"] = int(match.group(1))
     serialized = sum("wgmma" in line and "serialized" in line for line in done.stderr.splitlines())

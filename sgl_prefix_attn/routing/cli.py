@@ -161,10 +161,11 @@ def _explain(args: argparse.Namespace) -> None:
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
-    _print_parts(args.packed, packed, step, shape)
-    _print_parts(kernel, stock, step, shape)
-    faster = packed.microseconds(step, shape) < stock.microseconds(step, shape)
-    print(f"route:   {decision.route.value}{_why(decision.route, faster, margin)}")
+    packed_us = _print_parts(args.packed, packed, step, shape)
+    stock_us = _print_parts(kernel, stock, step, shape)
+    close = decision.route is Route.STOCK and packed_us < stock_us
+    why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
+    print(f"route:   {decision.route.value}{why}")
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
@@ -175,14 +176,11 @@ def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
     return cost
 
 
-def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape) -> None:
-    print(f"{cost.kind} ({kernel}): {cost.microseconds(step, shape):.1f} us a layer")
+def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape) -> float:
+    """Prints the predicted time of a step and its parts; returns the time in microseconds of one layer."""
+    total = cost.microseconds(step, shape)
+    print(f"{cost.kind} ({kernel}): {total:.1f} us a layer")
     for name, microseconds in sorted(cost.parts(step, shape).items(), key=lambda part: -part[1]):
         if microseconds >= 0.05:
             print(f"  {microseconds:9.1f}  {name}: {TERMS[cost.kind][name][0]}")
-
-
-def _why(route: Route, packed_is_faster: bool, margin: int) -> str:
-    if route is Route.STOCK and packed_is_faster:
-        return f" (packed is not faster by {margin} %; a batch that runs packed stays packed)"
-    return ""
+    return total

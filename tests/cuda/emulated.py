@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -51,3 +52,13 @@ def emulate(
         **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
     )
     return out, lse
+
+
+def with_tile_rows(case: Case, rows: int) -> Case:
+    """A case whose items of more than a warp tile, or with few rows all items, run in tiles of `rows` rows."""
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
+    plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
+    plan.items = plan.items.copy()
+    tile_rows = plan.items[:, 6]
+    tile_rows[(tile_rows > 8) if rows > 16 else slice(None)] = rows
+    return replace(case, plan=plan)

@@ -6,8 +6,7 @@ only a GPU shows: speed, memory ordering, that the compiler and the hardware agr
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from sgl_prefix_attn import _native
 from tests.cuda.cases import Case, check, make_case
-from tests.cuda.emulated import GROWTH, emulate
+from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -121,13 +120,8 @@ def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
-    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
-    plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
-    plan.items = plan.items.copy()
-    tile_rows = plan.items[:, 6]
-    assert tile_rows.max() > 8
-    tile_rows[tile_rows > 8] = 128
-    return replace(case, plan=plan)
+    assert case.plan.items[:, 6].max() > 8
+    return with_tile_rows(case, 128)
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])

@@ -10,6 +10,8 @@ from tests.sglang_plugin.compat.test_contract import problem, table
 from tests.support.sglang_contract import SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
+pytestmark = pytest.mark.xdist_group("wheels")
+
 
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
 def test_every_target_of_pinning_is_there_as_we_use_it(version: str) -> None:

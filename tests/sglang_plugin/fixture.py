@@ -169,6 +169,11 @@ class Fixture:
         q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
         return q.flatten(1), k, v
 
+    def prepare(self, handed: Handed | None = None) -> None:
+        """The backend's decision on the batch, which was handed `handed` (default: the batch's paths)."""
+        with self.handover.handed_over(self.handed if handed is None else handed):
+            self.backend.init_forward_metadata(self.batch)
+
     def run(self, handed: Handed | None = None, **kwargs: Any) -> list[torch.Tensor]:
         """Every layer through our backend, inside a forward that was handed `handed` (default: the batch's paths)."""
         with self.handover.handed_over(self.handed if handed is None else handed):

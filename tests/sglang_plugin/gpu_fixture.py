@@ -31,6 +31,11 @@ GPU_HEAD_DIM = 64
 DTYPE = torch.bfloat16
 
 
+# Long enough that reading the prefix once pays on a GPU.
+SHARED = [[(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000)], []]
+LENGTHS = [2640, 2605, 2005, 9]
+
+
 class HostStep:
     """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
 
@@ -322,3 +327,37 @@ class DecodeGraphs:
             launch()
         fixture.rows.req_to_token.copy_(table)
         return [output[:raw].clone() for output in outputs]
+
+
+def decode(**options: Any) -> GpuFixture:
+    """A decode batch of four requests, two of which share two levels."""
+    return GpuFixture(SHARED, LENGTHS, **options)
+
+
+def extend(**options: Any) -> GpuFixture:
+    """The same requests in an extend step."""
+    return GpuFixture(SHARED, LENGTHS, [4, 1, 5, 9], **options)
+
+
+def graphs(*sizes: int, **options: Any) -> GpuFixture:
+    """The decode batch with captured graphs of some sizes."""
+    fixture = decode(graphs=max(sizes), **options)
+    for size in sorted(sizes, reverse=True):
+        fixture.graphs.capture(size)
+    return fixture
+
+
+def out_of_memory(fixture: GpuFixture) -> None:
+    """From now on, no device buffers can be allocated."""
+
+    def make_step(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fixture.executor._kernels = host_kernels(make_step)
+
+
+def assert_same(packed: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    """Shapes are equal, numbers are as near as 16-bit types allow."""
+    for ours, theirs in zip(packed, stock, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

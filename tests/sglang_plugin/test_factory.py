@@ -32,33 +32,55 @@ def gpu_runner(
     )
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hooks that the factory asks for; none is applied."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: hooks.extend(wanted) or [])
+    return hooks
+
+
+@pytest.fixture
+def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock backends of a GPU cannot be built here."""
+    monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
+    monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
+
+
+def new_runner(**options: Any) -> Any:
+    """A CPU runner without plug-in state."""
+    runner = Fixture([[]], [9], **options).runner
+    plugin_state.reset()
+    return runner
+
+
+def draft_on_gpu(**options: Any) -> Any:
+    """A GPU runner that needs no kernels."""
+    runner = new_runner(is_draft_worker=True, **options)
+    runner.device = "cuda"
+    return runner
+
+
+@pytest.mark.usefixtures("asked")
 class TestFactory:
-    @pytest.fixture(autouse=True)
-    def _no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [])
-
-    def runner(self, **options: Any) -> Any:
-        return Fixture([[]], [9], **options).runner
-
     def test_an_mla_model_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
-            create_backend(self.runner(use_mla_backend=True), Settings())
+            create_backend(new_runner(use_mla_backend=True), Settings())
 
     def test_on_a_cpu_torch_native_is_wrapped(self) -> None:
-        runner = self.runner()
-        plugin_state.reset()
+        runner = new_runner()
         backend = create_backend(runner, Settings(metrics=False))
         assert type(backend.stock).__name__ == "TorchNativeAttnBackend"
 
     @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
     def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"stock_backend='{name}' needs a GPU"):
-            create_backend(self.runner(), Settings(stock_backend=name))
+            create_backend(new_runner(), Settings(stock_backend=name))
 
     def test_the_patch_is_asked_for_but_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: False)
         with pytest.raises(ValueError, match=r"handover='patch', but the installed SGLang .* does not carry the patch"):
-            create_backend(self.runner(), Settings(handover="patch"))
+            create_backend(new_runner(), Settings(handover="patch"))
 
     @pytest.mark.parametrize(
         ("setting", "patched", "kind"),
@@ -74,11 +96,11 @@ class TestFactory:
         self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        assert factory.handover_kind(Settings(handover=setting), "0.5.20", self.runner()) == kind
+        assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
 
     @pytest.mark.parametrize("patched", [False, True])
     def test_with_linear_attention_layers_paths_go_through_hooks(
-        self, patched: bool, monkeypatch: pytest.MonkeyPatch
+        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """SGLang's backend for both kinds of layers does not pass on what the patch shows it."""
         from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -88,13 +110,10 @@ class TestFactory:
         assert "prepare_schedule_batch" not in vars(HybridLinearAttnBackend)
         if patched:
             monkeypatch.setattr(AttentionBackend, "prepare_schedule_batch", lambda self, batch: None, raising=False)
-        asked: list[Any] = []
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        runner = self.runner()
+        runner = new_runner()
         pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
         pool.__dict__.update(vars(runner.req_to_token_pool))
         runner.req_to_token_pool = pool
-        plugin_state.reset()
         create_backend(runner, Settings(metrics=False))
         current = plugin_state.active()
         assert current is not None
@@ -109,7 +128,7 @@ class TestFactory:
 
         assert "prepare_schedule_batch" not in vars(MiniMaxHybridAttnBackend)
         monkeypatch.setattr(versions, "has_native_seam", lambda: True)
-        runner = self.runner()
+        runner = new_runner()
         runner.model_config = gpu_runner("MiniMaxM3SparseForCausalLM").model_config
         assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
         with pytest.raises(ValueError, match=r"handover='patch', but this model has layers .* or sparse ones"):
@@ -120,47 +139,36 @@ class TestFactory:
     ) -> None:
         lost = factory.hook_table.HANDOVER_HOOKS[1]
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [lost])
-        runner = self.runner()
-        plugin_state.reset()
+        runner = new_runner()
         with caplog.at_level(logging.ERROR):
             create_backend(runner, Settings(metrics=False))
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
         assert "no step runs packed" in caplog.text
 
+    @pytest.mark.usefixtures("no_stock")
     @pytest.mark.parametrize(("route", "hooked"), [("auto", True), ("packed", False), ("stock", False)])
     def test_decode_graphs_are_hooked_where_steps_may_go_either_way(
-        self, route: Any, hooked: bool, monkeypatch: pytest.MonkeyPatch
+        self, route: Any, hooked: bool, asked: list[Any]
     ) -> None:
-        asked: list[Any] = []
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
-        # A GPU runner that needs no kernels.
-        runner = self.runner(is_draft_worker=True, draft_attention_backend=None)
-        runner.device = "cuda"
-        plugin_state.reset()
+        runner = draft_on_gpu(draft_attention_backend=None)
         create_backend(runner, Settings(metrics=False, stock_backend="fa3", route=route))
         assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
 
+    @pytest.mark.usefixtures("no_stock")
     @pytest.mark.parametrize(("stock", "hooked"), [("triton", True), ("fa3", False)])
     def test_image_masks_are_hooked_where_the_stock_backend_reads_them(
-        self, stock: Any, hooked: bool, monkeypatch: pytest.MonkeyPatch
+        self, stock: Any, hooked: bool, asked: list[Any]
     ) -> None:
-        asked: list[Any] = []
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
         gemma = SimpleNamespace(
             is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
         )
-        runner = self.runner(is_draft_worker=True, draft_attention_backend=None, model_config=gemma)
-        runner.device = "cuda"
-        plugin_state.reset()
+        runner = draft_on_gpu(draft_attention_backend=None, model_config=gemma)
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
-        runner = self.runner()
-        plugin_state.reset()
+        runner = new_runner()
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
             create_backend(runner, Settings(metrics=False, route_profile="nowhere.json"))
 
@@ -237,18 +245,12 @@ class TestSuitedStockBackend:
         assert "needs --disable-cuda-graph" in caplog.text
 
 
+@pytest.mark.usefixtures("asked", "no_stock")
 class TestDraftModel:
     """The steps of a draft model run on a stock backend, which SGLang looks up by its name."""
 
-    @pytest.fixture(autouse=True)
-    def _stock_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [])
-        monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
-
     def create(self, **options: Any) -> Any:
-        runner = Fixture([[]], [9], is_draft_worker=True, **options).runner
-        runner.device = "cuda"
-        plugin_state.reset()
+        runner = draft_on_gpu(**options)
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
         return runner
 
@@ -284,14 +286,12 @@ class TestDraftModel:
 
     def test_the_draft_runner_itself_still_gets_ours_which_never_packs(self) -> None:
         """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
-        runner = Fixture([[]], [9], is_draft_worker=True, draft_attention_backend=None).runner
-        plugin_state.reset()
+        runner = new_runner(is_draft_worker=True, draft_attention_backend=None)
         backend = create_backend(runner, Settings(metrics=False))
         assert backend._layers.never_packed == fallback_reasons.DRAFT_WORKER
 
     def test_what_the_process_tells_about_is_the_target(self) -> None:
-        runner = Fixture([[]], [9], draft_attention_backend=None).runner
-        plugin_state.reset()
+        runner = new_runner(draft_attention_backend=None)
         create_backend(runner, Settings(metrics=False))
         runner.is_draft_worker, runner.device = True, "cuda"
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
@@ -302,9 +302,8 @@ class TestDraftModel:
     def test_what_the_user_named_stays(self) -> None:
         assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"
 
-    def test_the_target_has_no_say_in_it(self) -> None:
-        runner = Fixture([[]], [9], draft_attention_backend=None).runner
-        plugin_state.reset()
+    def test_a_target_model_changes_nothing(self) -> None:
+        runner = new_runner(draft_attention_backend=None)
         create_backend(runner, Settings(metrics=False))
         assert runner.draft_attention_backend is None
 

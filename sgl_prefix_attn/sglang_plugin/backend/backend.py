@@ -98,17 +98,18 @@ class PrefixPackBackend(AttentionBackend):
         handed = self._handover.take()
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
         if in_capture:
-            self.decision = self._planner.decide_capture(handed, forward_batch, last)
+            decision = self._planner.decide_capture(handed, forward_batch, last)
         else:
-            self.decision = self._planner.decide(handed, forward_batch, last, in_graph)
-        if self.decision.kind is Kind.PACKED:
+            decision = self._planner.decide(handed, forward_batch, last, in_graph)
+        self.decision = decision
+        if decision.step is not None and decision.kind is Kind.PACKED:
             self._record.last_packed = handed
         self._counters.host_seconds += time.perf_counter() - start
         if self._state.exporter is not None:
             self._state.step_done()
 
     def _needs_stock_metadata(self) -> bool:
-        return self.decision.kind is Kind.STOCK or self._layers.has_stock_layers
+        return self.decision.step is None or self._layers.has_stock_layers
 
     def _init_stock(self, forward_batch: Any) -> None:
         step = self.decision.step

@@ -23,6 +23,8 @@ from sgl_prefix_attn.sglang_plugin.compat.targets import (
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
+pytestmark = pytest.mark.xdist_group("wheels")  # shares the parsed wheels with the contract of pinning
+
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
 # Members that our backend adds to the base class: what a patched SGLang calls.

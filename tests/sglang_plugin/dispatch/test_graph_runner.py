@@ -21,8 +21,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from tests.routing.profiles import write_profile
-from tests.sglang_plugin.execution.test_cuda_executor import LENGTHS, SHARED
-from tests.sglang_plugin.gpu_fixture import GpuFixture
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture
 
 # What the runner of one version or another looks at.
 OFF = (

@@ -21,9 +21,8 @@ from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PL
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.routing.profiles import write_profile
-from tests.sglang_plugin.execution.test_cuda_executor import LENGTHS, SHARED, assert_same
 from tests.sglang_plugin.fixture import LAYERS
-from tests.sglang_plugin.gpu_fixture import DecodeGraphs, GpuFixture
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
 
 # Steps run packed once the longest request has more than 2,700 tokens; at first it has 2,640.
 BORDER = {"packed": {"launch": 27.0}, "stock": {"longest_request": 10.0}}

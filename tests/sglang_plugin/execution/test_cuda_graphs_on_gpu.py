@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.execution import test_fp8_kv as fp8
-from tests.sglang_plugin.gpu_fixture import GpuFixture
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture, assert_same, graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-SHARED = [[(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000)], []]
-LENGTHS = [2640, 2605, 2005, 9]
 
 
 @pytest.fixture(params=["native", "triton"])
@@ -30,18 +26,6 @@ def kernels(request: pytest.FixtureRequest) -> kernel_set.Kernels:
     if isinstance(chosen, str):
         pytest.skip(chosen)
     return chosen
-
-
-def graphs(kernels: kernel_set.Kernels, *sizes: int, **options: Any) -> GpuFixture:
-    fixture = GpuFixture(SHARED, LENGTHS, graphs=max(sizes), kernels=kernels, **options)
-    for size in sorted(sizes, reverse=True):
-        fixture.graphs.capture(size)
-    return fixture
-
-
-def assert_same(packed: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
-    for ours, theirs in zip(packed, stock, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_eager_decode(kernels: kernel_set.Kernels) -> None:
@@ -59,7 +43,7 @@ def test_eager_extend(kernels: kernel_set.Kernels) -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 8])
 def test_replays_of_a_growing_batch(kernels: kernel_set.Kernels, size: int) -> None:
-    fixture = graphs(kernels, size)
+    fixture = graphs(size, kernels=kernels)
     for _ in range(2 * STEPS_BETWEEN_PLANS):
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         fixture.grow(1)
@@ -68,7 +52,7 @@ def test_replays_of_a_growing_batch(kernels: kernel_set.Kernels, size: int) -> N
 
 
 def test_replays_with_other_members_and_without_paths(kernels: kernel_set.Kernels) -> None:
-    fixture = graphs(kernels, 4)
+    fixture = graphs(4, kernels=kernels)
     step = StepPaths(PrefixForest.from_paths([[(1, 0, 2000)]] * 2 + [[], []]), "decode", 4, 4)
     other = Handed(step, fixture.batch.req_pool_indices, fixture.batch.seq_lens_cpu)
     for handed in (None, other, NOTHING, None, NOTHING, other):
@@ -77,7 +61,7 @@ def test_replays_with_other_members_and_without_paths(kernels: kernel_set.Kernel
 
 
 def test_a_smaller_batch_in_a_larger_graph(kernels: kernel_set.Kernels) -> None:
-    fixture = graphs(kernels, 2, 8)
+    fixture = graphs(2, 8, kernels=kernels)
     two = SimpleNamespace(**vars(fixture.batch))
     two.batch_size = 2
     for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
@@ -99,7 +83,7 @@ def test_fp8_kv_with_scales(kernels: kernel_set.Kernels) -> None:
 
 
 def test_the_same_replay_gives_the_same_bits(kernels: kernel_set.Kernels) -> None:
-    fixture = graphs(kernels, 4)
+    fixture = graphs(4, kernels=kernels)
     first = fixture.graphs.replay()
     for again in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, fixture.graphs.replay(), strict=True)), again
