@@ -94,7 +94,8 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
                const py::object& sinks, bool bfloat16, int ctas, bool late_copies, bool warps_first, int fan_in) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
-  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1, fan_in);
+  SerializedPlan words =
+      serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1, fan_in);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
