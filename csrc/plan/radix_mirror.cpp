@@ -62,6 +62,7 @@ void write_preorder(const std::vector<SharedNode>& nodes, const std::vector<int3
       forest.tail_node[*request] = position;
       forest.tail_begin[*request] = position < 0 ? 0 : forest.node_end[position];
     }
+    forest.depth = std::max(forest.depth, static_cast<int32_t>(stack.size()));  // without the root
     stack.push_back({node, position, children.begin(node)});
   };
   enter(nodes.size(), -1);

@@ -1,4 +1,4 @@
-"""Which requests of a batch share which KV positions."""
+"""The KV positions that requests of a batch share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def int64_array(values: npt.ArrayLike) -> Int64Array:
 class PrefixForest:
     """Shared-prefix structure of one batch, immutable.
 
-    A node is a range of KV positions that at least two requests have in common; nodes stand in depth-first preorder
-    and a node's requests are `order[node_first:node_last]`. What a request has for itself is its tail, from
-    `tail_begin` on. Make one with `from_paths`, or from a `RadixMirror` in a serving loop.
+    A node is a range of KV positions that at least two requests share. Nodes stand in depth-first preorder; a node's
+    requests are `order[node_first:node_last]`. A request's tail is its own positions, from `tail_begin` on. Made by
+    `from_paths`, or by a `RadixMirror` in a server. All arrays are int32 and read-only.
     """
 
     __slots__ = ("native",)
@@ -39,14 +39,14 @@ class PrefixForest:
         """Builds the forest of a batch from radix-tree paths.
 
         Args:
-            paths: for every request (by batch index) its `(node id, start, end)` segments from position 0 on, each
-                starting where the one before ends. Requests share a node if they name the same id. May be empty.
-            prefix_lens: for every request, the positions that existed before this step (sequence length minus new
-                tokens). A node that reaches beyond is private to the request. Default: the end of its path.
+            paths: by batch index, the request's `(node id, start, end)` segments from position 0 on, each starting
+                where the previous one ends. Requests share a node if they name the same id. A path may be empty.
+            prefix_lens: by batch index, the positions that existed before this step: sequence length minus new
+                tokens. A node that reaches beyond is private to the request. Default: the end of the path.
 
         Raises:
-            ValueError: for an empty, negative or disconnected segment, or a node id that stands for two ranges or
-                two parents; the message names request and segment.
+            ValueError: an empty, negative or disconnected segment, or a node id with two ranges or two parents. The
+                message names request and segment.
         """
         ranges: dict[int, tuple[int, int, int]] = {}
         mirror = _native.RadixMirror()
@@ -136,6 +136,19 @@ class PrefixForest:
     def tail_node(self) -> Int32Array:
         """[num_requests] by batch index: deepest node of the request, or -1."""
         return self.native.tail_node
+
+    def paths(self) -> list[list[Segment]]:
+        """By batch index, the request's shared segments from position 0 on as (node index, start, end)."""
+        parents, begins, ends = self.node_parent.tolist(), self.node_begin.tolist(), self.node_end.tolist()
+        paths = []
+        for node in self.tail_node.tolist():
+            path: list[Segment] = []
+            while node >= 0:
+                path.append((node, begins[node], ends[node]))
+                node = parents[node]
+            path.reverse()
+            paths.append(path)
+        return paths
 
     def __repr__(self) -> str:
         return f"PrefixForest({self.num_requests} requests, {self.num_nodes} shared nodes)"

@@ -10,9 +10,8 @@ from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphRoutes
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRoutes
-from sgl_prefix_attn.sglang_plugin.prefix import handover as handover_module
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS, Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
 
@@ -79,7 +78,7 @@ def start(settings: Settings, sglang_version: str, kind: Kind, runner: Any) -> R
         counters = Counters()
         exporter = MetricsExporter.for_runner(runner) if settings.metrics else None
         _active = Runtime(settings, sglang_version, counters, Handover(kind, BatchTracker(), counters), exporter)
-        handover_module.activate(_active.handover)
+        HOOKS.active = _active.handover
     return _active
 
 
@@ -87,4 +86,4 @@ def stop() -> None:
     """Forgets the runtime, so that the hooks of this process do nothing (tests)."""
     global _active
     _active = None
-    handover_module.activate(None)
+    HOOKS.active = None

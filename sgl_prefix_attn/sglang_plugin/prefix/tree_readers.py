@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -50,7 +51,7 @@ class Branch(NamedTuple):
     def path(self) -> Path:
         """The branch node by node."""
         last = len(self.ids) - 1
-        begins = [self.begin, *self.ends[:-1]]
+        begins = [self.begin, *self.ends][: len(self.ids)]
         return [
             PathNode(node, begin, end, self.leaf and index == last)
             for index, (node, begin, end) in enumerate(zip(self.ids, begins, self.ends, strict=True))
@@ -244,22 +245,23 @@ def _int_ids(handles: Sequence[Any]) -> list[int]:
 def _chain(node: Any, end_of: EndOf) -> list[Any]:
     """`node` and its ancestors from the bottom up, below the first known ancestor or root; empty for a root."""
     chain: list[Any] = []
-    while node.parent is not None and (not chain or end_of(node.id) < 0):
+    parent = node.parent
+    while parent is not None:
         chain.append(node)
-        node = node.parent
+        if end_of(parent.id) >= 0:
+            break
+        node, parent = parent, parent.parent
     return chain
 
 
 def _branch(node: Any, chain: list[Any], end_of: EndOf) -> Branch:
-    parent, position = -1, 0
+    parent, begin = -1, 0
     if chain and chain[-1].parent.parent is not None:
         parent = chain[-1].parent.id
-        position = end_of(parent)
-    begin, ends = position, []
-    for link in reversed(chain):
-        position += len(link.key)
-        ends.append(position)
-    return Branch(parent, begin, [link.id for link in reversed(chain)], ends, not node.children)
+        begin = end_of(parent)
+    chain.reverse()
+    ends = list(accumulate([len(link.key) for link in chain], initial=begin))
+    return Branch(parent, begin, [link.id for link in chain], ends[1:], not node.children)
 
 
 def _info_branch(infos: Sequence[Any], end_of: EndOf) -> Branch:
