@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner, grown_by
+from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, PlanError, Planner, grown_by
 from tests.core.plan_checks import DEVICES, SHAPES, check_plan, check_statistics, random_batch
 
 
@@ -130,6 +132,58 @@ def test_bad_lengths_are_named(seq_lens: list[int], query_lens: list[int] | None
     planner = Planner(SHAPES[0], DEVICES[0])
     with pytest.raises(ValueError, match=message):
         planner.plan(forest, np.array(seq_lens), None if query_lens is None else np.array(query_lens))
+
+
+class Raising:
+    """A native planner that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def plan(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [ValueError, MemoryError, OverflowError, IndexError, RuntimeError, TypeError])
+def test_whatever_the_native_planner_raises_is_a_plan_error(kind: type[Exception]) -> None:
+    planner = Planner(SHAPES[0], DEVICES[0])
+    planner._native = Raising(kind("out of words"))  # type: ignore[assignment]
+    with pytest.raises(PlanError, match="out of words") as raised:
+        planner.plan(PrefixForest.from_paths([[]]), np.array([4]))
+    assert isinstance(raised.value.__cause__, kind)
+
+
+def test_a_plan_that_memory_cannot_hold_is_a_plan_error() -> None:
+    """In a process whose address space ends soon: a billion query tokens."""
+    code = """
+import resource
+import numpy as np
+from sgl_prefix_attn import DeviceModel, ModelShape, PlanError, Planner, PrefixForest
+planner, forest = Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132)), PrefixForest.from_paths([[]], prefix_lens=[0])
+tokens = np.array([1_000_000_000])
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+try:
+    planner.plan(forest, tokens, tokens)
+except PlanError as error:
+    print(type(error.__cause__).__name__, planner.plans_made)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["MemoryError", "0"], run.stderr
+
+
+@pytest.mark.parametrize(("depth", "planned"), [(4096, True), (4097, False), (100_000, False)])
+def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
+    """Request i leaves after i + 1 nodes, the last two after all."""
+    mirror = RadixMirror()
+    ends = list(range(1, depth + 1))
+    mirror.put(-1, 0, list(range(depth)), ends, leaf=True)
+    last = int64_array([*range(depth), depth - 1])
+    forest, planner = mirror.forest(last, last + 1), Planner(SHAPES[1], DEVICES[2])
+    if planned:
+        assert planner.plan(forest, last + 4).num_queries == depth + 1
+    else:
+        with pytest.raises(PlanError, match=f"the forest is {depth} nodes deep; the planner supports 4096"):
+            planner.plan(forest, last + 4)
 
 
 @pytest.mark.parametrize(
