@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_prefix_attn.pinning import ROOT, Stretch
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import TreeReader, Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import TreeReader, Unreadable, parent_of, reader_for
 
 
 class Namespace(NamedTuple):
@@ -157,7 +157,8 @@ class ReceiptTree(_Tree):
     def moved(self, ids: Sequence[int], handles: Sequence[Any], parent_id: int) -> list[list[Stretch]]:
         return [
             [Stretch(node.id, node.id, node.begin, node.end, node.leaf) for node in path]
-            for path in self._reader.moved(ids, -1 if parent_id == ROOT else parent_id)
+            for path in self._reader.paths(ids)
+            if path and parent_of(path) != (-1 if parent_id == ROOT else parent_id)
         ]
 
     def alive(self, handle: Any) -> bool:

@@ -95,7 +95,7 @@ class TreeMirror:
             nodes[known.changed] = self._look_up([handles[index] for index in known.changed])
         forest = self._mirror.forest(nodes, prefix_lens, live)
         while stale := self._mirror.take_stale():
-            self._read([self._reader.handle_of(node) for node in stale])
+            self._read(self._reader.find(stale, handles))
             forest = self._mirror.forest(nodes, prefix_lens, live)
         return forest, nodes
 

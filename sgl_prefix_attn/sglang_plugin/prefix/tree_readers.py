@@ -8,10 +8,9 @@ the tree hold its locks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
@@ -29,6 +28,11 @@ class PathNode(NamedTuple):
 
 
 Path = list[PathNode]
+
+
+def parent_of(path: Path) -> int:
+    """Id of the last node's parent, -1 for a root."""
+    return path[-2].id if len(path) > 1 else -1
 
 
 class Branch(NamedTuple):
@@ -76,26 +80,31 @@ class TreeReader(Protocol):
         proportional to the number of new nodes.
         """
 
-    def handle_of(self, node_id: int) -> Any:
-        """The handle of a node that was read before; one that `branches` answers with None if it is gone."""
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        """Handles of those of `ids` that are on the paths of `handles`."""
 
     def paths(self, handles: Sequence[Any]) -> list[Path | None]:
         """Path of each `last_node`, empty for a root; None if the tree does not know the node."""
 
-    def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
-        """Present paths of those of `ids` whose parent is no longer `parent_id` (-1: a root)."""
-
 
 class _PathsFromBranches:
-    """Whole paths of readers that implement `branches` and `handle_of`."""
+    """Whole paths of readers that implement `branches`."""
 
     def paths(self: Any, handles: Sequence[Any]) -> list[Path | None]:
         branches = self.branches(handles, _nothing_known)
         return [None if branch is None else branch.path() for branch in branches]
 
-    def moved(self: Any, ids: Sequence[int], parent_id: int) -> list[Path]:
-        paths = self.paths([self.handle_of(node_id) for node_id in ids])
-        return [path for path in paths if path and (path[-2].id if len(path) > 1 else -1) != parent_id]
+
+class _NumberedReader(_PathsFromBranches):
+    """Trees whose requests hold node ids."""
+
+    def ids(self, handles: Sequence[Any]) -> list[int]:
+        if set(map(type, handles)) == {int}:
+            return list(handles)
+        return [handle if type(handle) is int else -1 for handle in handles]
+
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        return list(ids)
 
 
 class ObjectReader(_PathsFromBranches):
@@ -105,8 +114,6 @@ class ObjectReader(_PathsFromBranches):
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        # Weak: this reader must not keep an evicted node's KV indices alive.
-        self._nodes: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def root(self) -> object:
         return self._tree.root_node
@@ -119,18 +126,20 @@ class ObjectReader(_PathsFromBranches):
 
     def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
         for handle in handles:
-            if not _is_node(handle):
-                yield None
-                continue
-            chain = _chain(handle, end_of)
-            self._nodes.update((node.id, node) for node in chain)
-            yield _branch(handle, chain, end_of)
+            yield _branch(handle, _chain(handle, end_of), end_of) if _is_node(handle) else None
 
-    def handle_of(self, node_id: int) -> Any:
-        return self._nodes.get(node_id)
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        wanted, found, seen = set(ids), [], set()
+        for node in filter(_is_node, handles):
+            while node.parent is not None and node.id not in seen:
+                seen.add(node.id)
+                if node.id in wanted:
+                    found.append(node)
+                node = node.parent
+        return found
 
 
-class NodeByIdReader(_PathsFromBranches):
+class NodeByIdReader(_NumberedReader):
     """Unified caches with the Python tree core: requests hold ids, `tree_core.node_by_id` gives the object."""
 
     name = "node_by_id"
@@ -141,9 +150,6 @@ class NodeByIdReader(_PathsFromBranches):
     def root(self) -> object:
         return self._core.root_node
 
-    def ids(self, handles: Sequence[Any]) -> list[int]:
-        return _int_ids(handles)
-
     def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
         for handle in handles:
             try:
@@ -152,11 +158,8 @@ class NodeByIdReader(_PathsFromBranches):
                 node = None
             yield None if node is None else _branch(node, _chain(node, end_of), end_of)
 
-    def handle_of(self, node_id: int) -> Any:
-        return node_id
 
-
-class PathInfoReader(_PathsFromBranches):
+class PathInfoReader(_NumberedReader):
     """Unified caches whose tree core hands out paths itself (`collect_path_info`): Python and Rust cores alike."""
 
     name = "collect_path_info"
@@ -167,9 +170,6 @@ class PathInfoReader(_PathsFromBranches):
     def root(self) -> object:
         return self._core.root_node_handle()
 
-    def ids(self, handles: Sequence[Any]) -> list[int]:
-        return _int_ids(handles)
-
     def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
         # One handle at a time: the core makes whole paths, and those of many requests need not exist at once.
         for handle in handles:
@@ -178,9 +178,6 @@ class PathInfoReader(_PathsFromBranches):
             except KeyError:
                 infos = None
             yield None if infos is None else _info_branch(infos, end_of)
-
-    def handle_of(self, node_id: int) -> Any:
-        return node_id
 
 
 class Unreadable(NamedTuple):
@@ -234,12 +231,6 @@ def _nothing_known(_: int) -> int:
 
 def _is_node(handle: Any) -> bool:
     return hasattr(handle, "parent") and hasattr(handle, "key") and hasattr(handle, "id")
-
-
-def _int_ids(handles: Sequence[Any]) -> list[int]:
-    if set(map(type, handles)) == {int}:
-        return list(handles)
-    return [handle if type(handle) is int else -1 for handle in handles]
 
 
 def _chain(node: Any, end_of: EndOf) -> list[Any]:
