@@ -4,18 +4,21 @@ SGLANG ?= 0.5.20
 VENV ?= .venv
 PYTHON ?= python3
 VERSIONS ?= 0.5.16 0.5.23
+# One GPU is not shared by two test processes.
+WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-SETUP = $(PYTHON) tests/support/setup_env.py
+SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-versions lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) PYTEST_ARGS= DEMO_ARGS="
+	@echo "Variables: SGLANG=$(SGLANG) VENV=$(VENV) PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS= DEMO_ARGS="
 
 setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's where there is one)
 	@$(SETUP) --venv $(VENV) --sglang $(SGLANG)
@@ -23,11 +26,11 @@ setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's w
 demo: setup ## real server, trace slice and RL group, prefixpack against the stock backend
 	@$(BIN)/python -m sgl_prefix_attn demo $(DEMO_ARGS)
 
-test: setup ## all tests but the slow ones, with the real server
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+test: setup ## all tests but the slow ones, with the real server, in two processes
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: setup ## what takes minutes to hours: 10,000 schedules, 20 kills, page size 16, registers of the GPU kernels
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+test-slow: setup ## tests of minutes to hours: 10,000 schedules, 20 kills, more server options, GPU kernel registers
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-versions: ## the quick end-to-end tests on other SGLang releases, each in an environment of its own
 	@set -e; for version in $(VERSIONS); do \

@@ -141,10 +141,10 @@ class StepAddresses:
     ) -> None: ...
 
 class LaunchSize:
-    blocks: int  # CTAs that take tiles of whole CTAs
-    few_blocks: int  # of these, CTAs that run where most of the work is in tiles of one warp
-    warp_blocks: int  # CTAs whose warps take tiles of their own
-    beside: bool  # whether the second kernel may begin beside the first: compute capability 9.0 and later
+    ctas: int  # CTAs that take tiles of whole CTAs
+    few_ctas: int  # of these, CTAs that run where most of the work is in tiles of one warp
+    warp_ctas: int  # CTAs whose warps take tiles of their own
+    overlap: bool  # whether the second kernel may begin beside the first: compute capability 9.0 and later
 
 def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
     """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""

@@ -6,10 +6,10 @@
     python -m benchmarks.kernel.gpu_attention --kv-dtype fp8_e4m3 --out build/gpu_attention_fp8.json
 
 bf16, KV also in fp8, head size 128, KV pool of page size 1, slots of a batch in random order. Every result is compared
-with ours and, for some requests, with dense float32 attention; a wrong or failing way is recorded and not timed. Three
-times each: CUDA graph with a cold L2, CUDA graph with a warm L2, and planning plus launch on the host's clock. Copy
-bandwidth is measured first; limits (see gpu_limits.py) rest on it. The file is rewritten after every case: a killed run
-keeps what it has, and --resume goes on from there.
+with ours and, for some requests, with dense float32 attention; a wrong or failing baseline is recorded and not timed.
+Three times each: CUDA graph with a cold L2, CUDA graph with a warm L2, and planning plus launch on the host's clock.
+Copy bandwidth is measured first; limits (see gpu_limits.py) rest on it. The file is rewritten after every case: a
+killed run keeps what it has, and --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun, described
-from benchmarks.kernel.gpu_cases import HEAD_DIM, Case, Heads, select
+from benchmarks.kernel.gpu_cases import select
+from benchmarks.kernel.gpu_fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
 from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
-from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import KV_DTYPES, KvPool
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
-Makers = dict[str, Callable[[torch.device], Way]]
+Makers = dict[str, Callable[[torch.device], Baseline]]
 
 
 def makers(overrides: dict[str, Any]) -> Makers:
@@ -58,19 +59,19 @@ def makers(overrides: dict[str, Any]) -> Makers:
     }
 
 
-def make_ways(
-    names: list[str], overrides: dict[str, Any], device: torch.device, kv_dtype: torch.dtype = torch.bfloat16
-) -> tuple[list[Way], dict[str, str]]:
-    """The ways that are installed and take such KV, and why the others are left out."""
+def make_baselines(
+    names: list[str], overrides: dict[str, Any], device: torch.device, kv_dtype: torch.dtype | None = torch.bfloat16
+) -> tuple[list[Baseline], dict[str, str]]:
+    """The baselines that are installed and take such KV (None: any), and why the others are left out."""
     ways, absent = [], {}
     for name, make in makers(overrides).items():
         if name not in names:
             continue
         try:
-            way = make(device)
-            if kv_dtype not in way.kv_dtypes:
+            baseline = make(device)
+            if kv_dtype is not None and kv_dtype not in baseline.kv_dtypes:
                 raise ValueError(f"takes no KV in {kv_dtype} with queries in bf16")
-            ways.append(way)
+            ways.append(baseline)
         except Exception as error:  # an import of another project's package may raise anything
             absent[name] = described(error)
             print(f"{name}: not available: {absent[name]}", file=sys.stderr)
@@ -95,24 +96,18 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_cases(cases: list[Case], ways: list[Way], results: Results, timer: Timer, args: argparse.Namespace) -> int:
+def run_cases(cases: list[Case], ways: list[Baseline], results: Results, timer: Timer, args: argparse.Namespace) -> int:
     """Adds a row for each case; 3 if the device was lost on the way, else 0."""
     bandwidth = results.header["machine"]["copy_bandwidth"]
     begin = time.monotonic()
-    pool: KvPool | None = None
-    pool_heads = 0
+    if not cases:
+        return 0
+    pool = KvPool(pool_elements(cases), timer.device, KV_DTYPES[args.kv_dtype])
     gc.freeze()
     for done, case in enumerate(cases):
         if time.monotonic() - begin > args.seconds:
             print(f"stopping after {args.seconds:.0f} s; {len(cases) - done} cases left (--resume)", file=sys.stderr)
             break
-        if pool is None or pool_heads != case.heads[1]:
-            pool = None
-            gc.collect()
-            torch.cuda.empty_cache()
-            pool_heads = case.heads[1]
-            slots = max(c.unique_tokens for c in cases if c.heads[1] == pool_heads)
-            pool = KvPool(pool_heads, slots, timer.device, KV_DTYPES[args.kv_dtype])
         print(f"[{done + 1}/{len(cases)} {time.monotonic() - begin:.0f}s] {case.key}", file=sys.stderr, flush=True)
         run = CaseRun(case, ways, pool, timer, bandwidth)
         results.add(run.row())
@@ -199,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     timer = Timer(device)
-    ways, absent = make_ways(args.ways, dict(args.device_model), device, kv_dtype)
+    ways, absent = make_baselines(args.ways, dict(args.device_model), device, kv_dtype)
     header = {
         "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
         "kv_dtype": args.kv_dtype, "absent": absent,

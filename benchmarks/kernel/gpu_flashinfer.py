@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM
+from benchmarks.kernel.gpu_baseline import Baseline
+from benchmarks.kernel.gpu_fixture import Fixture
 from benchmarks.kernel.gpu_flatten import Cuts, Level, candidates, levels_of
-from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import World
 
 WORKSPACE_BYTES = 4 << 30
 MOST_CUTS = 4
@@ -34,12 +33,12 @@ def host_ints(values: object) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
 
 
-def paged(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(fixture: Fixture) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as pages of one token: [slots, 1, kv_heads, head_dim]."""
-    return world.k.unsqueeze(1), world.v.unsqueeze(1)
+    return fixture.k.unsqueeze(1), fixture.v.unsqueeze(1)
 
 
-class Decode(Way):
+class Decode(Baseline):
     """BatchDecodeWithPagedKVCacheWrapper, with CUDA cores or with tensor cores."""
 
     def __init__(self, device: torch.device, tensor_cores: bool) -> None:
@@ -50,23 +49,23 @@ class Decode(Way):
             workspace(device), "NHD", use_tensor_cores=tensor_cores
         )
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        self.indptr, self.last = world.kv_indptr.cpu(), host_ints([1] * len(world.case.seq_lens))
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        self.indptr, self.last = fixture.kv_indptr.cpu(), host_ints([1] * len(fixture.case.seq_lens))
         return [None]
 
     def plan(self) -> None:
-        q_heads, kv_heads = self.world.heads
+        q_heads, kv_heads = self.fixture.heads
         self.wrapper.plan(
-            self.indptr, self.world.kv_indices, self.last, q_heads, kv_heads, HEAD_DIM, 1,
-            q_data_type=BF16, kv_data_type=self.world.kv_dtype,
+            self.indptr, self.fixture.kv_indices, self.last, q_heads, kv_heads, self.fixture.head_dim, 1,
+            q_data_type=BF16, kv_data_type=self.fixture.kv_dtype,
         )  # fmt: skip
 
     def run(self) -> torch.Tensor:
-        return self.wrapper.run(self.world.q, paged(self.world), out=self.world.out)
+        return self.wrapper.run(self.fixture.q, paged(self.fixture), out=self.fixture.out)
 
 
-class BatchAttention(Way):
+class BatchAttention(Baseline):
     """The holistic persistent kernel."""
 
     name = "flashinfer_batch_attention"
@@ -76,26 +75,27 @@ class BatchAttention(Way):
 
         self.wrapper = flashinfer.BatchAttention("NHD", str(device))
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        requests = len(world.case.seq_lens)
-        self.qo_indptr, self.indptr = torch.arange(requests + 1, dtype=torch.int32), world.kv_indptr.cpu()
-        self.lens = host_ints(world.case.seq_lens)
-        self.lse = torch.empty(requests, world.heads[0], device=world.device)
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        requests = len(fixture.case.seq_lens)
+        self.qo_indptr, self.indptr = torch.arange(requests + 1, dtype=torch.int32), fixture.kv_indptr.cpu()
+        self.lens = host_ints(fixture.case.seq_lens)
+        self.lse = torch.empty(requests, fixture.heads[0], device=fixture.device)
         return [None]
 
     def plan(self) -> None:
-        q_heads, kv_heads = self.world.heads
+        q_heads, kv_heads = self.fixture.heads
         self.wrapper.plan(
-            self.qo_indptr, self.indptr, self.world.kv_indices, self.lens, q_heads, kv_heads, HEAD_DIM, HEAD_DIM, 1,
-            causal=False, q_data_type=BF16, kv_data_type=self.world.kv_dtype,
+            self.qo_indptr, self.indptr, self.fixture.kv_indices, self.lens, q_heads, kv_heads, self.fixture.head_dim,
+            self.fixture.head_dim, 1,
+            causal=False, q_data_type=BF16, kv_data_type=self.fixture.kv_dtype,
         )  # fmt: skip
 
     def run(self) -> torch.Tensor:
-        return self.wrapper.run(self.world.q, paged(self.world), out=self.world.out, lse=self.lse)[0]
+        return self.wrapper.run(self.fixture.q, paged(self.fixture), out=self.fixture.out, lse=self.lse)[0]
 
 
-class Cascade(Way):
+class Cascade(Baseline):
     """Cascade attention: paged prefill with the fa2 template for every shared level, decode for the rest, merges.
 
     What MultiLevelCascadeAttentionWrapper does, but for its choice of the fa3 template, which is slow here, its fresh
@@ -121,17 +121,17 @@ class Cascade(Way):
             for tensor_cores in (False, True)
         }
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        self.rest = self.rests[world.heads[0] // world.heads[1] >= TENSOR_CORE_GROUP]
-        lse_shape = (len(world.case.seq_lens), world.heads[0])
-        self.lse, self.other_lse = (torch.empty(lse_shape, device=world.device) for _ in range(2))
-        self.other_out = torch.empty_like(world.q)
-        return list(candidates(world.case, RANK_BANDWIDTH, MOST_CUTS, kv_bytes=world.kv_dtype.itemsize))
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        self.rest = self.rests[fixture.heads[0] // fixture.heads[1] >= TENSOR_CORE_GROUP]
+        lse_shape = (len(fixture.case.seq_lens), fixture.heads[0])
+        self.lse, self.other_lse = (torch.empty(lse_shape, device=fixture.device) for _ in range(2))
+        self.other_out = torch.empty_like(fixture.q)
+        return list(candidates(fixture.case, RANK_BANDWIDTH, MOST_CUTS, kv_bytes=fixture.kv_dtype.itemsize))
 
     def use(self, option: Cuts) -> None:
         self.cuts = option
-        *shared, last = (self._tensors(level) for level in levels_of(self.world.case, option))
+        *shared, last = (self._tensors(level) for level in levels_of(self.fixture.case, option))
         self.shared, self.last = shared, last
 
     def _tensors(self, level: Level) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,24 +140,24 @@ class Cascade(Way):
         kv_indptr = torch.cat([torch.zeros(1, dtype=torch.long), lens.cumsum(0)])
         requests = level.query_bounds[:-1]
         ranges = [(request, *kv_range) for request, kv_range in zip(requests, level.kv_ranges, strict=True)]
-        indices = self.world.slots_of(ranges)
+        indices = self.fixture.slots_of(ranges)
         return host_ints(level.query_bounds), kv_indptr.int(), lens.clamp(max=1).int(), indices
 
     def plan(self) -> None:
-        shape = (*self.world.heads, HEAD_DIM, 1)
-        types = {"q_data_type": BF16, "kv_data_type": self.world.kv_dtype}
+        shape = (*self.fixture.heads, self.fixture.head_dim, 1)
+        types = {"q_data_type": BF16, "kv_data_type": self.fixture.kv_dtype}
         for wrapper, (qo_indptr, kv_indptr, last, indices) in zip(self.prefills, self.shared, strict=False):
             wrapper.plan(qo_indptr, kv_indptr, indices, last, *shape, causal=False, **types)
         _, kv_indptr, last, indices = self.last
         self.rest.plan(kv_indptr, indices, last, *shape, **types)
 
     def run(self) -> torch.Tensor:
-        world, cache = self.world, paged(self.world)
-        self.rest.run(world.q, cache, out=world.out, lse=self.lse, return_lse=True)
+        fixture, cache = self.fixture, paged(self.fixture)
+        self.rest.run(fixture.q, cache, out=fixture.out, lse=self.lse, return_lse=True)
         for wrapper in self.prefills[: len(self.shared)]:
-            wrapper.run(world.q, cache, out=self.other_out, lse=self.other_lse, return_lse=True)
-            self.merge(world.out, self.lse, self.other_out, self.other_lse)
-        return world.out
+            wrapper.run(fixture.q, cache, out=self.other_out, lse=self.other_lse, return_lse=True)
+            self.merge(fixture.out, self.lse, self.other_out, self.other_lse)
+        return fixture.out
 
     def facts(self) -> dict[str, Any]:
         return {"cuts": list(self.cuts)}

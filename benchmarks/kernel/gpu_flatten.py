@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM, Case
+from sgl_prefix_attn.workloads.case import Case
 
 LAUNCH_SECONDS = 4e-6  # what one more level costs in launches and merging, to rank flattenings by
 Cuts = tuple[int, ...]
@@ -62,8 +62,8 @@ def modelled_seconds(case: Case, cuts: Cuts, bandwidth: float, kv_bytes: int = 2
     """Time by bytes: each group's KV once, a 16-bit partial per request and level, and the launches."""
     q_heads, kv_heads = case.heads
     levels = levels_of(case, cuts)
-    kv = sum(level.kv_tokens for level in levels) * 2 * kv_heads * HEAD_DIM * kv_bytes
-    partials = 2 * len(levels) * len(case.paths) * q_heads * (2 * HEAD_DIM + 4)
+    kv = sum(level.kv_tokens for level in levels) * 2 * kv_heads * case.head_dim * kv_bytes
+    partials = 2 * len(levels) * len(case.paths) * q_heads * (2 * case.head_dim + 4)
     return (kv + partials) / bandwidth + len(levels) * LAUNCH_SECONDS
 
 

@@ -10,7 +10,7 @@ With the copy bandwidth `b` (bytes read plus bytes written per second) and the m
     t_mma       = 4 * head_dim operations for every (query head, position it sees) / f
     limit       = max(t_leafmerge, t_mma)
 
-Every pack reads its positions once however many requests it has. head_dim 128, 16-bit q and o.
+Every pack reads its positions once however many requests it has. q and o have 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM, Case
+from sgl_prefix_attn.workloads.case import Case
 
 MATRIX_RATE = 790e12  # bf16, measured on an H200
 ELEMENT = 2
@@ -50,9 +50,9 @@ def limits(case: Case, bandwidth: float, matrix_rate: float = MATRIX_RATE, kv_by
     """
     q_heads, kv_heads = case.heads
     requests = len(case.seq_lens)
-    position = 2 * kv_heads * HEAD_DIM * kv_bytes
-    fixed = 2 * requests * q_heads * HEAD_DIM * ELEMENT
-    round_trip = 2 * q_heads * (HEAD_DIM * ELEMENT + LSE)
+    position = 2 * kv_heads * case.head_dim * kv_bytes
+    fixed = 2 * requests * q_heads * case.head_dim * ELEMENT
+    round_trip = 2 * q_heads * (case.head_dim * ELEMENT + LSE)
 
     def us(moved: float) -> float:
         return moved / bandwidth * 1e6
@@ -60,7 +60,7 @@ def limits(case: Case, bandwidth: float, matrix_rate: float = MATRIX_RATE, kv_by
     return Limits(
         unique_us=us(case.unique_tokens * position + fixed),
         leafmerge_us=us(cheapest_cut(case, position, round_trip) + fixed),
-        mma_us=4 * HEAD_DIM * q_heads * case.tokens / matrix_rate * 1e6,
+        mma_us=4 * case.head_dim * q_heads * case.tokens / matrix_rate * 1e6,
         per_request_us=us(case.tokens * position + fixed),
     )
 

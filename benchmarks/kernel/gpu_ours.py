@@ -1,4 +1,4 @@
-"""`prefixpack` as a way to compute a case: with its CUDA kernels, and with its Triton kernels."""
+"""`prefixpack` as a baseline of its own: with its CUDA kernels, and with its Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM
-from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import SCALE, World
+from benchmarks.kernel.gpu_baseline import Baseline
+from benchmarks.kernel.gpu_fixture import Fixture
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep
+from sgl_prefix_attn.explain.balance import simulate
 
 GROWTH = 64
 
 
-def device_model(sm_count: int, group: int, overrides: dict[str, Any] | None = None) -> DeviceModel:
+def device_model(sm_count: int, shape: ModelShape, overrides: dict[str, Any] | None = None) -> DeviceModel:
     """What plans are made for; `overrides` replaces fields by name."""
-    return replace(DeviceModel.gpu(sm_count, group=group), **(overrides or {}))
+    device = DeviceModel.gpu(
+        sm_count, head_dim=shape.head_dim, group=shape.group, warpgroup_products=shape.kv_bytes == 2
+    )
+    return replace(device, **(overrides or {}))
 
 
-class PrefixPack(Way):
+class PrefixPack(Baseline):
     """Planner and GPU kernels. `plan` makes forest, plan, its copy and the step's gather anew, as a changed batch does.
 
     A batch whose members stay keeps forest and plan: `steady`, prepare and launch only, is what most steps pay.
@@ -39,13 +42,13 @@ class PrefixPack(Way):
         self.overrides = overrides
         self._step: GpuStep | TritonStep | None = None
 
-    def bind(self, world: World) -> list[Any]:
-        case = self.world = world
-        q_heads, kv_heads = world.heads
-        self.shape = ModelShape(q_heads, kv_heads, HEAD_DIM, kv_bytes=world.kv_dtype.itemsize)
+    def bind(self, fixture: Fixture) -> list[Any]:
+        case = self.fixture = fixture
+        q_heads, kv_heads = fixture.heads
+        self.shape = ModelShape(q_heads, kv_heads, fixture.head_dim, kv_bytes=fixture.kv_dtype.itemsize)
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.model = device_model(multiprocessors, self.shape.group, self.overrides)
-        self.lens = world.case.lengths
+        self.model = device_model(multiprocessors, self.shape, self.overrides)
+        self.lens = fixture.case.lengths
         self.mirror = RadixMirror()
         self.last_nodes = self.lens * 0 - 1
         for request, path in enumerate(case.case.paths):
@@ -64,7 +67,7 @@ class PrefixPack(Way):
             kv_slots=self.plan_made.kv_tokens_packed + room,
             partial_slots=max(1, self.plan_made.num_slots),
         )
-        self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed, kv_dtype=world.kv_dtype)
+        self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed, kv_dtype=fixture.kv_dtype)
         return [None]
 
     def _make_plan(self) -> None:
@@ -79,17 +82,18 @@ class PrefixPack(Way):
 
     def prepare(self) -> None:
         assert self._step is not None
-        self._step.prepare(self.world.table, self.world.rows, self.world.lens64)
+        self._step.prepare(self.fixture.table, self.fixture.rows, self.fixture.lens64)
 
     def run(self) -> torch.Tensor:
         assert self._step is not None
-        world = self.world
-        self._step.attend(world.q, world.k, world.v, world.out, scale=SCALE)
-        return world.out
+        fixture = self.fixture
+        self._step.attend(fixture.q, fixture.k, fixture.v, fixture.out, scale=fixture.scale)
+        return fixture.out
 
     def facts(self) -> dict[str, Any]:
         plan = self.plan_made
         return {
+            "predicted_us": round(simulate(plan, self.lens, self.shape, self.model).seconds * 1e6, 3),
             "items": len(plan.items),
             "partial_slots": plan.num_slots,
             "kv_tokens_packed": plan.kv_tokens_packed,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,16 @@ Row = dict[str, Any]
 class Results:
     """The result file, rewritten whole after every row, so that a killed run keeps what it has."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any], *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        header: dict[str, Any],
+        *,
+        resume: bool = False,
+        summarise: Callable[[list[Row]], dict[str, Any]] | None = None,
+    ) -> None:
         self.path, self.header = path, header
+        self.summarise = summary if summarise is None else summarise
         self.rows: list[Row] = []
         if resume and path is not None and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -40,7 +48,7 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {**self.header, "summary": summary(self.rows), "rows": self.rows}
+        content = {**self.header, "summary": self.summarise(self.rows), "rows": self.rows}
         unfinished = self.path.with_suffix(".part")
         unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path)
@@ -51,9 +59,9 @@ def kv_dtype(header: dict[str, Any]) -> str:
     return str(header.get("kv_dtype", "bf16"))  # the first files had no other
 
 
-def time_of(row: Row, way: str, timing: str = "cold_us") -> float | None:
-    """Microseconds of a way in a row; None where it was not measured."""
-    return row["ways"].get(way, {}).get(timing)
+def time_of(row: Row, baseline: str, timing: str = "cold_us") -> float | None:
+    """Microseconds of a baseline in a row; None where it was not measured."""
+    return row["ways"].get(baseline, {}).get(timing)
 
 
 def best_of(row: Row, ways: Iterable[str] | None = None, timing: str = "cold_us") -> tuple[str, float] | None:
@@ -108,9 +116,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             if row["reuse"] == 1 and time_of(row, OURS)
         },
         "wrong_or_failed": [
-            f"{row['key']}: {way}: {result['failed']}"
+            f"{row['key']}: {baseline}: {result['failed']}"
             for row in rows
-            for way, result in row["ways"].items()
+            for baseline, result in row["ways"].items()
             if "failed" in result
         ],
     }

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM
+from benchmarks.kernel.gpu_baseline import Baseline
+from benchmarks.kernel.gpu_fixture import Fixture
 from benchmarks.kernel.gpu_flashinfer import RANK_BANDWIDTH, paged
 from benchmarks.kernel.gpu_flatten import Cuts, candidates, levels_of
-from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import SCALE, World
 
 FA3_KV_DTYPES = (torch.bfloat16,)  # fp8 KV needs fp8 queries, which is another computation
 TRITON_MAX_SPLITS = 8  # --triton-attention-num-kv-splits
@@ -26,19 +25,19 @@ class Fa3Call:
     """
 
     def __init__(
-        self, world: World, table: torch.Tensor, bounds: torch.Tensor, lens: torch.Tensor, *, causal: bool
+        self, fixture: Fixture, table: torch.Tensor, bounds: torch.Tensor, lens: torch.Tensor, *, causal: bool
     ) -> None:
-        self.world, self.table, self.bounds, self.lens, self.causal = world, table, bounds, lens, causal
+        self.fixture, self.table, self.bounds, self.lens, self.causal = fixture, table, bounds, lens, causal
         self.longest_query = int((bounds[1:] - bounds[:-1]).max())
         self.metadata: torch.Tensor | None = None
 
     def plan(self) -> None:
         from sgl_kernel.flash_attn import get_scheduler_metadata
 
-        q_heads, kv_heads = self.world.heads
+        q_heads, kv_heads = self.fixture.heads
         self.metadata = get_scheduler_metadata(
             batch_size=len(self.lens), max_seqlen_q=self.longest_query, max_seqlen_k=self.table.shape[1],
-            num_heads=q_heads, num_heads_k=kv_heads, headdim=HEAD_DIM, cache_seqlens=self.lens,
+            num_heads=q_heads, num_heads_k=kv_heads, headdim=self.fixture.head_dim, cache_seqlens=self.lens,
             qkv_dtype=torch.bfloat16, cu_seqlens_q=self.bounds, page_size=1, causal=self.causal, num_splits=0,
         )  # fmt: skip
 
@@ -46,20 +45,20 @@ class Fa3Call:
         """Writes `out`; returns the natural-log lse, float32 [q_heads, queries]."""
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        k, v = paged(self.world)
+        k, v = paged(self.fixture)
         _, lse, *_ = flash_attn_with_kvcache(
-            q=self.world.q, k_cache=k, v_cache=v, page_table=self.table, cache_seqlens=self.lens,
-            cu_seqlens_q=self.bounds, max_seqlen_q=self.longest_query, softmax_scale=SCALE, causal=self.causal,
-            scheduler_metadata=self.metadata, num_splits=0, return_softmax_lse=True, out=out,
+            q=self.fixture.q, k_cache=k, v_cache=v, page_table=self.table, cache_seqlens=self.lens,
+            cu_seqlens_q=self.bounds, max_seqlen_q=self.longest_query, softmax_scale=self.fixture.scale,
+            causal=self.causal, scheduler_metadata=self.metadata, num_splits=0, return_softmax_lse=True, out=out,
         )  # fmt: skip
         return lse
 
 
-def single_queries(world: World) -> torch.Tensor:
-    return torch.arange(len(world.case.seq_lens) + 1, dtype=torch.int32, device=world.device)
+def single_queries(fixture: Fixture) -> torch.Tensor:
+    return torch.arange(len(fixture.case.seq_lens) + 1, dtype=torch.int32, device=fixture.device)
 
 
-class Fa3(Way):
+class Fa3(Baseline):
     """What SGLang decodes with on Hopper by default; scheduler metadata once per step, if that is the faster."""
 
     name = "fa3"
@@ -70,9 +69,9 @@ class Fa3(Way):
 
         self.module = sgl_kernel.flash_attn
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        self.call = Fa3Call(world, world.table, single_queries(world), world.lens, causal=True)
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        self.call = Fa3Call(fixture, fixture.table, single_queries(fixture), fixture.lens, causal=True)
         return ["metadata", "no metadata"]
 
     def use(self, option: str) -> None:
@@ -84,14 +83,14 @@ class Fa3(Way):
             self.call.plan()
 
     def run(self) -> torch.Tensor:
-        self.call.run(self.world.out)
-        return self.world.out
+        self.call.run(self.fixture.out)
+        return self.fixture.out
 
     def facts(self) -> dict[str, Any]:
         return {"option": self.option}
 
 
-class Fa3TwoPass(Way):
+class Fa3TwoPass(Baseline):
     """FA3 over the shared prefix, one sequence of queries per group, FA3 over the rest, and merge_state_v2."""
 
     name = "fa3_two_pass"
@@ -103,25 +102,25 @@ class Fa3TwoPass(Way):
 
         self.module, self.merge = sgl_kernel.flash_attn, sgl_kernel.merge_state_v2
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        self.prefix_out, self.rest_out = torch.empty_like(world.q), torch.empty_like(world.q)
-        self.lse = torch.empty(world.q.shape[:2], device=world.device)
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        self.prefix_out, self.rest_out = torch.empty_like(fixture.q), torch.empty_like(fixture.q)
+        self.lse = torch.empty(fixture.q.shape[:2], device=fixture.device)
         return [
             (cuts, metadata)
-            for cuts in candidates(world.case, RANK_BANDWIDTH, most_cuts=1, keep=2)
+            for cuts in candidates(fixture.case, RANK_BANDWIDTH, most_cuts=1, keep=2)
             for metadata in (True, False)
         ]
 
     def use(self, option: tuple[Cuts, bool]) -> None:
         cuts, self.with_metadata = self.option = option
-        world = self.world
+        fixture = self.fixture
         self.passes = []
-        for level in levels_of(world.case, cuts):
+        for level in levels_of(fixture.case, cuts):
             ranges = [(request, *kv) for request, kv in zip(level.query_bounds[:-1], level.kv_ranges, strict=True)]
-            bounds = torch.tensor(level.query_bounds, dtype=torch.int32, device=world.device)
-            lens = torch.tensor([end - begin for _, begin, end in ranges], dtype=torch.int32, device=world.device)
-            self.passes.append(Fa3Call(world, world.padded(ranges), bounds, lens, causal=False))
+            bounds = torch.tensor(level.query_bounds, dtype=torch.int32, device=fixture.device)
+            lens = torch.tensor([end - begin for _, begin, end in ranges], dtype=torch.int32, device=fixture.device)
+            self.passes.append(Fa3Call(fixture, fixture.padded(ranges), bounds, lens, causal=False))
 
     def plan(self) -> None:
         if self.with_metadata:
@@ -132,14 +131,14 @@ class Fa3TwoPass(Way):
         prefix, rest = self.passes
         prefix_lse = prefix.run(self.prefix_out).T.contiguous()
         rest_lse = rest.run(self.rest_out).T.contiguous()
-        self.merge(self.prefix_out, prefix_lse, self.rest_out, rest_lse, self.world.out, self.lse)
-        return self.world.out
+        self.merge(self.prefix_out, prefix_lse, self.rest_out, rest_lse, self.fixture.out, self.lse)
+        return self.fixture.out
 
     def facts(self) -> dict[str, Any]:
         return {"cuts": list(self.option[0]), "option": "metadata" if self.with_metadata else "no metadata"}
 
 
-class TritonDecode(Way):
+class TritonDecode(Baseline):
     """SGLang's `triton` backend: split-KV decode; the number of splits is made on the device once per step."""
 
     name = "triton"
@@ -153,25 +152,25 @@ class TritonDecode(Way):
         self.forward, self.count_splits = decode_attention_fwd, get_num_kv_splits_triton
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
-        shape = (len(world.case.seq_lens), world.heads[0], TRITON_MAX_SPLITS)
-        self.partials = torch.empty(*shape, HEAD_DIM, device=world.device)
-        self.partial_lse = torch.empty(shape, device=world.device)
-        self.splits = torch.empty(shape[0], dtype=torch.int32, device=world.device)
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
+        shape = (len(fixture.case.seq_lens), fixture.heads[0], TRITON_MAX_SPLITS)
+        self.partials = torch.empty(*shape, fixture.head_dim, device=fixture.device)
+        self.partial_lse = torch.empty(shape, device=fixture.device)
+        self.splits = torch.empty(shape[0], dtype=torch.int32, device=fixture.device)
         return [None]
 
     def plan(self) -> None:
-        requests, (q_heads, kv_heads) = len(self.splits), self.world.heads
+        requests, (q_heads, kv_heads) = len(self.splits), self.fixture.heads
         self.count_splits[(1,)](
-            self.splits, self.world.lens64, requests, 1, q_heads, kv_heads, TRITON_MAX_SPLITS, self.multiprocessors,
+            self.splits, self.fixture.lens64, requests, 1, q_heads, kv_heads, TRITON_MAX_SPLITS, self.multiprocessors,
             MAX_NUM_SEQ=max(256, self.next_power(requests)),
         )  # fmt: skip
 
     def run(self) -> torch.Tensor:
-        world = self.world
+        fixture = self.fixture
         self.forward(
-            world.q, world.k, world.v, world.out, world.kv_indptr, world.kv_indices, self.partials, self.partial_lse,
-            self.splits, TRITON_MAX_SPLITS, SCALE, 1.0, 1.0,
+            fixture.q, fixture.k, fixture.v, fixture.out, fixture.kv_indptr, fixture.kv_indices, self.partials,
+            self.partial_lse, self.splits, TRITON_MAX_SPLITS, fixture.scale, 1.0, 1.0,
         )  # fmt: skip
-        return world.out
+        return fixture.out

@@ -10,13 +10,20 @@ from dataclasses import asdict, dataclass
 import torch
 
 FLUSH_BYTES = 256 << 20
-COLD_REPLAYS = 20
 WARM_CALLS = 4  # launches in the warm graph, as of layers that follow each other
-LAUNCHES = 7
 LONG_US = 5e3  # beyond, fewer replays do
 FEW = 8
 
 Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often each time is taken."""
+
+    cold_replays: int = 20
+    warm_replays: int = 10
+    launches: int = 7
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,9 @@ class Timer:
     holds is clean, as it is after the weights of a layer were read, so no write-backs are charged to what follows.
     """
 
-    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES, effort: Effort | None = None) -> None:
         self.device = device
+        self.effort = effort or Effort()
         self._written = torch.empty(flush_bytes // 4, dtype=torch.int32, device=device)
         self._read = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=device)
         self._sink = torch.empty((), dtype=torch.int32, device=device)
@@ -63,11 +71,11 @@ class Timer:
         """All three times of a launch `run` that is planned and was run once already."""
         graph = self.capture(run)
         first = statistics.median(self.cold(graph, 3))
-        cold = sorted(self.cold(graph, COLD_REPLAYS if first < LONG_US else FEW))
+        cold = sorted(self.cold(graph, self.effort.cold_replays if first < LONG_US else FEW))
         del graph
         spread = (cold[int(0.9 * (len(cold) - 1))] - cold[int(0.1 * (len(cold) - 1))]) / statistics.median(cold)
-        warm = self.warm(run, 10 if first < LONG_US else 2)
-        launches = [self.plan_and_launch(plan, run) for _ in range(LAUNCHES)]
+        warm = self.warm(run, self.effort.warm_replays if first < LONG_US else 2)
+        launches = [self.plan_and_launch(plan, run) for _ in range(self.effort.launches)]
         return Times(statistics.median(cold), warm, statistics.median(launches[1:]), len(cold), spread)
 
     def quick(self, run: Run) -> float:
@@ -131,7 +139,7 @@ class Timer:
     def graph_floor_us(self) -> float:
         """Cold time of a graph that holds one kernel of one word: what every cold time contains besides work."""
         word = torch.zeros(1, device=self.device)
-        return statistics.median(self.cold(self.capture(lambda: word.fill_(1.0)), COLD_REPLAYS))
+        return statistics.median(self.cold(self.capture(lambda: word.fill_(1.0)), self.effort.cold_replays))
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM, Case, select
+from benchmarks.kernel.gpu_cases import select
 from benchmarks.provenance import git_commit
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.workloads.case import HEAD_DIM, Case
 
 PARTIALS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SHARPNESS = {"flat": 1.0, "sharp": 6.0}

@@ -20,12 +20,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trees import PAT_HEADS, PAT_TREES, tree_paths
-
 import sgl_prefix_attn
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.workloads.committed import PAT_HEADS, PAT_TREES, tree_paths
 
 
 def mirror_of(paths: list[list[tuple[int, int, int]]]) -> tuple[RadixMirror, np.ndarray, np.ndarray]:

@@ -31,14 +31,14 @@ SECTION = re.compile(r"\.text\.(\w+)\s+PROGBITS\s+\w+\s+\w+\s+([0-9a-f]+)")  # o
 
 
 def readable(symbol: str) -> str:
-    """ "packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
+    """ "attention_ctas 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
     element = "bf16" if "BFloat16" in symbol else "fp16"
-    if "Float8Format" in symbol:
+    if "Fp8Kv" in symbol:
         element += " over fp8"
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(packed_blocks|packed_warps|finish_unit)ILi(\d+)E", symbol)
+    kernel = re.search(r"(attention_ctas|attention_warps|run_epilogue)ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 

@@ -61,17 +61,17 @@ void bind_launches(py::module_& m) {
            py::kw_only(), py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"),
            py::arg("tickets"), py::arg("arrivals"));
   py::class_<LaunchSize>(m, "LaunchSize")
-      .def_readonly("blocks", &LaunchSize::blocks)
-      .def_readonly("few_blocks", &LaunchSize::few_blocks)
-      .def_readonly("warp_blocks", &LaunchSize::warp_blocks)
-      .def_readonly("beside", &LaunchSize::beside);
+      .def_readonly("ctas", &LaunchSize::ctas)
+      .def_readonly("few_ctas", &LaunchSize::few_ctas)
+      .def_readonly("warp_ctas", &LaunchSize::warp_ctas)
+      .def_readonly("overlap", &LaunchSize::overlap);
   m.def(
       "cuda_launch_size",
       [](int32_t head_dim, int32_t dtype, int32_t kv_dtype) {
         return launch_size(head_dim, static_cast<DType>(dtype), static_cast<DType>(kv_dtype));
       },
       py::kw_only(), py::arg("head_dim"), py::arg("dtype"), py::arg("kv_dtype"),
-      "Blocks of a packed launch on the current device. Asks the driver.");
+      "CTAs of a packed launch on the current device. Asks the driver.");
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
@@ -123,12 +123,12 @@ void bind_cuda(py::module_& m) {
   m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
         py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
-  m.def("units_of_group", &units_of_group, py::arg("group"), "See csrc/cuda/index_math.h.");
+  m.def("units_of_group", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
-  m.attr("merge_room") = kMergeRoom;
+  m.attr("merge_room") = kCombineScratchWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;
   bind_devices(m);

@@ -15,42 +15,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from tests.cuda.cases import Case, Result, check, make_case
-
-GROWTH = 5
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.view(torch.uint8).numpy()
-    return tensor.view(torch.int16).numpy().view(np.uint16)
-
-
-def emulate(
-    emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: bool = True, warps_first: bool = False
-) -> Result:
-    out = torch.full_like(case.q, torch.nan)
-    lse = torch.full(case.q.shape[:2], torch.nan)
-    pool, sinks = case.pool, case.variant["sinks"]
-    emulation.attention(
-        case.plan,
-        bits(case.q),
-        bits(pool.k_cache),
-        bits(pool.v_cache),
-        bits(out),
-        lse.numpy(),
-        pool.req_to_token.numpy(),
-        pool.req_pool_indices.numpy(),
-        case.planned_lens,
-        pool.seq_lens.numpy(),
-        growth=GROWTH,
-        bfloat16=case.q.dtype == torch.bfloat16,
-        blocks=blocks,
-        late_copies=late_copies,
-        warps_first=warps_first,
-        **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
-    )
-    return out, lse
+from tests.cuda.cases import Case, check, make_case
+from tests.cuda.emulated import GROWTH, emulate
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -209,14 +175,14 @@ def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleTyp
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
     case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=264)
     assert case.plan.num_slots > _native.merge_room
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
     assert case.plan.num_slots > 100
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 @pytest.mark.parametrize("seed", range(4))

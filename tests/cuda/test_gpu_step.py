@@ -31,7 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
         built_with_cuda=True, StepAddresses=dict,
-        cuda_launch_size=lambda **_: SimpleNamespace(blocks=4, few_blocks=2, warp_blocks=4, beside=True),
+        cuda_launch_size=lambda **_: SimpleNamespace(ctas=4, few_ctas=2, warp_ctas=4, overlap=True),
         cuda_prepare=lambda *_, **__: made.append("prepare"), cuda_attend=lambda *_, **__: made.append("attend"),
         **native,
     ))  # fmt: skip

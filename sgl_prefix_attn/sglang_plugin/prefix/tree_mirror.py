@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, RadixMirror
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import TreeReader
 
 
@@ -89,7 +89,7 @@ class TreeMirror:
         self, handles: list[Any], prefix_lens: Int64Array, live: npt.NDArray[np.bool_] | None, known: Known | None
     ) -> tuple[PrefixForest, Int64Array]:
         if known is None:
-            nodes = np.array(self._look_up(handles), dtype=np.int64)
+            nodes = int64_array(self._look_up(handles))
         else:
             nodes = known.nodes
             nodes[known.changed] = self._look_up([handles[index] for index in known.changed])

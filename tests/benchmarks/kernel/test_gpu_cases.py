@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.kernel.gpu_cases import Case, make_case, random_forest, select
+from benchmarks.kernel.gpu_cases import select
 from benchmarks.kernel.gpu_flatten import candidates, levels_of
 from benchmarks.kernel.gpu_limits import cheapest_cut, limits
-from benchmarks.kernel.trees import tree_paths
+from sgl_prefix_attn.workloads.case import Case, make_case
+from sgl_prefix_attn.workloads.committed import random_forest, tree_paths
 
 
 def tree_case(tree: str, heads: tuple[int, int] = (32, 8)) -> Case:

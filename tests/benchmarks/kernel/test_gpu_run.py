@@ -11,15 +11,16 @@ import torch
 
 from benchmarks.kernel import gpu_attention
 from benchmarks.kernel.gpu_attention import main
+from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
-from benchmarks.kernel.gpu_cases import Case, make_case, random_forest
+from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture, KvPool, pool_elements
 from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio, summary, table
 from benchmarks.kernel.gpu_timing import Times
-from benchmarks.kernel.gpu_ways import Way
-from benchmarks.kernel.gpu_world import KV_DTYPES, SCALE, KvPool, World
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.measured import read_results
 from sgl_prefix_attn.testing.reference import reference_attention
+from sgl_prefix_attn.workloads.case import Case, make_case
+from sgl_prefix_attn.workloads.committed import random_forest
 
 CPU = torch.device("cpu")
 
@@ -45,14 +46,14 @@ class FakeTimer:
         return self.lost
 
 
-class DenseWay(Way):
+class DenseBaseline(Baseline):
     """Right but for `off`; the options in `broken` raise."""
 
     def __init__(self, name: str, options: list[float], off: float = 0.0, broken: tuple[float, ...] = ()) -> None:
         self.name, self.options, self.off, self.broken = name, options, off, broken
 
-    def bind(self, world: World) -> list[Any]:
-        self.world = world
+    def bind(self, fixture: Fixture) -> list[Any]:
+        self.fixture = fixture
         return self.options
 
     def use(self, option: float) -> None:
@@ -66,9 +67,9 @@ class DenseWay(Way):
         pass
 
     def run(self) -> torch.Tensor:
-        dense = [self.world.dense(request) for request in range(len(self.world.case.paths))]
-        self.world.out.copy_(torch.stack(dense) + self.off)
-        return self.world.out
+        dense = [self.fixture.dense(request) for request in range(len(self.fixture.case.paths))]
+        self.fixture.out.copy_(torch.stack(dense) + self.off)
+        return self.fixture.out
 
 
 @pytest.fixture
@@ -76,30 +77,30 @@ def case() -> Case:
     return make_case("random/small", (8, 2), *random_forest(0, 12, 3, 20, 10))
 
 
-def run_case(case: Case, *ways: Way, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def run_case(case: Case, *ways: Baseline, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     torch.manual_seed(0)
-    pool = KvPool(case.heads[1], case.unique_tokens, CPU, kv_dtype)
+    pool = KvPool(pool_elements([case]), CPU, kv_dtype)
     return CaseRun(case, list(ways), pool, FakeTimer(), 4e12).row()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
 def test_dense_attention_of_the_world_is_the_reference(case: Case, kv_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    world = World(case, KvPool(case.heads[1], case.unique_tokens, CPU, kv_dtype), CPU)
-    assert world.kv_dtype is kv_dtype
+    fixture = Fixture(case, KvPool(pool_elements([case]), CPU, kv_dtype), CPU)
+    assert fixture.kv_dtype is kv_dtype
     expected, _ = reference_attention(
-        world.q, world.k, world.v, req_to_token=world.table, req_pool_indices=world.rows, seq_lens=world.lens64,
-        query_lens=torch.ones_like(world.lens64), scale=SCALE,
+        fixture.q, fixture.k, fixture.v, req_to_token=fixture.table, req_pool_indices=fixture.rows,
+        seq_lens=fixture.lens64, query_lens=torch.ones_like(fixture.lens64), scale=fixture.scale,
     )  # fmt: skip
-    found = torch.stack([world.dense(request, block=7) for request in range(len(case.paths))])
+    found = torch.stack([fixture.dense(request, block=7) for request in range(len(case.paths))])
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    assert world.kv_indices.tolist() == [
-        slot for row, length in zip(world.table.tolist(), case.seq_lens, strict=True) for slot in row[:length]
+    assert fixture.kv_indices.tolist() == [
+        slot for row, length in zip(fixture.table.tolist(), case.seq_lens, strict=True) for slot in row[:length]
     ]
 
 
 def test_the_fastest_option_that_works_is_measured(case: Case) -> None:
-    row = run_case(case, DenseWay(OURS, [5.0]), DenseWay("fa3", [9.0, 4.0, 7.0], broken=(4.0,)))
+    row = run_case(case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [9.0, 4.0, 7.0], broken=(4.0,)))
     assert row["ways"]["fa3"]["cold_us"] == 7.0
     assert row["ways"]["fa3"]["error"] < 1e-2
     assert row["ways"][OURS]["step_launch_us"] == 3.0
@@ -107,8 +108,9 @@ def test_the_fastest_option_that_works_is_measured(case: Case) -> None:
 
 def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case) -> None:
     row = run_case(
-        case, DenseWay(OURS, [5.0]), DenseWay("fa3", [1.0], off=0.1), DenseWay("triton", [1.0], broken=(1.0,)),
-        DenseWay("flashinfer_decode_cc", [8.0]), DenseWay("flashinfer_cascade", []),
+        case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [1.0], off=0.1),
+        DenseBaseline("triton", [1.0], broken=(1.0,)), DenseBaseline("flashinfer_decode_cc", [8.0]),
+        DenseBaseline("flashinfer_cascade", []),
     )  # fmt: skip
     assert "wrong result" in row["ways"]["fa3"]["failed"]
     assert row["ways"]["triton"]["failed"] == "NotImplementedError: no kernel for 1.0"
@@ -119,7 +121,7 @@ def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case)
 
 
 def test_bytes_and_limits_are_those_of_the_kv_type(case: Case) -> None:
-    wide, narrow = (run_case(case, DenseWay(OURS, [5.0]), kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES.values())
+    wide, narrow = (run_case(case, DenseBaseline(OURS, [5.0]), kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES.values())
     assert wide["kv_bytes"] == 2 * narrow["kv_bytes"] == case.unique_tokens * 2 * 2 * 128 * 2
     assert narrow["limits"]["mma_us"] == wide["limits"]["mma_us"]
     saved_us = narrow["kv_bytes"] / 4e12 * 1e6
@@ -130,7 +132,9 @@ def test_bytes_and_limits_are_those_of_the_kv_type(case: Case) -> None:
 def test_routing_reads_what_is_written(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     header = {"machine": {"gpu": "H200", "date": "today"}, "commit": "abc", "kv_dtype": "fp8_e4m3"}
-    Results(path, header).add(run_case(case, DenseWay(OURS, [5.0]), DenseWay("fa3", [7.0])))
+    Results(path, header).add(
+        run_case(case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [7.0]), kv_dtype=torch.float8_e4m3fn)
+    )
     (measured,) = read_results(path).cases
     assert (measured.packed, measured.stock) == ({"native": 5.0}, {"fa3": 7.0})
     assert measured.shape == ModelShape(8, 2, 128, kv_bytes=1)
@@ -139,7 +143,7 @@ def test_routing_reads_what_is_written(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_of_ours_is_no_measure_for_the_others(case: Case) -> None:
-    row = run_case(case, DenseWay(OURS, [5.0], off=0.1), DenseWay("fa3", [1.0]))
+    row = run_case(case, DenseBaseline(OURS, [5.0], off=0.1), DenseBaseline("fa3", [1.0]))
     assert "failed" in row["ways"][OURS]
     assert row["ways"]["fa3"]["cold_us"] == 1.0
     assert ratio(row) is None
@@ -148,10 +152,10 @@ def test_a_wrong_result_of_ours_is_no_measure_for_the_others(case: Case) -> None
 
 def test_nothing_runs_after_the_device_is_lost(case: Case) -> None:
     torch.manual_seed(0)
-    pool = KvPool(case.heads[1], case.unique_tokens, CPU)
+    pool = KvPool(pool_elements([case]), CPU)
     timer = FakeTimer()
     timer.lost = True
-    ways = [DenseWay(OURS, [1.0], broken=(1.0,)), DenseWay("fa3", [1.0])]
+    ways = [DenseBaseline(OURS, [1.0], broken=(1.0,)), DenseBaseline("fa3", [1.0])]
     run = CaseRun(case, ways, pool, timer, 4e12)  # type: ignore[arg-type]
     assert list(run.row()["ways"]) == [OURS]
     assert run.device_lost
@@ -197,26 +201,26 @@ def test_results_survive_a_kill_and_are_resumed(tmp_path: Path) -> None:
 
 
 def test_a_ways_missing_package_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(device: torch.device) -> Way:
+    def missing(device: torch.device) -> Baseline:
         raise ModuleNotFoundError("No module named 'flashinfer'")
 
     monkeypatch.setattr(gpu_attention, "makers", lambda overrides: {"fa3": missing, "triton": missing})
-    ways, absent = gpu_attention.make_ways(["fa3"], {}, CPU)
+    ways, absent = gpu_attention.make_baselines(["fa3"], {}, CPU)
     assert ways == []
     assert absent == {"fa3": "ModuleNotFoundError: No module named 'flashinfer'"}
 
 
 def test_a_way_that_takes_no_such_kv_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_bf16(device: torch.device) -> Way:
-        way = DenseWay("fa3", [1.0])
-        way.kv_dtypes = (torch.bfloat16,)
-        return way
+    def only_bf16(device: torch.device) -> Baseline:
+        baseline = DenseBaseline("fa3", [1.0])
+        baseline.kv_dtypes = (torch.bfloat16,)
+        return baseline
 
     monkeypatch.setattr(gpu_attention, "makers", lambda overrides: {"fa3": only_bf16})
-    ways, absent = gpu_attention.make_ways(["fa3"], {}, CPU, torch.float8_e4m3fn)
+    ways, absent = gpu_attention.make_baselines(["fa3"], {}, CPU, torch.float8_e4m3fn)
     assert ways == []
     assert absent == {"fa3": "ValueError: takes no KV in torch.float8_e4m3fn with queries in bf16"}
-    assert len(gpu_attention.make_ways(["fa3"], {}, CPU)[0]) == 1
+    assert len(gpu_attention.make_baselines(["fa3"], {}, CPU)[0]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

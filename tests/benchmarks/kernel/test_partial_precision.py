@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.kernel.gpu_cases import Case, make_case, random_forest, select
+from benchmarks.kernel.gpu_cases import select
 from benchmarks.kernel.partial_precision import errors, ranges_of_queries
+from sgl_prefix_attn.workloads.case import Case, make_case
+from sgl_prefix_attn.workloads.committed import random_forest
 
 CASES = [*select(["pat/12"], [(32, 8)]), make_case("random/small", (32, 8), *random_forest(1, 40, 4, 300, 90))]
 

@@ -1,0 +1,53 @@
+"""The source distribution holds what a build needs, and a wheel built from it runs a packed step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder), "sdist", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def test_the_source_distribution_is_complete(sdist: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "csrc", "patches", "sgl_prefix_attn"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    wanted = set(listed.stdout.split())
+    assert len(wanted) > 200
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert wanted - held == set()
+    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md"} <= held
+
+
+@pytest.mark.slow
+def test_a_wheel_of_the_source_distribution_runs_a_packed_step(sdist: Path, tmp_path: Path) -> None:
+    """The environment sees this one's torch and numpy, but not this checkout."""
+    environment = tmp_path / "empty"
+    venv.create(environment, with_pip=True)
+    python = str(environment / "bin" / "python")
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    (site / "host.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    command = [python, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(sdist)]
+    subprocess.run(command, check=True, capture_output=True, env={"PREFIXPACK_CUDA": "0", "PATH": "/usr/bin:/bin"})
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([python, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)], check=True)
+    example = (ROOT / "docs" / "how-it-works.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert "packed_attention" in example
+    done = subprocess.run([python, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
