@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernel.gpu_cases import HEAD_DIM, select
+from benchmarks.kernel.gpu_cases import select
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.workloads.case import HEAD_DIM
 from tests.core.forests import random_paths
 
 DIGESTS = FilePath(__file__).parent / "data" / "golden_plans.json"

@@ -132,8 +132,8 @@ class BatchTracker:
         self._mirror: TreeMirror | None = None
         self._no_mirror = fallback_reasons.UNKNOWN_TREE
         self._decode: _DecodeState | None = None
-        # Requests prefilled since the last change of the decode batch. Weak: a server that only prefills never clears it,
-        # and the requests hold device memory.
+        # Requests prefilled since the last change of the decode batch. Weak: a server that only prefills never clears
+        # them, and they hold device memory.
         self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
