@@ -24,16 +24,18 @@ class PartialWorkspace:
 
     Attributes:
         layout: layout and options of the last call on the CPU, None before the first.
-        params: native parameters of that call; the next call with the same layout sets addresses only.
+        tables: addresses of that call which usually stay the same over the layers of a step.
+        params: native parameters of that call; the next call sets only what differs.
         sizes: tensor sizes of that call.
         steps: buffers of the GPU kernels.
     """
 
-    __slots__ = ("_buffer", "layout", "params", "sizes", "steps")
+    __slots__ = ("_buffer", "layout", "params", "sizes", "steps", "tables")
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32)
         self.layout: tuple[Any, ...] | None = None
+        self.tables: tuple[int, ...] | None = None
         self.params: _native.AttentionParams
         self.sizes: _native.TensorSizes
         self.steps = StepPool()
@@ -207,19 +209,22 @@ def packed_attention(
             max_context=context,
             num_slots=num_slots,
         )
-        workspace.layout = layout
+        workspace.layout, workspace.tables = layout, None
     else:
         params = workspace.params
     params.q = q.data_ptr()
     params.k = k_cache.data_ptr()
     params.v = v_cache.data_ptr()
     params.o = out.data_ptr()
-    params.lse = lse_address
-    params.sinks = sinks_address
-    params.req_to_token = req_to_token.data_ptr()
-    params.req_pool_indices = req_pool_indices.data_ptr()
-    params.seq_lens = seq_lens.data_ptr()
-    params.partial_o, params.partial_lse = partial_o, partial_lse
+    tables = (
+        req_to_token.data_ptr(), req_pool_indices.data_ptr(), seq_lens.data_ptr(), partial_lse, lse_address,
+        sinks_address, partial_o,
+    )  # fmt: skip
+    if tables != workspace.tables:
+        params.req_to_token, params.req_pool_indices, params.seq_lens = tables[:3]
+        params.partial_o, params.partial_lse = partial_o, partial_lse
+        params.lse, params.sinks = lse_address, sinks_address
+        workspace.tables = tables
     _native.run_plan_cpu(plan, params, workspace.sizes, threads=threads, isa=isa)
     return out
 
