@@ -1,4 +1,11 @@
-# Types of the native module; documented where Python hands them out (core/).
+"""Types of the native module. Arrays that it returns are read-only views that keep their owner alive.
+
+Addresses are of host memory for the CPU executor and of device memory for CUDA. Strides count elements, not bytes.
+Errors: ValueError for impossible values; MemoryError, OverflowError and RuntimeError as C++ raises them.
+"""
+
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -6,72 +13,195 @@ _Int32 = npt.NDArray[np.int32]
 _Int64 = npt.NDArray[np.int64]
 
 built_with_cuda: bool
-# 32-bit words of the device's structs (csrc/cuda/kernel_params.h).
+# Sizes of the device's structs in 32-bit words (csrc/cuda/kernel_params.h).
 plan_header_words: int
 plan_padding_words: int
 plan_item_words: int
 item_record_words: int
+# Partial results of one query that the CUDA kernels can combine.
 merge_room: int
 
 class CudaDevice:
     name: str
-    compute_capability: int
+    compute_capability: int  # 10 * major + minor
     multiprocessors: int
-    shared_memory_per_block: int
+    shared_memory_per_block: int  # bytes
     l2_bytes: int
 
 def cuda_devices() -> list[CudaDevice]: ...
-def units_of_group(group: int) -> int: ...
+def units_of_group(group: int) -> int:
+    """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
+
 def serialize_plan(
-    plan: Plan, seq_lens: _Int64, growth: int, group: int, kv_heads: int = 1, warp_blocks: int = 0
-) -> tuple[_Int32, int]: ...
+    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_blocks: int = 0
+) -> tuple[_Int32, int]:
+    """The plan as one block of words for the device, and the KV slots that it needs room for.
+
+    Args:
+        plan: made for the group.
+        seq_lens: [num_requests] KV lengths that the plan was made for.
+        growth: tokens by which tails may grow before another plan is loaded.
+        group: query heads of a KV head.
+        kv_heads: KV heads.
+        warp_blocks: CTAs of the launch whose warps take work tiles of their own.
+
+    Raises:
+        OverflowError: more than 2^31 - 1 KV slots.
+        ValueError: lengths of another batch.
+    """
+
+class AttentionParams:
+    """One attention layer's tensors and options. One object serves all layers of a step: set what differs.
+
+    Addresses are 0 and strides 0 until they are set; scale and v_scale are 1, window_left is -1, logit_cap is 0.
+    """
+
+    def __init__(self, *, q_heads: int, kv_heads: int, head_dim: int, dtype: int, kv_dtype: int) -> None: ...
+    @property
+    def q_heads(self) -> int:
+        """Query heads, a multiple of kv_heads."""
+
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head of q, k, v and o."""
+
+    @property
+    def dtype(self) -> int:
+        """Type of q and o: 0 float32, 1 bfloat16, 2 float16."""
+
+    @property
+    def kv_dtype(self) -> int:
+        """Type of k and v: as dtype, or 3 float8_e4m3fn."""
+    q: int  # address of queries [num_tokens, q_heads, head_dim]; innermost stride 1
+    k: int  # address of keys [num_slots, kv_heads, head_dim]; innermost stride 1
+    v: int  # address of values, same shape as k; innermost stride 1
+    o: int  # address of outputs, same shape as q; innermost stride 1
+    lse: int  # address of float32 [num_tokens, q_heads], natural logarithm of the softmax denominator; 0 for none
+    q_token_stride: int
+    q_head_stride: int
+    k_slot_stride: int
+    k_head_stride: int
+    v_slot_stride: int
+    v_head_stride: int
+    o_token_stride: int
+    o_head_stride: int
+    lse_token_stride: int
+    req_to_token: int  # address of int32 [max_requests, max_context], KV slot of a position (CPU executor only)
+    req_to_token_stride: int  # of rows
+    req_pool_indices: int  # address of int64 [num_requests], row of req_to_token by batch index (CPU executor only)
+    seq_lens: int  # address of int64 [num_requests], KV length with the step's own tokens (CPU executor only)
+    sinks: int  # address of float32 [q_heads], logits that take part in the denominator; 0 for none
+    partial_o: int  # address of float32 [partial slots, q_heads, head_dim], workspace
+    partial_lse: int  # address of float32 [partial slots, q_heads], workspace
+    window_left: int  # positions before its own that a query sees; negative for all
+    scale: float  # softmax scale times the factor of stored keys
+    v_scale: float  # factor of stored values
+    logit_cap: float  # scores become logit_cap * tanh(score / logit_cap); 0 for none
+
+class TensorSizes:
+    """Sizes of the tensors behind AttentionParams, for the check of indices.
+
+    Args:
+        num_tokens: rows of q and o.
+        num_requests: entries of req_pool_indices and seq_lens.
+        max_requests: rows of req_to_token.
+        max_context: columns of req_to_token.
+        num_slots: slots of the KV cache.
+    """
+
+    def __init__(
+        self, *, num_tokens: int, num_requests: int, max_requests: int, max_context: int, num_slots: int
+    ) -> None: ...
+
+def cpu_isas() -> list[str]:
+    """Instruction sets that `run_plan_cpu` has kernels for on this machine, best first."""
+
+def run_plan_cpu(plan: Plan, params: AttentionParams, sizes: TensorSizes, *, threads: int, isa: str) -> None:
+    """Runs one layer on the CPU. The caller vouches for addresses, strides and types.
+
+    Args:
+        plan: of the batch.
+        params: the layer.
+        sizes: of its tensors.
+        threads: threads to use, at least 1.
+        isa: one of `cpu_isas`; empty for the best.
+
+    Raises:
+        ValueError: an index of the plan or the tables that leads outside a tensor.
+    """
 
 # Only where built_with_cuda:
 class StepAddresses:
+    """Device buffers of a step; sizes in csrc/cuda/kernel_params.h."""
+
     def __init__(
-        self, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
+        self, *, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
     ) -> None: ...
 
-def cuda_launch_size(head_dim: int, dtype: int, kv_dtype: int) -> tuple[int, int, int, bool]: ...
+class LaunchSize:
+    ctas: int  # CTAs that take tiles of whole CTAs
+    few_ctas: int  # of these, CTAs that run where most of the work is in tiles of one warp
+    warp_ctas: int  # CTAs whose warps take tiles of their own
+    overlap: bool  # whether the second kernel may begin beside the first: compute capability 9.0 and later
+
+def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
+    """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""
+
 def cuda_prepare(
     step: StepAddresses,
+    *,
     req_to_token: int,
     req_to_token_stride: int,
     req_pool_indices: int,
     seq_lens: int,
     blocks: int,
     stream: int,
-) -> None: ...
-def cuda_attend(step: StepAddresses, *arguments: float | tuple[int, int, int, bool]) -> None: ...
+) -> None:
+    """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `blocks` CTAs."""
+
+def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, stream: int) -> None:
+    """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call."""
 
 class Forest:
+    """Shared-prefix structure of a batch; nodes in depth-first preorder."""
+
     num_requests: int
     num_nodes: int
-    order: _Int32
-    node_parent: _Int32
-    node_begin: _Int32
-    node_end: _Int32
-    node_first: _Int32
-    node_last: _Int32
-    node_request: _Int32
-    tail_begin: _Int32
-    tail_node: _Int32
+    order: _Int32  # [num_requests] batch indices, depth first
+    node_parent: _Int32  # [num_nodes] index of the parent node, -1 for none
+    node_begin: _Int32  # [num_nodes] first KV position
+    node_end: _Int32  # [num_nodes] one past the last KV position
+    node_first: _Int32  # [num_nodes] start of the node's requests in order
+    node_last: _Int32  # [num_nodes] end of the node's requests in order
+    node_request: _Int32  # [num_nodes] batch index of the request whose KV slots stand for all
+    tail_begin: _Int32  # [num_requests] by batch index: first KV position of its own
+    tail_node: _Int32  # [num_requests] by batch index: deepest node, -1 for none
 
 class RadixMirror:
+    """See sgl_prefix_attn.core.forest.RadixMirror."""
+
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
     def known(self, node_id: int) -> bool: ...
-    def put(self, node_id: int, parent_id: int, begin: int, end: int) -> None: ...
-    def split_suspects(self, parent_id: int, begin: int, end: int) -> list[int]: ...
-    def clear(self) -> None: ...
+    def end_of(self, node_id: int) -> int: ...
+    def put(self, *, parent_id: int, begin: int, ids: Sequence[int], ends: Sequence[int], leaf: bool) -> None: ...
     def forest(self, last_nodes: _Int64, prefix_lens: _Int64, live: npt.NDArray[np.bool_] | None = None) -> Forest: ...
+    def take_stale(self) -> list[int]: ...
+    def clear(self) -> None: ...
 
 class ModelShape:
-    def __init__(self, q_heads: int, kv_heads: int, head_dim: int, kv_bytes: int, partial_bytes: int) -> None: ...
+    """See sgl_prefix_attn.core.planner.ModelShape."""
+
+    def __init__(self, *, q_heads: int, kv_heads: int, head_dim: int, kv_bytes: int, partial_bytes: int) -> None: ...
 
 class DeviceModel:
+    """See sgl_prefix_attn.core.planner.DeviceModel."""
+
     def __init__(
         self,
+        *,
         workers: int,
         bandwidth: float,
         flops: float,
@@ -94,19 +224,24 @@ class DeviceModel:
     ) -> None: ...
 
 class Plan:
+    """What one attention step executes; immutable. Entries are query tokens in packed order."""
+
     num_requests: int
     num_queries: int
-    num_slots: int
-    kv_tokens_packed: int
-    kv_tokens_per_request: int
-    kv_tokens_unique: int
-    narrow_prevails: bool
-    query_token: _Int32
-    query_request: _Int32
-    query_back: _Int32
-    merge_query: _Int32
-    merge_offset: _Int32
-    merge_slot: _Int32
+    num_slots: int  # partial slots; a slot holds every query head of one query
+    kv_tokens_packed: int  # KV positions that the items read, once per item
+    kv_tokens_per_request: int  # KV positions that request-wise attention reads
+    kv_tokens_unique: int  # KV positions of the batch, each once
+    narrow_prevails: bool  # whether most of the work is in items that take only a part of a worker
+    query_token: _Int32  # [num_queries] row of q and o
+    query_request: _Int32  # [num_queries] batch index
+    query_back: _Int32  # [num_queries] tokens of the request after this one
+    merge_query: _Int32  # [merges] entries with more than one partial result
+    merge_offset: _Int32  # [merges + 1] start of a merge in merge_slot
+    merge_slot: _Int32  # partial slots in ascending KV position, the order of summation
+    # [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request whose
+    # KV slots are read, first KV position, one past the last KV position (-1: up to each query's own), first partial
+    # slot (-1: writes the output), rows of the tile.
     items: _Int32
 
 class Machine:
@@ -141,24 +276,32 @@ def simulate_makespan(
 ) -> tuple[float, float, float]: ...
 
 class Planner:
+    """See sgl_prefix_attn.core.planner.Planner."""
+
     def __init__(self, shape: ModelShape, device: DeviceModel, max_growth: int) -> None: ...
     def plan(self, forest: Forest, seq_lens: _Int64, query_lens: _Int64 | None = None) -> Plan: ...
     plans_made: int
     plans_reused: int
     plan_seconds: float
-    kv_tokens: tuple[int, int, int]
+    kv_tokens: tuple[int, int, int]  # packed, per request, unique
 
-def grown_by(seq_lens: _Int64, before: _Int64, growth: int) -> bool: ...
+def grown_by(seq_lens: _Int64, before: _Int64, growth: int) -> bool:
+    """Whether each length is the one before plus `growth` tokens; False if they are not as many."""
+
 def packing_costs(
     forest: Forest,
     seq_lens: _Int64,
     query_lens: _Int64 | None,
     shape: ModelShape,
     device: DeviceModel,
+    *,
     exhaustive: bool,
-) -> tuple[float, float, float]: ...
+) -> tuple[float, float, float]:
+    """For tests, in seconds: the packing's own cost, its packs' cost added up, the cheapest of all packings or -1."""
 
 class PrefixTree:
+    """See sgl_prefix_attn.offline.prefix_tree."""
+
     def __init__(self, tokens: _Int32, offsets: _Int64) -> None: ...
     num_nodes: int
     order: _Int32
@@ -173,5 +316,3 @@ class PrefixTree:
     def enlarged_first_level(self) -> _Int32: ...
 
 def common_prefix_lengths(tokens: _Int32, offsets: _Int64, sequence: _Int64) -> _Int32: ...
-def cpu_isas() -> list[str]: ...
-def run_plan_cpu(plan: Plan, *addresses_strides_and_options: float | str) -> None: ...

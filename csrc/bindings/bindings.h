@@ -5,6 +5,7 @@
 namespace prefixpack {
 
 void bind_plan(pybind11::module_& m);
+void bind_attention(pybind11::module_& m);
 void bind_cpu(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_offline(pybind11::module_& m);

@@ -3,7 +3,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -59,15 +58,20 @@ void bind_launches(py::module_& m) {
                        uintptr_t tickets, uintptr_t arrivals) {
              return StepAddresses{words, items, query_position, kv_slots, tickets, arrivals};
            }),
-           py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"), py::arg("tickets"),
-           py::arg("arrivals"));
+           py::kw_only(), py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"),
+           py::arg("tickets"), py::arg("arrivals"));
+  py::class_<LaunchSize>(m, "LaunchSize")
+      .def_readonly("ctas", &LaunchSize::ctas)
+      .def_readonly("few_ctas", &LaunchSize::few_ctas)
+      .def_readonly("warp_ctas", &LaunchSize::warp_ctas)
+      .def_readonly("overlap", &LaunchSize::overlap);
   m.def(
       "cuda_launch_size",
       [](int32_t head_dim, int32_t dtype, int32_t kv_dtype) {
-        const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype), static_cast<DType>(kv_dtype));
-        return py::make_tuple(size.ctas, size.few_ctas, size.warp_ctas, size.overlap);
+        return launch_size(head_dim, static_cast<DType>(dtype), static_cast<DType>(kv_dtype));
       },
-      "Blocks of a packed launch: the fields of LaunchSize in csrc/cuda/launch.h.");
+      py::kw_only(), py::arg("head_dim"), py::arg("dtype"), py::arg("kv_dtype"),
+      "CTAs of a packed launch on the current device. Asks the driver.");
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
@@ -80,49 +84,20 @@ void bind_launches(py::module_& m) {
         params.attention.seq_lens = pointer<const int64_t>(seq_lens);
         launch_prepare(params, blocks, pointer<void>(stream));
       },
-      "Launches the step's preparation. See sgl_prefix_attn.core.gpu.GpuStep.prepare.");
+      py::arg("step"), py::kw_only(), py::arg("req_to_token"), py::arg("req_to_token_stride"),
+      py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("blocks"), py::arg("stream"),
+      "Launches the preparation of a step. See sgl_prefix_attn.core.cuda_step.GpuStep.prepare.");
   m.def(
       "cuda_attend",
-      [](const StepAddresses& step, uintptr_t q, int64_t q_token_stride, int64_t q_head_stride, uintptr_t k,
-         int64_t k_slot_stride, int64_t k_head_stride, uintptr_t v, int64_t v_slot_stride, int64_t v_head_stride,
-         uintptr_t o, int64_t o_token_stride, int64_t o_head_stride, uintptr_t lse, int64_t lse_token_stride,
-         uintptr_t sinks, uintptr_t partial_o, uintptr_t partial_lse, int32_t dtype, int32_t kv_dtype, int32_t q_heads,
-         int32_t kv_heads, int32_t head_dim, int32_t window_left, float scale, float v_scale, float logit_cap,
-         std::tuple<int32_t, int32_t, int32_t, bool> size, uintptr_t stream) {
+      [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, uintptr_t stream) {
         KernelParams params{};
         step.fill(params);
-        AttentionParams& attention = params.attention;
-        attention.q = pointer<const void>(q);
-        attention.q_token_stride = q_token_stride;
-        attention.q_head_stride = q_head_stride;
-        attention.k = pointer<const void>(k);
-        attention.k_slot_stride = k_slot_stride;
-        attention.k_head_stride = k_head_stride;
-        attention.v = pointer<const void>(v);
-        attention.v_slot_stride = v_slot_stride;
-        attention.v_head_stride = v_head_stride;
-        attention.o = pointer<void>(o);
-        attention.o_token_stride = o_token_stride;
-        attention.o_head_stride = o_head_stride;
-        attention.lse = pointer<float>(lse);
-        attention.lse_token_stride = lse_token_stride;
-        attention.sinks = pointer<const float>(sinks);
-        attention.partial_o = pointer<float>(partial_o);
-        attention.partial_lse = pointer<float>(partial_lse);
-        attention.dtype = static_cast<DType>(dtype);
-        attention.kv_dtype = static_cast<DType>(kv_dtype);
-        attention.q_heads = q_heads;
-        attention.kv_heads = kv_heads;
-        attention.head_dim = head_dim;
-        params.heads = heads_of(q_heads, kv_heads);
-        attention.window_left = window_left;
-        attention.scale = scale;
-        attention.v_scale = v_scale;
-        attention.logit_cap = logit_cap;
-        launch_attention(params, {std::get<0>(size), std::get<1>(size), std::get<2>(size), std::get<3>(size)},
-                         pointer<void>(stream));
+        params.attention = attention;
+        params.heads = heads_of(attention.q_heads, attention.kv_heads);
+        launch_attention(params, size, pointer<void>(stream));
       },
-      "Launches packed attention of one layer. See sgl_prefix_attn.core.gpu.GpuStep.attend.");
+      py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("stream"),
+      "Launches packed attention of one layer. See sgl_prefix_attn.core.cuda_step.GpuStep.attend.");
 }
 
 void bind_devices(py::module_& m) {
@@ -145,8 +120,8 @@ void bind_devices(py::module_& m) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
-        py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
+  m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
+        py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
   m.def("units_of_group", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;

@@ -71,8 +71,10 @@ void bind_forest(py::module_& m) {
       .def(py::init<>())
       .def("__len__", &RadixMirror::size)
       .def("known", &RadixMirror::known, py::arg("node_id"))
-      .def("put", &RadixMirror::put, py::arg("node_id"), py::arg("parent_id"), py::arg("begin"), py::arg("end"))
-      .def("split_suspects", &RadixMirror::split_suspects, py::arg("parent_id"), py::arg("begin"), py::arg("end"))
+      .def("end_of", &RadixMirror::end_of, py::arg("node_id"))
+      .def("put", &RadixMirror::put, py::kw_only(), py::arg("parent_id"), py::arg("begin"), py::arg("ids"),
+           py::arg("ends"), py::arg("leaf"))
+      .def("take_stale", &RadixMirror::take_stale)
       .def("clear", &RadixMirror::clear)
       .def(
           "forest",
@@ -95,7 +97,8 @@ void bind_planner(py::module_& m) {
       .def(py::init([](int32_t q_heads, int32_t kv_heads, int32_t head_dim, int32_t kv_bytes, int32_t partial_bytes) {
              return ModelShape{q_heads, kv_heads, head_dim, kv_bytes, partial_bytes};
            }),
-           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("kv_bytes"), py::arg("partial_bytes"));
+           py::kw_only(), py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("kv_bytes"),
+           py::arg("partial_bytes"));
 
   py::class_<DeviceModel>(m, "DeviceModel")
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
@@ -125,8 +128,8 @@ void bind_planner(py::module_& m) {
              device.overlap = overlap;
              return device;
            }),
-           py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"), py::arg("reread"),
-           py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
+           py::kw_only(), py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"),
+           py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
            py::arg("wide_flops") = 1.0, py::arg("fill_share") = 1.0, py::arg("merge_step") = 0.0,
@@ -233,7 +236,7 @@ void bind_planner(py::module_& m) {
         return py::make_tuple(packing.cost, added_up, lowest);
       },
       py::arg("forest").none(false), py::arg("seq_lens"), py::arg("query_lens"), py::arg("shape"), py::arg("device"),
-      py::arg("exhaustive"),
+      py::kw_only(), py::arg("exhaustive"),
       "For tests: (the packing's own cost, its packs' cost added up, the cheapest of all packings or -1), in seconds.");
 }
 

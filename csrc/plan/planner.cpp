@@ -11,6 +11,9 @@ namespace prefixpack {
 
 namespace {
 
+// Of a forest: the packing recurses once per level, and partial results grow with the square of the depth.
+constexpr int32_t kMaxDepth = 4096;
+
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
@@ -86,6 +89,8 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   const auto start = std::chrono::steady_clock::now();
   const BatchLens lens{seq_lens, query_lens};
   check_lens(*forest, lens);
+  require(forest->depth <= kMaxDepth, "the forest is " + std::to_string(forest->depth) +
+                                          " nodes deep; the planner supports " + std::to_string(kMaxDepth));
   Schedule schedule = make_schedule(*forest, lens, pack_forest(*forest, lens, cost_), cost_);
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
   forest_ = query_lens == nullptr ? forest : nullptr;

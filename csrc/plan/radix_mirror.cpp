@@ -3,16 +3,19 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace prefixpack {
 
 namespace {
 
-// Nodes that no forest of this many generations used are forgotten once they are the majority.
+// A sweep forgets nodes that no forest of the last kKeepGenerations used, once they are the majority.
 constexpr uint32_t kKeepGenerations = 256;
 constexpr size_t kSweepSlack = 4096;
+// Forests between two counts of such nodes: a count visits every known node.
+constexpr uint32_t kSweepInterval = 32;
 
-// Members of each node (or of the root, index num_nodes) in ascending order, as compressed rows.
+// Members of each node in ascending order, as compressed sparse rows. Row num_nodes holds the members of the root.
 class Members {
  public:
   Members(const std::vector<int32_t>& node_of, size_t num_nodes) : offset_(num_nodes + 2, 0), member_(node_of.size()) {
@@ -59,6 +62,7 @@ void write_preorder(const std::vector<SharedNode>& nodes, const std::vector<int3
       forest.tail_node[*request] = position;
       forest.tail_begin[*request] = position < 0 ? 0 : forest.node_end[position];
     }
+    forest.depth = std::max(forest.depth, static_cast<int32_t>(stack.size()));  // without the root
     stack.push_back({node, position, children.begin(node)});
   };
   enter(nodes.size(), -1);
@@ -86,63 +90,86 @@ void write_preorder(const std::vector<SharedNode>& nodes, const std::vector<int3
 void RadixMirror::clear() {
   nodes_.clear();
   slot_of_.clear();
+  stale_.clear();
+  root_splits_ = 0;
 }
 
-void RadixMirror::put(int64_t id, int64_t parent_id, int32_t begin, int32_t end) {
-  const std::string what = "radix node " + std::to_string(id);
-  if (id < 0) throw std::invalid_argument(what + ": ids are not negative");
-  if (begin < 0 || end <= begin) {
-    throw std::invalid_argument(what + ": [" + std::to_string(begin) + ", " + std::to_string(end) +
-                                ") is no range of positions");
+int32_t RadixMirror::end_of(int64_t id) const {
+  const auto found = slot_of_.find(id);
+  return found == slot_of_.end() ? -1 : nodes_[found->second].end;
+}
+
+void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_t>& ids,
+                      const std::vector<int32_t>& ends, bool leaf) {
+  if (ids.empty() || ids.size() != ends.size()) {
+    throw std::invalid_argument("a branch of " + std::to_string(ids.size()) + " nodes with " +
+                                std::to_string(ends.size()) + " ends");
   }
   int32_t parent = -1;
   if (parent_id != -1) {
     const auto found = slot_of_.find(parent_id);
-    if (found == slot_of_.end()) throw std::invalid_argument(what + ": unknown parent " + std::to_string(parent_id));
+    if (found == slot_of_.end()) {
+      throw std::invalid_argument("radix node " + std::to_string(ids[0]) + ": unknown parent " +
+                                  std::to_string(parent_id));
+    }
     parent = found->second;
   }
   const int32_t expected = parent < 0 ? 0 : nodes_[parent].end;
   if (begin != expected) {
-    throw std::invalid_argument(what + ": begins at " + std::to_string(begin) + ", but its parent ends at " +
-                                std::to_string(expected));
+    throw std::invalid_argument("radix node " + std::to_string(ids[0]) + ": begins at " + std::to_string(begin) +
+                                ", but its parent ends at " + std::to_string(expected));
   }
-  for (int32_t above = parent; above >= 0; above = nodes_[above].parent) nodes_[above].used = generation_;
-  const auto [entry, inserted] = slot_of_.try_emplace(id, static_cast<int32_t>(nodes_.size()));
-  if (inserted) {
-    nodes_.push_back({id, parent, begin, end, generation_, 0, -1, -1});
-  } else {
-    Node& node = nodes_[entry->second];
+  mark_used(parent);
+  const bool inner = ids.size() > 1 || !leaf;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const std::string what = "radix node ";
+    if (ids[i] < 0) throw std::invalid_argument(what + std::to_string(ids[i]) + ": ids are not negative");
+    if (begin < 0 || ends[i] <= begin) {
+      throw std::invalid_argument(what + std::to_string(ids[i]) + ": [" + std::to_string(begin) + ", " +
+                                  std::to_string(ends[i]) + ") is no range of positions");
+    }
+    const auto [entry, inserted] = slot_of_.try_emplace(ids[i], static_cast<int32_t>(nodes_.size()));
+    const int32_t slot = entry->second;
+    if (inserted) {
+      nodes_.emplace_back();
+    } else if (nodes_[slot].end != ends[i]) {  // also keeps cycles out: ends ascend along every path
+      throw std::invalid_argument(what + std::to_string(ids[i]) + ": ends at " + std::to_string(ends[i]) +
+                                  ", but was known to end at " + std::to_string(nodes_[slot].end));
+    }
+    // A new node with children may have been inserted by a split: its siblings may now be below it. The other nodes of
+    // the branch have no known siblings.
+    if (i == 0 && inserted && inner) ++splits_below(parent);
+    Node& node = nodes_[slot];
+    node.id = ids[i];
     node.parent = parent;
     node.begin = begin;
-    node.end = end;
+    node.end = ends[i];
     node.used = generation_;
+    node.checked = splits_below(parent);
+    parent = slot;
+    begin = ends[i];
   }
 }
 
-std::vector<int64_t> RadixMirror::split_suspects(int64_t parent_id, int32_t begin, int32_t end) const {
-  std::vector<int64_t> suspects;
-  int32_t parent = -1;
-  if (parent_id != -1) {
-    const auto found = slot_of_.find(parent_id);
-    if (found == slot_of_.end()) return suspects;
-    parent = found->second;
-  }
-  for (const Node& node : nodes_) {
-    if (node.parent == parent && node.begin == begin && node.end > end) suspects.push_back(node.id);
-  }
-  return suspects;
+void RadixMirror::mark_used(int32_t slot) {
+  // The ancestors of a node are used at least as late as the node.
+  for (; slot >= 0 && nodes_[slot].used != generation_; slot = nodes_[slot].parent) nodes_[slot].used = generation_;
 }
 
-Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
-                           int32_t num_requests) {
-  ++generation_;
-  Forest forest;
-  forest.num_requests = num_requests;
-  forest.tail_begin.assign(num_requests, 0);
-  forest.tail_node.assign(num_requests, -1);
+std::vector<int64_t> RadixMirror::take_stale() {
+  for (int64_t id : stale_) {
+    Node& node = nodes_[slot_of_.at(id)];
+    node.checked = splits_below(node.parent);
+  }
+  return std::exchange(stale_, {});
+}
 
+// Counts the requests of every node on the batch's paths and returns these nodes. Each node is visited once.
+std::vector<int32_t> RadixMirror::count_requests(const int64_t* last_nodes, const int64_t* prefix_lens,
+                                                 const uint8_t* live, std::vector<int32_t>& deepest) {
   std::vector<int32_t> touched;
-  std::vector<int32_t> deepest(num_requests, -1);
+  std::vector<size_t> segment_begin;  // in touched; a segment is a chain of nodes from the bottom up
+  const auto num_requests = static_cast<int32_t>(deepest.size());
   for (int32_t request = 0; request < num_requests; ++request) {
     if (prefix_lens[request] < 0) {
       throw std::invalid_argument("request " + std::to_string(request) + ": prefix length " +
@@ -155,26 +182,46 @@ Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens
                                   std::to_string(last_nodes[request]));
     }
     int32_t slot = found->second;
-    for (; slot >= 0 && nodes_[slot].end > prefix_lens[request]; slot = nodes_[slot].parent) {
-      nodes_[slot].used = generation_;
-    }
+    mark_used(slot);
+    while (slot >= 0 && nodes_[slot].end > prefix_lens[request]) slot = nodes_[slot].parent;
     deepest[request] = slot;
-    for (; slot >= 0; slot = nodes_[slot].parent) {
-      Node& node = nodes_[slot];
-      if (node.candidate < 0) {
-        node.candidate = request;
-        touched.push_back(slot);
-      }
-      node.used = generation_;
-      ++node.requests;
+    if (slot < 0) continue;
+    ++nodes_[slot].requests;
+    segment_begin.push_back(touched.size());
+    for (; slot >= 0 && nodes_[slot].candidate < 0; slot = nodes_[slot].parent) {
+      nodes_[slot].candidate = request;
+      touched.push_back(slot);
     }
   }
+  // A segment ends below a node of an earlier one, so all children of a node precede it here.
+  size_t end = touched.size();
+  for (auto begin = segment_begin.rbegin(); begin != segment_begin.rend(); end = *begin++) {
+    for (size_t i = *begin; i < end; ++i) {
+      const Node& node = nodes_[touched[i]];
+      if (node.parent >= 0) nodes_[node.parent].requests += node.requests;
+    }
+  }
+  return touched;
+}
+
+Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
+                           int32_t num_requests) {
+  ++generation_;
+  stale_.clear();
+  Forest forest;
+  forest.num_requests = num_requests;
+  forest.tail_begin.assign(num_requests, 0);
+  forest.tail_node.assign(num_requests, -1);
+
+  std::vector<int32_t> deepest(num_requests, -1);
+  const std::vector<int32_t> touched = count_requests(last_nodes, prefix_lens, live, deepest);
 
   // A shared node continues its parent's node where no request leaves in between.
   std::vector<int32_t> shared;
   for (int32_t slot : touched) {
     const Node& node = nodes_[slot];
     if (node.requests >= 2) shared.push_back(slot);
+    if (node.checked != splits_below(node.parent)) stale_.push_back(node.id);
   }
   std::sort(shared.begin(), shared.end(), [this](int32_t a, int32_t b) {
     const Node &x = nodes_[a], &y = nodes_[b];
@@ -202,7 +249,7 @@ Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens
     nodes_[slot].candidate = nodes_[slot].shared = -1;
   }
   write_preorder(nodes, deepest, forest);
-  sweep();
+  if (generation_ % kSweepInterval == 0) sweep();
   return forest;
 }
 

@@ -10,43 +10,56 @@
 
 namespace prefixpack {
 
-// Node ids are never reused by SGLang, and splitting a node leaves its id with the suffix. What is stored can
-// therefore become incomplete (a node above was inserted) but never wrong about which KV two requests share.
+// SGLang never reuses a node id, and splitting a node leaves its id with the suffix, so a node's end never changes.
+// The copy can lack a node that a split has inserted above a known one. It never claims sharing that is not there.
 class RadixMirror {
  public:
   bool known(int64_t id) const { return slot_of_.count(id) != 0; }
+  // One past the last position of a node, or -1 if it is not known.
+  int32_t end_of(int64_t id) const;
   size_t size() const { return slot_of_.size(); }
   void clear();
 
-  // Inserts or updates a node that holds positions [begin, end). parent_id -1: child of a root.
-  // Throws std::invalid_argument for an unknown parent or a range that does not continue the parent's.
-  void put(int64_t id, int64_t parent_id, int32_t begin, int32_t end);
-
-  // Known children of parent_id that start at `begin` and reach beyond `end`: a split may have put a node
-  // [begin, end) above them, so they have to be read again.
-  std::vector<int64_t> split_suspects(int64_t parent_id, int32_t begin, int32_t end) const;
+  // Inserts or updates a branch: a chain of nodes below parent_id (-1: a root), each the parent of the next. Node i
+  // holds the positions from the end of the node before it, or from `begin`, to ends[i]. leaf: the last node has no
+  // children in the tree. Throws std::invalid_argument for an unknown parent or a range that does not continue it.
+  void put(int64_t parent_id, int32_t begin, const std::vector<int64_t>& ids, const std::vector<int32_t>& ends,
+           bool leaf);
 
   // The forest of a batch. last_nodes: deepest radix node by batch index, -1 for none. prefix_lens: positions that
   // existed before this step; a node that reaches beyond is private. live (may be null): 0 for requests whose KV
   // may already be released; they share nothing and never stand for others.
+  // Visits every node on the batch's paths once, except nodes that reach beyond a prefix: those once per request.
   Forest forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live, int32_t num_requests);
+
+  // Nodes of the last forest below which a split may have changed the parent since they were put. The caller reads them
+  // again and calls forest() again.
+  std::vector<int64_t> take_stale();
 
  private:
   struct Node {
-    int64_t id;
-    int32_t parent;  // slot, or -1
-    int32_t begin, end;
-    uint32_t used;      // generation of the last forest that used the node
-    int32_t requests;   // scratch of forest(): requests below
-    int32_t candidate;  // scratch of forest(): a request that passes through
-    int32_t shared;     // scratch of forest(): index among the shared nodes, or -1
+    int64_t id = -1;
+    int32_t parent = -1;  // slot, or -1
+    int32_t begin = 0, end = 0;
+    uint32_t used = 0;       // generation of the last forest that used the node
+    uint32_t splits = 0;     // nodes with children that were inserted right below this one
+    uint32_t checked = 0;    // splits of the parent when this node was last put
+    int32_t requests = 0;    // scratch of forest(): requests at or below the node
+    int32_t candidate = -1;  // scratch of forest(): lowest batch index that passes through the node, or -1
+    int32_t shared = -1;     // scratch of forest(): index among the shared nodes, or -1
   };
 
+  uint32_t& splits_below(int32_t parent) { return parent < 0 ? root_splits_ : nodes_[parent].splits; }
+  void mark_used(int32_t slot);
+  std::vector<int32_t> count_requests(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
+                                      std::vector<int32_t>& deepest);
   void sweep();
 
   std::vector<Node> nodes_;
   std::unordered_map<int64_t, int32_t> slot_of_;
+  std::vector<int64_t> stale_;
   uint32_t generation_ = 0;
+  uint32_t root_splits_ = 0;
 };
 
 }  // namespace prefixpack

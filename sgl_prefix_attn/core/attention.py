@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.limits import HEAD_DIM_STEP, MAX_HEAD_DIM, head_dim_fits
 from sgl_prefix_attn.core.step_pool import StepPool
 
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 16
 _DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KV_DTYPES = {**_DTYPES, torch.float8_e4m3fn: 3}
 
 
 class PartialWorkspace:
-    """Memory for the partial results of a step: grows to what the largest plan so far needed, never shrinks.
+    """Memory for the partial results of a step. It grows to the need of the largest plan so far and never shrinks.
 
-    One workspace serves all layers of a model, one call after the other; not two calls at once. On a GPU it also
+    One workspace serves all layers of a model, one call after the other; never two calls at once. On a GPU it also
     keeps the kernels' other buffers, and belongs to one stream.
+
+    Attributes:
+        layout: layout and options of the last call on the CPU, None before the first.
+        tables: addresses of that call which usually stay the same over the layers of a step.
+        params: native parameters of that call; the next call sets only what differs.
+        sizes: tensor sizes of that call.
+        steps: buffers of the GPU kernels.
     """
 
-    __slots__ = ("_buffer", "steps")
+    __slots__ = ("_buffer", "layout", "params", "sizes", "steps", "tables")
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32)
+        self.layout: tuple[Any, ...] | None = None
+        self.tables: tuple[int, ...] | None = None
+        self.params: _native.AttentionParams
+        self.sizes: _native.TensorSizes
         self.steps = StepPool()
 
     @property
@@ -67,35 +78,33 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention of every query of `plan` over the KV cache, shared positions read once per work item.
 
-    The device of the tensors decides what runs: the CPU executor; or on a GPU the native kernels, where this package
-    was built with CUDA and they support the call (see `core.gpu`), and else Triton's (`core.triton_step`). The same
-    plan and inputs give the same bits whatever the number of threads, and twice on the same GPU.
+    On CPU tensors the CPU executor runs. On a GPU the native kernels run where this package was built with CUDA and
+    they support the call (`core.cuda_step`), otherwise Triton's (`core.triton_step`). The same plan and inputs give the
+    same bits, with any number of threads and again on the same GPU.
 
-    On a GPU a call brings the plan there, reads the lengths back and so waits for the device, and then runs one
-    layer. That suits tests and offline use. Servers, and whoever captures graphs, keep a step of `core.gpu` or
-    `core.triton_step` and pay for plan and lengths once, not in every layer.
+    On a GPU each call copies the plan to the device and waits for the lengths. That suits tests and offline use.
+    Servers keep a step of `core.cuda_step` or `core.triton_step`, which loads plan and lengths once for all layers.
 
     Args:
         q: [tokens, q_heads, head_dim], float32, bfloat16 or float16; on the CPU or a GPU, as all other tensors.
         k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn,
-            the last as it is: queries, weights and sums are not rounded to eight bits. q_heads is a multiple of
-            kv_heads; head_dim a multiple of 16 up to 256. Any strides, if the innermost is 1; so also for q, out
-            and sinks.
-        plan: of the batch, made by `Planner`. Any plan gives the same result anywhere; one made for another device
-            costs time, and on a GPU one whose tiles are not those of `DeviceModel.gpu` takes Triton's kernels.
+            the last without rounding of queries, weights or sums to eight bits. q_heads is a multiple of kv_heads;
+            head_dim a multiple of 16 up to 256. The innermost stride is 1, as for q, out and sinks; others are free.
+        plan: of the batch, made by `Planner`. A plan for another device gives the same result and costs time. On a GPU
+            a plan whose tiles are not those of `DeviceModel.gpu` runs on Triton's kernels.
         req_to_token: int32 [rows, context], KV slot of a request's position.
         req_pool_indices: int64 [requests], row of req_to_token by batch index.
         seq_lens: int64 [requests], KV length with this step's own tokens.
         scale: factor of q.k before the softmax.
-        k_scale, v_scale: what stored keys and values are multiplied by, as those of an 8-bit cache were divided when
-            they were stored. One number each, positive; allowed with every type.
-        out: written and returned; default a new tensor. Rows that no query of the plan names are left alone.
+        k_scale, v_scale: positive factors of all stored keys and values, as for an 8-bit cache that was divided by
+            them; allowed with every type.
+        out: written and returned; default a new tensor. Rows that the plan does not name stay as they are.
         lse: float32 [tokens, q_heads] to be filled, or None: natural logarithm of the softmax denominator, the sink
             included (as FlashInfer and FlashAttention 3 count it).
         logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 for none.
-        window_left: a query sees its own position and this many before it; negative for all.
+        window_left: positions before its own that a query sees; negative for all.
         sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
-        workspace: to be reused between calls, so that they allocate nothing; default a new one.
+        workspace: reused between calls, so that they allocate nothing; default a new one.
         threads: of the CPU executor; default torch.get_num_threads().
         isa: of the CPU executor, one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the
             best.
@@ -126,7 +135,7 @@ def packed_attention(
     num_slots, kv_heads, kv_head_dim = k_shape
     if kv_head_dim != head_dim:
         raise ValueError(f"q has head_dim {head_dim} but k_cache has {kv_head_dim}")
-    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+    if not head_dim_fits(head_dim):
         raise ValueError(f"head_dim is {head_dim}; expected a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}")
     if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"q has {q_heads} heads, which is no multiple of the {kv_heads} heads of k_cache")
@@ -170,46 +179,53 @@ def packed_attention(
         raise ValueError(f"threads is {threads}; expected at least 1")
     num_partials = plan.num_slots
     partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
-    _native.run_plan_cpu(
-        plan,
-        q.data_ptr(),
-        q_strides[0],
-        q_strides[1],
-        k_cache.data_ptr(),
-        k_strides[0],
-        k_strides[1],
-        v_cache.data_ptr(),
-        v_strides[0],
-        v_strides[1],
-        out.data_ptr(),
-        o_strides[0],
-        o_strides[1],
-        lse_address,
-        lse_stride,
-        req_to_token.data_ptr(),
-        req_to_token.stride(0),
-        req_pool_indices.data_ptr(),
-        seq_lens.data_ptr(),
-        sinks_address,
-        partial_o,
-        partial_lse,
-        _DTYPES[dtype],
-        _KV_DTYPES[kv_dtype],
-        q_heads,
-        kv_heads,
-        head_dim,
-        max(window_left, -1),
-        scale * k_scale,
-        v_scale,
-        logit_cap,
-        num_tokens,
-        num_requests,
-        req_to_token.shape[0],
-        req_to_token.shape[1],
-        num_slots,
-        threads,
-        isa,
-    )
+    table_stride, (rows, context), window = req_to_token.stride(0), req_to_token.shape, max(window_left, -1)
+    layout = (
+        q_strides, k_strides, v_strides, o_strides, dtype, kv_dtype, q_shape, k_shape, lse_stride, table_stride, rows,
+        context, num_requests, scale, k_scale, v_scale, logit_cap, window,
+    )  # fmt: skip
+    if layout != workspace.layout:
+        params = workspace.params = _native.AttentionParams(
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=_DTYPES[dtype],
+            kv_dtype=_KV_DTYPES[kv_dtype],
+        )
+        params.q_token_stride, params.q_head_stride = q_strides[:2]
+        params.k_slot_stride, params.k_head_stride = k_strides[:2]
+        params.v_slot_stride, params.v_head_stride = v_strides[:2]
+        params.o_token_stride, params.o_head_stride = o_strides[:2]
+        params.lse_token_stride = lse_stride
+        params.req_to_token_stride = table_stride
+        params.window_left = window
+        params.scale = scale * k_scale
+        params.v_scale = v_scale
+        params.logit_cap = logit_cap
+        workspace.sizes = _native.TensorSizes(
+            num_tokens=num_tokens,
+            num_requests=num_requests,
+            max_requests=rows,
+            max_context=context,
+            num_slots=num_slots,
+        )
+        workspace.layout, workspace.tables = layout, None
+    else:
+        params = workspace.params
+    params.q = q.data_ptr()
+    params.k = k_cache.data_ptr()
+    params.v = v_cache.data_ptr()
+    params.o = out.data_ptr()
+    tables = (
+        req_to_token.data_ptr(), req_pool_indices.data_ptr(), seq_lens.data_ptr(), partial_lse, lse_address,
+        sinks_address, partial_o,
+    )  # fmt: skip
+    if tables != workspace.tables:
+        params.req_to_token, params.req_pool_indices, params.seq_lens = tables[:3]
+        params.partial_o, params.partial_lse = partial_o, partial_lse
+        params.lse, params.sinks = lse_address, sinks_address
+        workspace.tables = tables
+    _native.run_plan_cpu(plan, params, workspace.sizes, threads=threads, isa=isa)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Running plans on a CUDA device: one copy per plan, a launch per step, two per layer, at fixed addresses."""
+"""Runs plans on a CUDA device: one copy per plan, one launch per step, two per layer, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 
 def unmergeable(plan: Plan) -> str | None:
-    """Why the kernels cannot merge a plan's partial results, in words; None if they can."""
+    """Why the kernels cannot combine a plan's partial results, in words; None if they can."""
     most = int(np.diff(plan.merge_offset).max(initial=0))
     if most <= _native.merge_room:
         return None
-    return f"the plan has {most} partial results of one query; the GPU kernels merge at most {_native.merge_room}"
+    return f"the plan has {most} partial results of one query; the GPU kernels combine at most {_native.merge_room}"
 
 
 class GpuStep(StepBuffers):
@@ -35,8 +35,8 @@ class GpuStep(StepBuffers):
         dtype: of queries and output: bfloat16 or float16.
         device: the CUDA device.
         limits: sizes of the buffers.
-        kv_dtype: of KV: dtype (None, the default) or float8_e4m3fn. Products with the latter are of float16, and
-            queries beyond its range count as its largest number.
+        kv_dtype: of KV: `dtype` (None, the default) or float8_e4m3fn. Products with the latter are of float16; queries
+            beyond its range count as its largest number.
 
     Raises:
         ValueError: an unsupported head size or type.
@@ -61,15 +61,15 @@ class GpuStep(StepBuffers):
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             raise ValueError(f"kv_dtype is {kv_dtype}; the GPU kernels support {dtype}, as queries, and float8_e4m3fn")
         with torch.cuda.device(device):
-            self.launch_size: tuple[int, int, int, bool] = _native.cuda_launch_size(
-                shape.head_dim, DTYPES[dtype], KV_DTYPES[kv_dtype]
+            self.launch_size = _native.cuda_launch_size(
+                head_dim=shape.head_dim, dtype=DTYPES[dtype], kv_dtype=KV_DTYPES[kv_dtype]
             )
         super().__init__(shape, device, limits)
-        self.warp_blocks = self.launch_size[2]
+        self.warp_blocks = self.launch_size.warp_ctas
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
-        self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size[0]))
+        self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size.ctas))
         self._tickets = self._ints(3)
         # A semaphore for each combine list: one a query, and one for each group of two KV splits or more.
         lists = limits.queries + limits.partial_slots // 2
@@ -82,10 +82,24 @@ class GpuStep(StepBuffers):
             tickets=self._tickets.data_ptr(),
             arrivals=self._arrivals.data_ptr(),
         )
+        self._params = _native.AttentionParams(
+            q_heads=shape.q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=DTYPES[dtype],
+            kv_dtype=KV_DTYPES[kv_dtype],
+        )
+        self._params.partial_o = self._partial_o.data_ptr()
+        self._params.partial_lse = self._partial_lse.data_ptr()
+        # Strides and options of the last layer: they rarely differ between layers.
+        self._layout: tuple[object, ...] | None = None
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
-        """As `StepBuffers.load`; PlanTooLarge also for tiles that the kernels do not have, and for more partial results
-        of a query than they can merge.
+        """As `StepBuffers.load`.
+
+        Raises:
+            PlanTooLarge: also for tiles that the kernels do not have, and for more partial results of a query than they
+                combine.
         """
         widest = int(plan.items[:, TILE_ROWS].max(initial=0))
         if widest > self._widest_tile:
@@ -93,9 +107,9 @@ class GpuStep(StepBuffers):
                 f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
                 f"at most {self._widest_tile}: see DeviceModel.gpu"
             )
-        obstacle = unmergeable(plan)
-        if obstacle is not None:
-            raise PlanTooLarge(obstacle)
+        problem = unmergeable(plan)
+        if problem is not None:
+            raise PlanTooLarge(problem)
         super().load(plan, seq_lens, growth)
 
     def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -112,12 +126,12 @@ class GpuStep(StepBuffers):
         self._check_tables(req_to_token, req_pool_indices, seq_lens)
         _native.cuda_prepare(
             self._addresses,
-            req_to_token.data_ptr(),
-            req_to_token.stride(0),
-            req_pool_indices.data_ptr(),
-            seq_lens.data_ptr(),
-            self.launch_size[0],
-            torch.cuda.current_stream(self.device).cuda_stream,
+            req_to_token=req_to_token.data_ptr(),
+            req_to_token_stride=req_to_token.stride(0),
+            req_pool_indices=req_pool_indices.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            blocks=self.launch_size.ctas,
+            stream=torch.cuda.current_stream(self.device).cuda_stream,
         )
 
     def attend(
@@ -134,8 +148,7 @@ class GpuStep(StepBuffers):
         window_left: int = -1,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention of one layer; arguments as in `core.attention.packed_attention`, but for the scale of stored keys,
-        which is part of `scale`.
+        """Attention of one layer; arguments as in `core.attention.packed_attention`. `scale` includes the keys' scale.
 
         Raises:
             ValueError: a tensor of the wrong shape, type or layout, or a scale that is not positive.
@@ -155,18 +168,31 @@ class GpuStep(StepBuffers):
                 )
             # Copies move 16 bytes at a time.
             word = 16 // dtype.itemsize
-            if tensor.stride(2) != 1 or tensor.stride(0) % word or tensor.stride(1) % word or tensor.data_ptr() % 16:
-                raise ValueError(f"{name} has strides {tensor.stride()}; expected rows of whole, aligned 16-byte words")
-        _native.cuda_attend(
-            self._addresses,
-            q.data_ptr(), q.stride(0), q.stride(1),
-            k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
-            v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1),
-            out.data_ptr(), out.stride(0), out.stride(1),
-            0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0),
-            0 if sinks is None else sinks.data_ptr(),
-            self._partial_o.data_ptr(), self._partial_lse.data_ptr(),
-            DTYPES[self.dtype], KV_DTYPES[self.kv_dtype], q_heads, kv_heads, head_dim, window_left, scale, v_scale,
-            logit_cap,
-            self.launch_size, torch.cuda.current_stream(self.device).cuda_stream,
+            strides = tensor.stride()
+            if strides[2] != 1 or strides[0] % word or strides[1] % word or tensor.data_ptr() % 16:
+                raise ValueError(f"{name} has strides {strides}; expected rows of whole, aligned 16-byte words")
+        params = self._params
+        q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
+        lse_stride = 0 if lse is None else lse.stride(0)
+        layout = (
+            q_strides, k_strides, v_strides, o_strides, lse_stride, scale, v_scale, logit_cap, window_left
         )  # fmt: skip
+        if layout != self._layout:
+            params.q_token_stride, params.q_head_stride = q_strides[:2]
+            params.k_slot_stride, params.k_head_stride = k_strides[:2]
+            params.v_slot_stride, params.v_head_stride = v_strides[:2]
+            params.o_token_stride, params.o_head_stride = o_strides[:2]
+            params.lse_token_stride = lse_stride
+            params.window_left = window_left
+            params.scale = scale
+            params.v_scale = v_scale
+            params.logit_cap = logit_cap
+            self._layout = layout
+        params.q = q.data_ptr()
+        params.k = k_cache.data_ptr()
+        params.v = v_cache.data_ptr()
+        params.o = out.data_ptr()
+        params.lse = 0 if lse is None else lse.data_ptr()
+        params.sinks = 0 if sinks is None else sinks.data_ptr()
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        _native.cuda_attend(self._addresses, params, self.launch_size, stream=stream)

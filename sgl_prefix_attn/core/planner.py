@@ -19,11 +19,18 @@ WRITE_THROUGH = -1
 DEFAULT_MAX_GROWTH = 64
 
 
+class PlanError(ValueError):
+    """The native planner made no plan: lengths that do not fit the forest, or memory or numbers that do not suffice."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Attention shape of one tensor-parallel rank.
 
     Attributes:
+        q_heads: query heads, a multiple of kv_heads.
+        kv_heads: KV heads.
+        head_dim: elements of a head.
         kv_bytes: bytes of one stored K or V element.
         partial_bytes: bytes of one element of a partial output.
     """
@@ -42,28 +49,28 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What the planner's prices rest on.
+    """Figures of a device from which the planner computes prices.
 
     Attributes:
         workers: work items in flight: CTAs on a GPU, threads on a CPU.
         bandwidth: bytes per second that all workers read together.
         flops: floating-point operations per second of all workers at full tiles.
-        item_overhead: seconds a worker needs to take up an item.
+        item_overhead: seconds of a worker per item, apart from its KV.
         reread: price, 0 to 1, of reading KV that a sibling tile has just read.
         tile_rows: row counts of the kernel's tiles, ascending.
-        narrow_rows: an item of so many rows or fewer takes only a part of a worker (on a GPU: one warp of a CTA).
-        narrow_per_worker: such items that a worker does at a time.
-        narrow_to_fill: such items that take all of a worker's bandwidth.
-        narrow_overhead: seconds of a worker to take up such an item.
-        narrow_units: units that such an item is. Each reads the item's KV. A query for whose KV that costs more than a
-            whole worker's overhead gets a tile for a whole worker.
-        narrow_reread: price, 0 to 1, of reading it by each of these units but the first.
-        wide_rows: tiles of so many rows or more multiply at `wide_flops` instead; 0 for none.
-        wide_flops: as `flops`, of these.
+        narrow_rows: most rows of a narrow item, which takes only a part of a worker (on a GPU: one warp of a CTA).
+        narrow_per_worker: narrow items that a worker runs at a time.
+        narrow_to_fill: narrow items that use all of a worker's bandwidth.
+        narrow_overhead: seconds of a worker per narrow item, apart from its KV.
+        narrow_units: parts of a narrow item, each of which reads its KV. Where that costs more than a whole worker's
+            overhead, the query gets a tile of a whole worker.
+        narrow_reread: price, 0 to 1, of reading the KV by each part but the first.
         fill_share: share of the workers that reads at the full bandwidth, while others read nothing.
-        merge_step: seconds of a combine for `merge_width` partials of `merge_rows` rows. A row's partials are added one
-            step after the other, by one worker. Narrow items have an eighth of the rows and half of the width.
+        merge_step: seconds of a combine per `merge_width` partials of `merge_rows` rows. One worker adds a row's
+            partials one step after the other. Narrow items have an eighth of the rows and half of the width.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
+        wide_rows: fewest rows of a wide tile, which computes at `wide_flops`; 0 for none.
+        wide_flops: floating-point operations per second of all workers at wide tiles.
     """
 
     workers: int
@@ -88,11 +95,7 @@ class DeviceModel:
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
-        """A CPU with `threads` workers (default: all cores this process may use).
-
-        The figures are those of one core of an EPYC of 2023; its kernels wait for KV that is not in a cache, where
-        several CTAs of a GPU take turns.
-        """
+        """A CPU with `threads` workers (default: all cores this process may use); figures of an EPYC core of 2023."""
         workers = threads if threads is not None else len(os.sched_getaffinity(0))
         return cls(
             workers=workers,
@@ -116,14 +119,17 @@ class DeviceModel:
         max_tile_rows: int = 128,
         warpgroup_products: bool = True,
     ) -> DeviceModel:
-        """A GPU with two CTAs on each of `sm_count` multiprocessors; the default figures fit an H200 best.
+        """A GPU with two CTAs on each SM; the default figures fit an H200 best.
 
         Args:
-            head_dim: heads wider than 128 leave the kernels no registers for tiles of 128 rows, nor a warp for items
-                of its own (csrc/cuda/tiles.h).
-            group: query heads of a KV head. Larger ones are halved where a warp takes an item (csrc/cuda/index_math.h).
-            warpgroup_products: whether the kernels multiply their widest tile so where they can, with head_dim 128:
-                compute capability 9.0, KV of 16 bits.
+            sm_count: SMs.
+            head_dim: elements of a head. Above 128 there are no tiles of 128 rows, and no items of one warp.
+            group: query heads of a KV head. A warp takes half of a larger group (csrc/cuda/common/index_math.h).
+            bandwidth: bytes per second.
+            flops: floating-point operations per second.
+            max_tile_rows: rows of the widest tile.
+            warpgroup_products: whether the widest tile uses WGMMA with head_dim 128: compute capability 9.0 and KV of
+                16 bits.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
@@ -165,7 +171,7 @@ class Planner:
     Args:
         shape: attention shape.
         device: what runs the plan.
-        max_growth: tokens by which tails may grow before the batch is planned anew, at most; balance may ask earlier.
+        max_growth: most tokens by which tails may grow before a new plan is made; balance may end it earlier.
 
     Raises:
         ValueError: shape or device figures out of range.
@@ -182,14 +188,19 @@ class Planner:
         """The plan of a step.
 
         Args:
-            forest: the batch's forest. Hand in the same object while membership does not change.
+            forest: the batch's forest. The last plan is reused only for the same object.
             seq_lens: [num_requests] int64 KV lengths by batch index, the step's own tokens included.
             query_lens: [num_requests] int64 new tokens of each request; None: one each (decode).
 
         Raises:
-            ValueError: lengths that do not fit the forest, with the request named.
+            PlanError: whatever the native planner raises; for lengths that do not fit the forest it names the request.
         """
-        return self._native.plan(forest.native, seq_lens, query_lens)
+        try:
+            return self._native.plan(forest.native, seq_lens, query_lens)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        except Exception as error:  # bad_alloc, overflow: the caller needs one type to fall back on
+            raise PlanError(f"{type(error).__name__}: {error}") from error
 
     @property
     def plans_made(self) -> int:
@@ -201,7 +212,7 @@ class Planner:
 
     @property
     def plan_seconds(self) -> float:
-        """Seconds spent in making plans, all together."""
+        """Seconds spent on making plans since construction."""
         return self._native.plan_seconds
 
     @property

@@ -16,18 +16,18 @@ from sgl_prefix_attn.core.planner import ModelShape
 _STAGING_BUFFERS = 2
 
 
-class PlanTooLarge(ValueError):  # noqa: N818 (it is an answer, not a fault: the step runs elsewhere)
-    """A plan that does not fit the buffers or the kernels; the message says which limit and by how much."""
+class PlanTooLarge(ValueError):  # noqa: N818 (an expected answer: the step runs elsewhere)
+    """A plan that does not fit the buffers or the kernels; the message names the limit and the need."""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What the buffers of a step hold at most.
+    """Capacities of a step's buffers.
 
     Attributes:
         queries: query tokens of a step.
         items: work items of a plan.
-        kv_slots: KV slots of all items together, with room for growing tails.
+        kv_slots: KV slots of all items together, including room for growing tails.
         partial_slots: partial results.
     """
 
@@ -40,20 +40,32 @@ class StepLimits:
 def serialize_plan(
     plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_blocks: int = 0
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """A plan as the device reads it, and the KV slots that it needs room for: see csrc/cuda/serialize_plan.h.
+    """A plan as the device reads it (csrc/cuda/serialize_plan.h).
+
+    Args:
+        plan: made for `shape`.
+        seq_lens: [num_requests] int64, the lengths the plan was made for.
+        growth: tokens by which tails may grow.
+        shape: attention shape.
+        warp_blocks: CTAs of the launch whose warps take work tiles of their own.
+
+    Returns:
+        [words] int32, and the number of KV slots to reserve.
 
     Raises:
         PlanTooLarge: more than 2^31 - 1 KV slots.
         ValueError: lengths of another batch.
     """
     try:
-        return _native.serialize_plan(plan, seq_lens, growth, shape.group, shape.kv_heads, warp_blocks)
+        return _native.serialize_plan(
+            plan, seq_lens, growth=growth, group=shape.group, kv_heads=shape.kv_heads, warp_blocks=warp_blocks
+        )
     except OverflowError as overflow:
         raise PlanTooLarge(str(overflow)) from overflow
 
 
 class StepBuffers:
-    """At fixed addresses: a plan's words (csrc/cuda/kernel_params.h), a step's positions and KV slots, partial results.
+    """Device buffers at fixed addresses: a plan's words, a step's positions and KV slots, partial results.
 
     Args:
         shape: attention shape.
@@ -63,7 +75,7 @@ class StepBuffers:
 
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
-        self.warp_blocks = 0  # of a launch, where some kernels have such
+        self.warp_blocks = 0  # CTAs of a launch whose warps take work tiles of their own
         # Three words a query, two for its combine list, and the slots of the lists. Lists of groups of KV splits, of
         # which each has two slots or more, come on top.
         num_words = (
@@ -79,7 +91,7 @@ class StepBuffers:
         self._kv_slots = self._ints(limits.kv_slots)
         self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
         self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
-        # The host runs ahead of a GPU: a buffer is written again only when its last copy is over.
+        # The host runs ahead of a GPU: a staging buffer is written again only after its last copy.
         on_gpu = device.type != "cpu"
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_STAGING_BUFFERS)]
         self._copied = [torch.cuda.Event() if on_gpu else None for _ in range(_STAGING_BUFFERS)]
@@ -89,7 +101,7 @@ class StepBuffers:
         return torch.zeros(count, dtype=torch.int32, device=self.device)
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
-        """Brings a plan to the device.
+        """Copies a plan to the device.
 
         Args:
             plan: made for this shape.
@@ -97,7 +109,7 @@ class StepBuffers:
             growth: tokens by which tails may grow before another plan is loaded.
 
         Raises:
-            PlanTooLarge: nothing was changed.
+            PlanTooLarge: the buffers are unchanged.
         """
         words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_blocks)
         for name, needed in (

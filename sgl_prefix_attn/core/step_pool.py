@@ -13,15 +13,15 @@ from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core import cuda_step, planner
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.limits import unsupported_gpu
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits, serialize_plan
 
-OLDEST_CAPABILITY = (8, 0)
 _SMALLEST_LIMIT = 256
 
 
 class Step(Protocol):
-    """What `GpuStep` and `TritonStep` have in common."""
+    """The interface of `GpuStep` and `TritonStep`."""
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None: ...
 
@@ -47,7 +47,7 @@ MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dt
 
 
 class StepPool:
-    """Steps by kernels, attention shape, types and device; replaced by larger ones as plans need it."""
+    """Steps by kernels, attention shape, types and device. A plan that needs more room gets a larger step."""
 
     def __init__(self) -> None:
         self._steps: dict[Any, tuple[StepLimits, Step]] = {}
@@ -65,19 +65,19 @@ class StepPool:
         seq_lens: torch.Tensor,
         **variant: Any,
     ) -> None:
-        """Loads the plan, prepares the step and runs one layer; arguments as in `packed_attention`, and checked there.
+        """Loads the plan, prepares the step and runs one layer; `packed_attention` has checked its arguments.
 
         Raises:
             ValueError: indices that lead outside a tensor.
-            RuntimeError: no kernel that is installed supports the call.
+            RuntimeError: no installed kernel supports the call.
         """
         host_lens = seq_lens.cpu().numpy()
         check_indices(
             plan, host_lens, req_pool_indices.cpu().numpy(),
             rows=req_to_token.shape[0], context=req_to_token.shape[1], num_tokens=len(q),
         )  # fmt: skip
-        obstacle = native_obstacle(plan, q, k_cache, v_cache, out)
-        make_step: MakeStep = GpuStep if obstacle is None else _triton_step(obstacle)
+        problem = unsupported_call(plan, q, k_cache, v_cache, out)
+        make_step: MakeStep = GpuStep if problem is None else _triton_step(problem)
         kv_dtype = k_cache.dtype
         shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2], kv_bytes=kv_dtype.itemsize)
         key = (make_step, shape, q.dtype, kv_dtype, q.device)
@@ -92,17 +92,17 @@ class StepPool:
         step.attend(q, k_cache, v_cache, out, **variant)
 
 
-def native_obstacle(
+def unsupported_call(
     plan: Plan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
 ) -> str | None:
     """Why the native CUDA kernels do not run a call, in words; None if they do."""
     if not _native.built_with_cuda:
         return "sgl_prefix_attn was built without CUDA"
-    if q.device.type != "cuda" or torch.version.hip is not None:
+    if q.device.type != "cuda":
         return f"the native kernels run on NVIDIA GPUs, and {q.device} is none"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability < OLDEST_CAPABILITY:
-        return f"the native kernels need compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    problem = unsupported_gpu(q.device)
+    if problem is not None:
+        return problem
     head_dim = q.shape[2]
     if head_dim not in cuda_step.HEAD_DIMS:
         return f"the native kernels support head_dim {cuda_step.HEAD_DIMS}, not {head_dim}"
@@ -123,16 +123,16 @@ def native_obstacle(
     return cuda_step.unmergeable(plan)
 
 
-def _triton_step(obstacle: str) -> MakeStep:
+def _triton_step(problem: str) -> MakeStep:
     try:
         from sgl_prefix_attn.core.triton_step import TritonStep
     except ImportError as error:
-        raise RuntimeError(f"no kernel for this call: {obstacle}; and triton cannot be imported: {error}") from error
+        raise RuntimeError(f"no kernel for this call: {problem}; and triton cannot be imported: {error}") from error
     return TritonStep
 
 
 def limits_of(plan: Plan, seq_lens: Int64Array, shape: ModelShape) -> StepLimits:
-    """What buffers need to hold for a plan at these lengths. Raises PlanTooLarge beyond 2^31 - 1 KV slots."""
+    """Buffer sizes for a plan at these lengths. Raises PlanTooLarge beyond 2^31 - 1 KV slots."""
     _, kv_slots = serialize_plan(plan, seq_lens, 0, shape)
     return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
 
@@ -142,7 +142,7 @@ def _fits(needed: StepLimits, limits: StepLimits) -> bool:
 
 
 def _with_room(needed: StepLimits, limits: StepLimits) -> StepLimits:
-    """Powers of two, so that buffers which grow with a batch are made a few times only."""
+    """Limits rounded up to powers of two: buffers that grow with a batch are replaced a few times only."""
     sizes = {name: max(value, getattr(limits, name), _SMALLEST_LIMIT) for name, value in vars(needed).items()}
     return StepLimits(**{name: 1 << (size - 1).bit_length() for name, size in sizes.items()})
 
@@ -150,7 +150,7 @@ def _with_room(needed: StepLimits, limits: StepLimits) -> StepLimits:
 def check_indices(
     plan: Plan, seq_lens: Int64Array, req_pool_indices: Int64Array, *, rows: int, context: int, num_tokens: int
 ) -> None:
-    """Finds indices that lead outside the tensors, but for the slots in req_to_token, which only the GPU sees.
+    """Finds indices that lead outside the tensors. The slots in req_to_token are on the GPU and stay unchecked.
 
     Args:
         rows, context: shape of req_to_token.

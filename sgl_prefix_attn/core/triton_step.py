@@ -1,4 +1,4 @@
-"""Running plans with Triton's kernels: a drop-in for `core.gpu.GpuStep` on builds without nvcc and on other GPUs."""
+"""Runs plans with Triton's kernels: replaces `core.cuda_step.GpuStep` on builds without nvcc and on other GPUs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from sgl_prefix_attn.core import triton_kernels
+from sgl_prefix_attn.core.limits import MAX_HEAD_DIM
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits
 
-MAX_HEAD_DIM = 256
-# What `DeviceModel.gpu` is to be told for the best plans; plans for wider tiles run as well.
+# `max_tile_rows` of `DeviceModel.gpu` for the best plans; plans with wider tiles run as well.
 MAX_TILE_ROWS = 64
 _TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 DTYPES = tuple(_TRITON_TYPE)
-E4M3_UNIT = 256.0  # what 1.0 of e4m3 is for the kernels
+E4M3_UNIT = 256.0  # the kernels' value of 1.0 in e4m3
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 # The interpreter multiplies no bf16: it takes all products in fp32.
 INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
@@ -33,7 +33,7 @@ _THREE_STAGES_FROM_BYTES = 160 << 10
 
 
 def product_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """The narrowest type of products that has every number of both types."""
+    """The narrowest type that represents every number of both types."""
     return dtype if kv_dtype in (dtype, torch.float8_e4m3fn) else torch.float32
 
 

@@ -10,11 +10,11 @@ from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
-from sgl_prefix_attn.sglang_plugin.prefix import handover
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
 
 HANDOVER_HOOKS: tuple[Hook, ...] = (
-    Hook(targets.FORWARD_BATCH_INIT, handover.after_forward_batch_init, "AFTER", "no step runs packed"),
-    Hook(targets.MODEL_RUNNER_FORWARD, handover.around_model_runner_forward, "AROUND", "no step runs packed"),
+    Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "no step runs packed"),
+    Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_model_runner_forward, "AROUND", "no step runs packed"),
 )
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +12,9 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.testing.reference import reference_attention
-from tests.core.forests import KvPool, Path, materialise, random_paths
-
-GROUPS = [1, 2, 4, 5, 7, 8, 16]
-HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Rounding of the output; the arithmetic is fp32 either way.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from tests.core.batches import DTYPES, GROUPS, HEAD_DIMS, check, check_random, make_batch, random_batch
+from tests.core.forests import Path, random_paths
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,108 +24,6 @@ def reference_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@dataclass
-class Batch:
-    plan: Plan
-    pool: KvPool
-    q: torch.Tensor
-    query_lens: np.ndarray
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def inputs(self) -> dict[str, Any]:
-        pool = self.pool
-        return {
-            "req_to_token": pool.req_to_token,
-            "req_pool_indices": pool.req_pool_indices,
-            "seq_lens": pool.seq_lens,
-            "scale": 1 / math.sqrt(self.q.shape[-1]),
-            **self.options,
-        }
-
-    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Into outputs and a workspace full of NaN: what is not written is seen."""
-        out = torch.full_like(self.q, torch.nan)
-        lse = torch.full(self.q.shape[:2], torch.nan)
-        options = {"workspace": poisoned_workspace(self.plan, self.q), **self.inputs(), **options}
-        result = packed_attention(self.q, self.pool.k_cache, self.pool.v_cache, self.plan, out=out, lse=lse, **options)
-        assert result is out
-        return out, lse
-
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_attention(
-            self.q, self.pool.k_cache, self.pool.v_cache, query_lens=self.query_lens.tolist(), **self.inputs()
-        )
-
-
-def poisoned_workspace(plan: Plan, q: torch.Tensor) -> PartialWorkspace:
-    workspace = PartialWorkspace()
-    workspace.reserve(plan.num_slots, q.shape[1], q.shape[2])
-    workspace._buffer.fill_(torch.nan)
-    return workspace
-
-
-def make_batch(
-    rng: np.random.Generator,
-    paths: list[Path],
-    seq_lens: np.ndarray,
-    query_lens: np.ndarray,
-    *,
-    kv_heads: int = 2,
-    group: int = 2,
-    head_dim: int = 32,
-    dtype: torch.dtype = torch.float32,
-    kv_dtype: torch.dtype = torch.float32,
-    workers: int = 2,
-    **options: Any,
-) -> Batch:
-    pool = materialise(rng, paths, seq_lens, kv_heads=kv_heads, head_dim=head_dim, dtype=kv_dtype)
-    forest = PrefixForest.from_paths(paths, prefix_lens=(seq_lens - query_lens).tolist())
-    shape = ModelShape(kv_heads * group, kv_heads, head_dim, kv_bytes=kv_dtype.itemsize)
-    plan = Planner(shape, DeviceModel.cpu(workers)).plan(forest, seq_lens, query_lens)
-    tokens = int(query_lens.sum())
-    q = torch.from_numpy(rng.standard_normal((tokens, kv_heads * group, head_dim), dtype=np.float32)) * 2
-    return Batch(plan, pool, q.to(dtype), query_lens, options)
-
-
-def random_batch(rng: np.random.Generator, max_requests: int = 24, max_new_tokens: int = 1, **kwargs: Any) -> Batch:
-    paths, seq_lens, query_lens = random_paths(
-        rng, int(rng.integers(1, max_requests + 1)), int(rng.integers(1, 9)), max_new_tokens=max_new_tokens
-    )
-    return make_batch(rng, paths, seq_lens, query_lens, **kwargs)
-
-
-def check(batch: Batch, **options: Any) -> None:
-    out, lse = batch.run(**options)
-    expected_out, expected_lse = batch.expected()
-    tolerance = TOLERANCE[batch.q.dtype]
-    torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
-
-
-# --- any forest, any shape
-
-
-def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
-    """A random forest, shape and variant; `options` as for random_batch."""
-    batch = random_batch(
-        rng,
-        max_requests=int(rng.choice([1, 6, 24])),
-        max_new_tokens=int(rng.choice([1, 1, 5, 70])),
-        kv_heads=int(rng.integers(1, 4)),
-        group=int(rng.choice(GROUPS)),
-        head_dim=int(rng.choice(HEAD_DIMS)),
-        workers=int(rng.integers(1, 5)),
-        **options,
-    )
-    if rng.random() < 0.4:
-        batch.options["window_left"] = int(rng.choice([0, 1, 7, 30, 200]))
-    if rng.random() < 0.4:
-        batch.options["logit_cap"] = float(rng.choice([0.5, 5.0, 50.0]))
-    if rng.random() < 0.4:
-        batch.options["sinks"] = torch.from_numpy(rng.normal(0, 4, batch.q.shape[1]).astype(np.float32))
-    check(batch, isa=isa, threads=int(rng.integers(1, 4)))
 
 
 @pytest.mark.parametrize("isa", _native.cpu_isas())
@@ -374,116 +263,3 @@ def test_a_forked_child_computes_the_same() -> None:
         same = torch.equal(out, batch.run(threads=3)[0])
         os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-# --- bad input
-
-
-@pytest.fixture
-def batch() -> Batch:
-    lens = np.array([9, 14, 5, 40, 7, 8], dtype=np.int64)
-    return make_batch(np.random.default_rng(0), [[(0, 0, 4)]] * 6, lens, np.ones_like(lens))
-
-
-def call(batch: Batch, **changes: Any) -> None:
-    arguments = {
-        "q": batch.q, "k_cache": batch.pool.k_cache, "v_cache": batch.pool.v_cache, "plan": batch.plan,
-        **batch.inputs(), **changes,
-    }  # fmt: skip
-    packed_attention(**arguments)
-
-
-def test_disagreeing_shapes_are_named(batch: Batch) -> None:
-    tokens, heads, head_dim = batch.q.shape
-    with pytest.raises(ValueError, match="q has head_dim 48 but k_cache has 32"):
-        call(batch, q=torch.zeros(tokens, heads, 48))
-    with pytest.raises(ValueError, match="q has 3 heads, which is no multiple of the 2 heads of k_cache"):
-        call(batch, q=torch.zeros(tokens, 3, head_dim))
-    with pytest.raises(ValueError, match=r"q has shape .* expected \[tokens, q_heads, head_dim\]"):
-        call(batch, q=batch.q.flatten(1))
-    with pytest.raises(ValueError, match="v_cache has shape"):
-        call(batch, v_cache=batch.pool.v_cache[:-1])
-    with pytest.raises(ValueError, match="out has shape"):
-        call(batch, out=torch.zeros(tokens + 1, heads, head_dim))
-    with pytest.raises(ValueError, match="lse has shape"):
-        call(batch, lse=torch.zeros(heads, tokens))
-    with pytest.raises(ValueError, match="sinks has shape"):
-        call(batch, sinks=torch.zeros(heads + 1))
-    with pytest.raises(ValueError, match="the plan is for"):
-        call(batch, seq_lens=torch.ones(99, dtype=torch.int64), req_pool_indices=torch.zeros(99, dtype=torch.int64))
-    with pytest.raises(ValueError, match="req_pool_indices has 1 entries"):
-        call(batch, req_pool_indices=torch.zeros(1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("head_dim", [8, 24, 272])
-def test_head_dim_must_be_a_multiple_of_16_up_to_256(batch: Batch, head_dim: int) -> None:
-    cache = torch.zeros(4, 2, head_dim)
-    with pytest.raises(ValueError, match=f"head_dim is {head_dim}"):
-        call(batch, q=torch.zeros(6, 4, head_dim), k_cache=cache, v_cache=cache)
-
-
-def test_wrong_dtypes_are_named(batch: Batch) -> None:
-    with pytest.raises(TypeError, match=r"q has dtype torch.float64"):
-        call(batch, q=batch.q.double())
-    cache = batch.pool.k_cache.to(torch.uint8)
-    with pytest.raises(TypeError, match=r"k_cache has dtype torch.uint8"):
-        call(batch, k_cache=cache, v_cache=cache)
-    with pytest.raises(TypeError, match=r"v_cache has dtype torch.bfloat16 but k_cache has torch.float32"):
-        call(batch, v_cache=batch.pool.v_cache.bfloat16())
-    with pytest.raises(TypeError, match=r"out has dtype torch.float16 but q has torch.float32"):
-        call(batch, out=batch.q.half())
-    with pytest.raises(TypeError, match=r"req_to_token has dtype torch.int64; expected torch.int32"):
-        call(batch, req_to_token=batch.pool.req_to_token.long())
-    with pytest.raises(TypeError, match=r"seq_lens has dtype torch.int32; expected torch.int64"):
-        call(batch, seq_lens=batch.pool.seq_lens.int())
-    with pytest.raises(TypeError, match=r"lse has dtype torch.float16"):
-        call(batch, lse=batch.q[:, :, 0].half())
-
-
-def test_innermost_strides_must_be_one(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="k_cache has strides"):
-        call(batch, k_cache=batch.pool.k_cache.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match="req_to_token has strides"):
-        call(batch, req_to_token=batch.pool.req_to_token.T.contiguous().T)
-
-
-def test_tensors_elsewhere_are_refused(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="q is on meta; packed_attention runs on CPU and CUDA tensors"):
-        call(batch, q=batch.q.to("meta"))
-    with pytest.raises(ValueError, match="k_cache is on meta but q is on cpu"):
-        call(batch, k_cache=batch.pool.k_cache.to("meta"))
-    with pytest.raises(ValueError, match="seq_lens is on meta but q is on cpu"):
-        call(batch, seq_lens=batch.pool.seq_lens.to("meta"))
-    with pytest.raises(ValueError, match="lse is on meta but q is on cpu"):
-        call(batch, lse=torch.zeros(batch.q.shape[:2], device="meta"))
-
-
-def test_indices_that_lead_outside_are_named(batch: Batch) -> None:
-    pool, rows = batch.pool, len(batch.pool.req_to_token)
-    indices = pool.req_pool_indices.clone()
-    indices[1] = rows
-    with pytest.raises(ValueError, match=f"request 1: req_pool_indices is {rows}, .* below {rows}"):
-        call(batch, req_pool_indices=indices)
-    with pytest.raises(ValueError, match="request 0: seq_lens is"):
-        call(batch, seq_lens=pool.seq_lens + 1000)
-    with pytest.raises(ValueError, match="request 0: seq_lens is -"):
-        call(batch, seq_lens=pool.seq_lens - 10000)
-    with pytest.raises(ValueError, match="position is -1"):
-        call(batch, seq_lens=torch.zeros_like(pool.seq_lens))
-    with pytest.raises(ValueError, match=r"query \d+: row of q is"):
-        call(batch, q=batch.q[:-1])
-    for stray in (len(pool.k_cache), -1):
-        table = pool.req_to_token.clone()
-        position = int(pool.seq_lens[0]) - 1
-        table[pool.req_pool_indices[0], position] = stray
-        with pytest.raises(ValueError, match=f"request 0: req_to_token names KV slot {stray} for position {position}"):
-            call(batch, req_to_token=table)
-
-
-def test_bad_numbers_are_named(batch: Batch) -> None:
-    with pytest.raises(ValueError, match="logit_cap is -1"):
-        call(batch, logit_cap=-1.0)
-    with pytest.raises(ValueError, match="threads is 0"):
-        call(batch, threads=0)
-    with pytest.raises(ValueError, match=r"isa 'mmx' is not available here; expected one of .*baseline"):
-        call(batch, isa="mmx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
+from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 
 
 def shared_positions(forest: PrefixForest, a: int, b: int) -> int:
@@ -59,21 +59,14 @@ class RandomTree:
         return path[::-1]
 
     def tell(self, mirror: RadixMirror, node: int) -> None:
-        """What an adapter does: read upwards until something is known, look again at nodes that may have been split."""
-        unknown = []
-        while node >= 0 and not mirror.known(node):
-            unknown.append(node)
-            node = self.parent[node]
-        for new in reversed(unknown):
-            suspects = mirror.split_suspects(self.parent[new], *self.range[new])
-            mirror.put(new, self.parent[new], *self.range[new])
-            for suspect in suspects:
-                self._reread(mirror, suspect)
-
-    def _reread(self, mirror: RadixMirror, node: int) -> None:
-        if self.parent[node] >= 0:
-            self.tell(mirror, self.parent[node])
-        mirror.put(node, self.parent[node], *self.range[node])
+        """What a reader does: reads upwards from `node` to the first known node."""
+        chain = [node]
+        while (above := self.parent[chain[-1]]) >= 0 and mirror.end_of(above) < 0:
+            chain.append(above)
+        chain.reverse()
+        leaf = node not in self.parent.values()
+        begin, ends = self.range[chain[0]][0], [self.range[link][1] for link in chain]
+        mirror.put(self.parent[chain[0]], begin, chain, ends, leaf=leaf)
 
     def _new(self, parent: int, begin: int, end: int) -> int:
         node, self.next_id = self.next_id, self.next_id + 1
@@ -97,10 +90,15 @@ def test_mirror_shares_exactly_what_the_tree_shares(seed: int) -> None:
         elif last_nodes:
             last_nodes.pop(int(rng.integers(len(last_nodes))))
         for node in last_nodes:
-            tree.tell(mirror, node)
+            if not mirror.known(node):
+                tree.tell(mirror, node)
         paths = [tree.path(node) for node in last_nodes]
-        ends = np.asarray([path[-1][2] for path in paths], dtype=np.int64)
-        forest = mirror.forest(np.asarray(last_nodes, dtype=np.int64), ends)
+        last, ends = int64_array(last_nodes), int64_array([path[-1][2] for path in paths])
+        forest = mirror.forest(last, ends)
+        while stale := mirror.take_stale():
+            for node in stale:
+                tree.tell(mirror, node)
+            forest = mirror.forest(last, ends)
         check_structure(forest)
         for a in range(len(paths)):
             for b in range(a):
@@ -150,7 +148,7 @@ def test_a_node_beyond_the_prefix_of_a_request_is_private_to_it() -> None:
 
 def test_requests_that_are_not_live_share_nothing_and_stand_for_nobody() -> None:
     mirror = RadixMirror()
-    mirror.put(1, -1, 0, 10)
+    mirror.put(-1, 0, [1], [10], leaf=True)
     last, ends = np.ones(3, dtype=np.int64), np.full(3, 10, dtype=np.int64)
     forest = mirror.forest(last, ends, np.array([False, True, True]))
     assert forest.node_request.tolist() == [1]
@@ -159,9 +157,9 @@ def test_requests_that_are_not_live_share_nothing_and_stand_for_nobody() -> None
 
 def test_long_unused_nodes_are_forgotten_and_used_ones_are_not() -> None:
     mirror = RadixMirror()
-    mirror.put(0, -1, 0, 10)
+    mirror.put(-1, 0, [0], [10], leaf=False)
     for node in range(1, 6000):
-        mirror.put(node, 0, 10, 20)
+        mirror.put(0, 10, [node], [20], leaf=True)
     last, ends = np.array([5999, 5999]), np.array([20, 20])
     for _ in range(300):
         forest = mirror.forest(last, ends)
@@ -204,11 +202,15 @@ def test_bad_prefix_lens_are_named() -> None:
 def test_mirror_refuses_what_cannot_be() -> None:
     mirror = RadixMirror()
     with pytest.raises(ValueError, match="unknown parent 4"):
-        mirror.put(5, 4, 10, 12)
+        mirror.put(4, 10, [5], [12], leaf=True)
     with pytest.raises(ValueError, match="no range"):
-        mirror.put(5, -1, 3, 3)
+        mirror.put(-1, 0, [5, 6], [3, 3], leaf=True)
     with pytest.raises(ValueError, match="begins at 3, but its parent ends at 0"):
-        mirror.put(5, -1, 3, 4)
+        mirror.put(-1, 3, [5], [4], leaf=True)
+    with pytest.raises(ValueError, match="radix node 5: ends at 4, but was known to end at 3"):
+        mirror.put(-1, 0, [5], [4], leaf=True)
+    with pytest.raises(ValueError, match="a branch of 2 nodes with 1 ends"):
+        mirror.put(-1, 0, [7, 8], [3], leaf=True)
     with pytest.raises(ValueError, match="request 0: unknown radix node 9"):
         mirror.forest(np.array([9]), np.array([4]))
     with pytest.raises(ValueError, match="prefix_lens must have one entry"):

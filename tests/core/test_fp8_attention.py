@@ -13,7 +13,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from tests.core.test_attention import DTYPES, Batch, call, check, check_random, make_batch, random_batch
+from tests.core.batches import DTYPES, Batch, call, check, check_random, make_batch, random_batch
 
 E4M3 = torch.float8_e4m3fn
 ALL_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3)

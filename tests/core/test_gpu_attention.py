@@ -12,7 +12,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import step_pool
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.core.step_pool import limits_of, native_obstacle
+from sgl_prefix_attn.core.step_pool import limits_of, unsupported_call
 from tests.core.forests import random_paths
 
 
@@ -22,7 +22,7 @@ def make_plan(device: DeviceModel, head_dim: int = 128, requests: int = 20) -> t
 
 
 class OnGpu:
-    """What `native_obstacle` looks at of a tensor."""
+    """What `unsupported_call` looks at of a tensor."""
 
     device = torch.device("cuda", 0)
 
@@ -51,7 +51,7 @@ def test_native_kernels_run_what_they_support(capability: list[tuple[int, int]])
     for head_dim, widest in ((64, 128), (128, 128), (256, 64)):
         plan, _ = make_plan(DeviceModel.gpu(132, max_tile_rows=widest), head_dim)
         q = OnGpu(head_dim)
-        assert native_obstacle(plan, q, q, q, q) is None  # type: ignore[arg-type]
+        assert unsupported_call(plan, q, q, q, q) is None  # type: ignore[arg-type]
 
 
 def test_what_native_kernels_do_not_run_is_said(
@@ -62,7 +62,7 @@ def test_what_native_kernels_do_not_run_is_said(
     q = OnGpu()
 
     def obstacle(plan: Plan = plan, q: OnGpu = q, cache: OnGpu = q) -> str | None:
-        return native_obstacle(plan, q, cache, cache, q)  # type: ignore[arg-type]
+        return unsupported_call(plan, q, cache, cache, q)  # type: ignore[arg-type]
 
     assert obstacle() is None
     assert "not 80" in str(obstacle(q=OnGpu(80)))

@@ -51,7 +51,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The kernels that run the test; those that were chosen are seen to."""
     if request.param == "triton":
         pytest.importorskip("triton")
-        monkeypatch.setattr(step_pool, "native_obstacle", lambda *_: "this test wants the others")
+        monkeypatch.setattr(step_pool, "unsupported_call", lambda *_: "this test wants the others")
     elif not _native.built_with_cuda:
         pytest.skip("the native module was built without CUDA")
     else:

@@ -27,11 +27,13 @@ FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    kept = ("serialize_plan", "units_of_group", "item_record_words", "merge_room")
+    kept = ("serialize_plan", "units_of_group", "item_record_words", "merge_room", "AttentionParams")
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
-        built_with_cuda=True, cuda_launch_size=lambda *_: (4, 2, 4, True), StepAddresses=dict,
-        cuda_prepare=lambda *_: made.append("prepare"), cuda_attend=lambda *_: made.append("attend"), **native,
+        built_with_cuda=True, StepAddresses=dict,
+        cuda_launch_size=lambda **_: SimpleNamespace(ctas=4, few_ctas=2, warp_ctas=4, overlap=True),
+        cuda_prepare=lambda *_, **__: made.append("prepare"), cuda_attend=lambda *_, **__: made.append("attend"),
+        **native,
     ))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
@@ -76,10 +78,12 @@ def test_more_partial_results_than_can_be_merged_are_refused(
 
 def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
     plan, lens = shared_by(60, 128, replace(DeviceModel.gpu(132), item_overhead=0.0))
-    exact = StepLimits(plan.num_queries, len(plan.items), _native.serialize_plan(plan, lens, 0, 4)[1], plan.num_slots)
+    exact = StepLimits(
+        plan.num_queries, len(plan.items), _native.serialize_plan(plan, lens, growth=0, group=4)[1], plan.num_slots
+    )
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
-    words = _native.serialize_plan(plan, lens, 0, 4)[0]
+    words = _native.serialize_plan(plan, lens, growth=0, group=4)[0]
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)

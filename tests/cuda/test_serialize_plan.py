@@ -17,7 +17,7 @@ HEADER = 12
 def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warps: int) -> None:
     case = make_case(1, heads=(2 * group, 2), requests=12, levels=4)
     plan, growth = case.plan, 9
-    words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth, group)
+    words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth=growth, group=group)
     num_items, num_queries, num_merges, *at, header_block_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_merges) == (len(plan.items), plan.num_queries, len(plan.merge_query))
     assert words[HEADER + 1] == plan.narrow_prevails
@@ -104,7 +104,9 @@ def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps
     case = make_case(1, batch=alone)
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
-    words, _ = _native.serialize_plan(case.plan, case.planned_lens, 0, 4, kv_heads=2, warp_blocks=warp_blocks)
+    words, _ = _native.serialize_plan(
+        case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_blocks=warp_blocks
+    )
     assert words[HEADER] == warps
 
 
@@ -112,10 +114,12 @@ def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps
 def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_blocks: int) -> None:
     case = make_case(1)
     with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_blocks {warp_blocks}; they have to be"):
-        _native.serialize_plan(case.plan, case.planned_lens, 0, 4, kv_heads=kv_heads, warp_blocks=warp_blocks)
+        _native.serialize_plan(
+            case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_blocks=warp_blocks
+        )
 
 
 def test_lengths_of_another_batch_are_refused() -> None:
     case = make_case(1)
     with pytest.raises(ValueError, match="one entry for each of the plan's 6 requests"):
-        _native.serialize_plan(case.plan, np.ones(2, dtype=np.int64), 0, 1)
+        _native.serialize_plan(case.plan, np.ones(2, dtype=np.int64), growth=0, group=1)

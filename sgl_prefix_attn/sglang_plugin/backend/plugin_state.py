@@ -11,9 +11,8 @@ from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
-from sgl_prefix_attn.sglang_plugin.prefix import handover as handover_module
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS, Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
@@ -68,7 +67,7 @@ class PluginState:
         if self.handover is None:
             self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
             self.handover = Handover(kind, BatchTracker(), self.counters)
-            handover_module.activate(self.handover)
+            HOOKS.active = self.handover
         return self.handover
 
     def add(self, backend: Any, record: BackendRecord) -> None:
@@ -141,4 +140,4 @@ def reset() -> None:
     """Drops the state, so that the hooks of this process do nothing (tests)."""
     global _state
     _state = None
-    handover_module.activate(None)
+    HOOKS.active = None

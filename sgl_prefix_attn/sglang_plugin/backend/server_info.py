@@ -18,27 +18,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from sgl_prefix_attn.core.forest import PrefixForest, Segment
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 KEY = "prefixpack"
 VERSION = 1
-
-
-def paths_of(forest: PrefixForest) -> list[list[Segment]]:
-    """Each request's shared segments, root first, as (node of the forest, start, end)."""
-    parents, begins, ends = forest.node_parent.tolist(), forest.node_begin.tolist(), forest.node_end.tolist()
-    paths = []
-    for node in forest.tail_node.tolist():
-        path: list[Segment] = []
-        while node >= 0:
-            path.append((node, begins[node], ends[node]))
-            node = parents[node]
-        path.reverse()
-        paths.append(path)
-    return paths
 
 
 def batch_state(handed: Handed) -> dict[str, Any] | None:
@@ -50,7 +35,7 @@ def batch_state(handed: Handed) -> dict[str, Any] | None:
         "mode": step.mode,
         "seq_lens": handed.seq_lens.tolist(),
         "query_lens": [1] * step.num_requests if step.query_lens is None else step.query_lens.tolist(),
-        "paths": [[list(segment) for segment in path] for path in paths_of(step.forest)],
+        "paths": [[list(segment) for segment in path] for path in step.forest.paths()],
     }
 
 

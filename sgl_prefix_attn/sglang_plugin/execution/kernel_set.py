@@ -11,12 +11,12 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import cuda_step
 from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.limits import unsupported_gpu
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
-OLDEST_CAPABILITY = (8, 0)
 MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Any]
 
 
@@ -98,9 +98,4 @@ def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.d
 def _why_not_native(device: torch.device) -> str | None:
     if not _native.built_with_cuda:
         return "sgl_prefix_attn was built without CUDA: reinstall it with nvcc on PATH"
-    if torch.version.hip is not None:
-        return "the native kernels are for NVIDIA GPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        return f"the native kernels need compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
-    return None
+    return unsupported_gpu(device)

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sgl_prefix_attn.core.limits import head_dim_fits
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 KV_DTYPES = (*DTYPES, FP8)
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 16
 
 
 class KvScales(NamedTuple):
@@ -43,7 +42,7 @@ def unsupported_layer(layer: Any) -> str | None:
     if _plain(layer.attn_type) != "decoder":
         return fallback_reasons.NON_CAUSAL
     head_dim = layer.qk_head_dim
-    if layer.v_head_dim != head_dim or head_dim % HEAD_DIM_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+    if layer.v_head_dim != head_dim or not head_dim_fits(head_dim):
         return fallback_reasons.HEAD_DIM
     if layer.tp_v_head_num != layer.tp_k_head_num or layer.tp_q_head_num % layer.tp_k_head_num:
         return fallback_reasons.HEAD_GROUPS

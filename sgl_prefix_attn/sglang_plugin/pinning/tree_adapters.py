@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_prefix_attn.pinning import ROOT, NodeSpan
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, Unreadable, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, Unreadable, parent_of, reader_for
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,8 @@ class ReceiptTree(_Tree):
         return _spans(path or ())
 
     def moved(self, ids: Sequence[int], handles: Sequence[Any], parent_id: int) -> list[list[NodeSpan]]:
-        return [_spans(path) for path in self._reader.moved(ids, -1 if parent_id == ROOT else parent_id)]
+        parent = -1 if parent_id == ROOT else parent_id
+        return [_spans(path) for path in self._reader.paths(ids) if path and parent_of(path) != parent]
 
     def alive(self, handle: Any) -> bool:
         return bool(self.path(handle))

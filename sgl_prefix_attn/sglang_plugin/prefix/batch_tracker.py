@@ -1,8 +1,8 @@
-"""From the scheduler's batch to the forest of its requests: the host work of every step.
+"""Makes the forest of the scheduler's batch: the host work of every step.
 
-While the requests of a decode batch and their radix nodes stay the same, a step costs a few comparisons of lists and
-returns the same object, so that the planner reuses its plan. Otherwise only requests that changed are looked up.
-Reads nothing but request and tree state, so all tensor-parallel ranks decide alike.
+While the requests of a decode batch and their radix nodes stay the same, a step costs a few comparisons of lists. It
+returns the same object, so the planner reuses its plan. Otherwise only requests that changed are looked up.
+This reads only request and tree state, so all tensor-parallel ranks decide alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, int64_array
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import Known, TreeMirror
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable, reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -44,15 +44,15 @@ class StepPaths:
     query_lens: Int64Array | None = None
 
 
-# What can change while the members of a decode batch stay the same, and how soon it has to be seen:
-# A request's node changes when its prefill's result is processed, under overlap one step after its first decode step
-# was launched; so those that joined are looked at for some steps. Should another one's node change, what was known of
-# it stays true and merely lacks some sharing: all others are looked at in turn.
-# A request that finished may have lost its KV. The scheduler drops it before the next step; should it ever not, that
-# matters at once only if its KV slots stand for others, so those are looked at every step, and all others in turn.
+# While the members of a decode batch stay the same, two things can change.
+# A request's node changes when its prefill's result is processed; with overlap that is one step after its first decode
+# step was launched. So requests that joined are scanned for _JOIN_STEPS. If another request's node changes, the known
+# one stays true and only lacks some sharing: all others are scanned in turn, within _TURN_STEPS.
+# A finished request may have lost its KV. The scheduler drops it before the next step. If it does not, that matters at
+# once only for requests whose KV slots stand for others: they are scanned every step, all others in turn.
 _JOIN_STEPS = 4
 _TURN_STEPS = 32
-# Requests that only prefill are not to be remembered for ever.
+# Bounds the memory of requests that never decode here.
 _MOST_PREFILLED = 4096
 
 
@@ -62,13 +62,13 @@ class _DecodeState:
 
     Attributes:
         places: batch index by request.
-        finished: each request's finish reason; None if there is none.
-        nodes: each request's node in the mirror.
-        joined: requests that came or whose node changed lately, and the steps that they are still to be looked at.
-        standing: the live requests whose KV slots stand for others.
-        age: steps since.
-        turn: batch index of the requests that are next to be looked at in turn.
-        changed: requests that `moved` found to have another node.
+        finished: each request's finish reason; None if no request has one.
+        nodes: [num_requests] int64 node of each request in the mirror.
+        joined: requests that joined or moved lately, with the number of steps for which to scan them.
+        representatives: live requests whose KV slots stand for others.
+        age: steps since the forest was made.
+        turn: batch index of the next request to scan in turn.
+        changed: requests in whose scan `moved` has found another node.
     """
 
     requests: list[Any]
@@ -78,7 +78,7 @@ class _DecodeState:
     nodes: Int64Array
     step: StepPaths
     joined: dict[Any, int]
-    standing: list[Any]
+    representatives: list[Any]
     turn: int = 0
     age: int = 0
     changed: list[Any] = field(default_factory=list)
@@ -90,8 +90,8 @@ class _DecodeState:
         self.joined_steps = max(self.joined.values(), default=0)
 
     def moved(self) -> bool:
-        """Whether a request that is due for a look has another node or has finished."""
-        if self.finished is None and any(map(_FINISHED, self.standing)):
+        """Whether a scanned request has another node or has finished."""
+        if self.finished is None and any(map(_FINISHED, self.representatives)):
             return True
         begin, end, self.turn = _turn(self.turn, len(self.requests))
         due = self.requests[begin:end]
@@ -109,7 +109,7 @@ class _DecodeState:
 
 
 def _turn(begin: int, count: int) -> tuple[int, int, int]:
-    """Batch indices [begin, end) that are due for a look, and where the next turn begins."""
+    """Batch indices [begin, end) to scan now, and the begin of the next turn."""
     begin = begin if begin < count else 0
     end = begin + count // _TURN_STEPS + 1
     return begin, end, end if end < count else 0
@@ -120,10 +120,10 @@ _FINISHED = operator.attrgetter("finished_reason")
 
 
 class BatchTracker:
-    """Makes the `StepPaths` of schedule batches, or says by a reason why there are none.
+    """Makes the `StepPaths` of schedule batches, or returns the reason why there are none.
 
     Attributes:
-        never_packed: why no step of a kind runs packed, None if some may; paths that nobody will use are not read.
+        never_packed: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
     """
 
     def __init__(self) -> None:
@@ -132,20 +132,20 @@ class BatchTracker:
         self._mirror: TreeMirror | None = None
         self._no_mirror = fallback_reasons.UNKNOWN_TREE
         self._decode: _DecodeState | None = None
-        # Requests prefilled since the last change of the decode batch. Not to be kept alive by it, with all that they
-        # hold on the device: where nothing is ever decoded here, it is never looked at.
+        # Requests prefilled since the last change of the decode batch. Weak: a server that only prefills never clears
+        # them, and they hold device memory.
         self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def restarts(self) -> int:
-        """Times that the present tree had to be read from scratch."""
+        """Times that the present tree was read from scratch because it contradicted the mirror."""
         return 0 if self._mirror is None else self._mirror.restarts
 
     def step(self, batch: Any) -> StepPaths | str:
-        """Paths of the batch that is about to run, or a key of `reasons.EXPLANATIONS`.
+        """Paths of the batch that is about to run, or a key of `fallback_reasons.EXPLANATIONS`.
 
         Args:
-            batch: SGLang's ScheduleBatch, at the moment its ForwardBatch is made.
+            batch: SGLang's ScheduleBatch, when its ForwardBatch is made.
         """
         mode = batch.forward_mode
         decode = mode.is_decode()
@@ -200,13 +200,13 @@ class BatchTracker:
             return fallback_reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
         prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
-        state = self._continued(requests, prefix_lens, mirror) or self._afresh(requests, prefix_lens, mirror)
+        state = self._continued(requests, prefix_lens, mirror) or self._from_scratch(requests, prefix_lens, mirror)
         self._prefilled.clear()
         self._decode = state
         return state.step
 
-    def _afresh(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState:
-        """The state of a batch of which nothing is taken for known."""
+    def _from_scratch(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState:
+        """The state of a batch, with all requests looked up."""
         handles = list(map(_LAST_NODE, requests))
         finished = _finished(requests)
         forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
@@ -224,9 +224,9 @@ class BatchTracker:
         return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
 
     def _continued(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState | None:
-        """The state of a batch that has most requests of the last one: only the others are looked at.
+        """The state of a batch with most requests of the last one: only the others are looked up.
 
-        None if that does not do: someone has finished, or the tree is another.
+        None if a request has finished, the tree is another, or too many requests are new.
         """
         last = self._decode
         if last is None or last.finished is not None or not mirror.follows_root():
@@ -247,10 +247,10 @@ class BatchTracker:
             handles[index] = request.last_node
         forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[places], indices))
         state = _decode_state(requests, place_of, handles, None, nodes, forest, joined, turn)
-        return None if any(map(_FINISHED, state.standing)) else state
+        return None if any(map(_FINISHED, state.representatives)) else state
 
     def _lately(self, last: _DecodeState) -> dict[Any, int]:
-        """Requests whose node may be another than in the last batch: prefilled, just joined, or seen to have moved."""
+        """Requests whose node may differ from the last batch: prefilled, joined or moved lately."""
         lately = {request: steps - last.age - 1 for request, steps in last.joined.items() if steps > last.age + 1}
         lately.update(dict.fromkeys((*last.changed, *self._prefilled), _JOIN_STEPS))
         return lately
@@ -259,10 +259,10 @@ class BatchTracker:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
             return fallback_reasons.NO_HOST_LENGTHS
         requests = batch.reqs
-        # Under DP attention SGLang runs a decode batch as extend: what decodes is what decoding_reqs says.
+        # With DP attention SGLang runs a decode batch as extend: decoding_reqs names the requests that decode.
         num_decode = len(batch.decoding_reqs or ())
         mode: Mode = "mixed" if num_decode else "extend"
-        # No node of those that decode is changed by it, so they are not to be looked up again for that.
+        # A mixed step changes no node of the requests that decode.
         self._prefilled.update(requests[: len(requests) - num_decode])
         if len(self._prefilled) > _MOST_PREFILLED:
             self._prefilled.clear()
@@ -272,15 +272,15 @@ class BatchTracker:
             return useless
         forest, _ = mirror.forest(
             list(map(_LAST_NODE, requests)),
-            np.array(batch.prefix_lens, dtype=np.int64),
+            int64_array(batch.prefix_lens),
             _live(_finished(requests)),
         )
-        query_lens = np.array(batch.extend_lens, dtype=np.int64)
+        query_lens = int64_array(batch.extend_lens)
         return StepPaths(forest, mode, len(requests), num_decode, query_lens)
 
 
 def _may_be_packed(mode: Mode) -> None:
-    """Of all kinds of steps, as long as no backend has said which it packs."""
+    """None for all kinds of steps: no backend has said yet what it packs."""
 
 
 def _decode_state(
@@ -301,7 +301,7 @@ def _decode_state(
         nodes=nodes,
         step=StepPaths(forest, "decode", len(requests), len(requests)),
         joined=joined,
-        standing=[requests[index] for index in set(forest.node_request.tolist())],
+        representatives=[requests[index] for index in set(forest.node_request.tolist())],
         turn=turn,
     )
 
@@ -312,5 +312,5 @@ def _finished(requests: list[Any]) -> list[Any] | None:
 
 
 def _live(finished: list[Any] | None) -> npt.NDArray[np.bool_] | None:
-    """None if all requests are live, else a bool array that is False for those that are finished."""
+    """[num_requests] bool, False for finished requests; None if all are live."""
     return None if finished is None else np.array([reason is None for reason in finished], dtype=np.bool_)

@@ -1,11 +1,12 @@
-"""Carries the paths of a step from the scheduler's batch to the attention backend.
+"""Carries the paths of a step from the scheduler's batch to the attention backend, in one of two ways.
 
-Two ways. Hooks: `ForwardBatch.init_new` is where batch and requests are last seen together, and what is attached
-there to the ForwardBatch reaches `ModelRunner.forward`, but not the backend, because runners build other batch objects
-from it; so `ModelRunner.forward` makes it the current step for as long as it runs. Native seam: an SGLang with
-our patch shows the batch to the backend itself (`prepare_schedule_batch`), and no hooks are needed.
+Hooks: `ForwardBatch.init_new` is the last place that sees batch and requests together. What a hook attaches there to
+the ForwardBatch reaches `ModelRunner.forward`, but not the backend, because runners build other batch objects from it.
+So a hook on `ModelRunner.forward` makes it the current step while that runs.
 
-Nothing in here may take the server down: what goes wrong is counted, and the step uses the stock backend.
+Native seam: an SGLang with our patch shows the batch to the backend (`prepare_schedule_batch`); no hooks are needed.
+
+An error in here is counted, and the step uses the stock backend.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Handed(NamedTuple):
     """What is handed over for one forward.
 
     Attributes:
-        step: the paths, or the reason why there are none.
-        rows: the batch's req_pool_indices, to recognise the batch by.
+        step: the paths, or a key of `fallback_reasons.EXPLANATIONS`.
+        rows: the batch's req_pool_indices, which identify the batch.
         seq_lens: the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
     """
 
@@ -42,7 +43,7 @@ NOTHING = Handed(fallback_reasons.NO_PATHS)
 
 
 class Handover:
-    """One scheduler process's way from batch to backend."""
+    """Hand-over from batch to backend in one scheduler process."""
 
     def __init__(self, kind: Kind, tracker: BatchTracker, counters: Counters) -> None:
         self.kind = kind
@@ -51,7 +52,7 @@ class Handover:
         self._current: Handed | None = None
 
     def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
-        """From now on, paths are not read for steps of kinds for which `never_packed` has a reason."""
+        """Stops reading paths for the kinds of steps for which `never_packed` returns a reason."""
         self._tracker.never_packed = never_packed
 
     def read(self, batch: Any) -> Handed:
@@ -59,21 +60,21 @@ class Handover:
         start = time.perf_counter()
         try:
             handed = Handed(self._tracker.step(batch), batch.req_pool_indices, batch.seq_lens_cpu)
-        except Exception:  # the one guard of the hook bodies: it counts, logs once, and the step is stock
+        except Exception:  # the guard of the hook bodies: the step uses the stock backend
             self._counters.hook_failed()
             handed = Handed(fallback_reasons.HOOK_FAILED)
         self._counters.host_seconds += time.perf_counter() - start
         return handed
 
     def prepare(self, batch: Any) -> None:
-        """Native seam: the batch of the coming forward."""
+        """Reads the batch of the next forward; called through the native seam."""
         self._current = self.read(batch)
 
     def take(self) -> Handed:
-        """What was handed over for the forward that is being prepared; NOTHING if nothing was.
+        """What was handed over for the forward that is being prepared, else NOTHING.
 
-        What the native seam announced holds for one forward only, so that a forward that was not announced (graph
-        capture, warm-up) never finds the paths of another one.
+        A batch from the native seam is for one forward only. So a forward without a batch (graph capture, warm-up)
+        never gets the paths of another one.
         """
         handed = self._current
         if self.kind == "patch":
@@ -91,26 +92,32 @@ class Handover:
             self._current = before
 
 
-_active: Handover | None = None
+class HandoverHooks:
+    """Hook bodies that hand over the paths of this process's steps.
+
+    Attributes:
+        active: what the hooks work for; None where no prefixpack backend exists: then they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.active: Handover | None = None
+
+    def after_forward_batch_init(
+        self, result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """AFTER hook on the classmethod `ForwardBatch.init_new`."""
+        if self.active is not None and not model_runner.is_draft_worker:
+            setattr(result, _ATTRIBUTE, self.active.read(batch))
+
+    def around_model_runner_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `ModelRunner.forward`."""
+        forward_batch = args[0] if args else kwargs.get("forward_batch")
+        handed = getattr(forward_batch, _ATTRIBUTE, None)
+        if self.active is None or handed is None:
+            return original(runner, *args, **kwargs)
+        with self.active.handed_over(handed):
+            return original(runner, *args, **kwargs)
 
 
-def activate(handover: Handover | None) -> None:
-    """Lets the hooks of this process work for `handover`; without one (no prefixpack backend here) they do nothing."""
-    global _active
-    _active = handover
-
-
-def after_forward_batch_init(result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on the classmethod `ForwardBatch.init_new`."""
-    if _active is not None and not model_runner.is_draft_worker:
-        setattr(result, _ATTRIBUTE, _active.read(batch))
-
-
-def around_model_runner_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `ModelRunner.forward`."""
-    forward_batch = args[0] if args else kwargs.get("forward_batch")
-    handed = getattr(forward_batch, _ATTRIBUTE, None)
-    if _active is None or handed is None:
-        return original(runner, *args, **kwargs)
-    with _active.handed_over(handed):
-        return original(runner, *args, **kwargs)
+# One per process: SGLang's hooks are registered before a backend exists, and stay.
+HOOKS = HandoverHooks()

@@ -1,17 +1,21 @@
 """Reads node paths out of SGLang's prefix cache, whichever kind of tree it is.
 
-A path is the list of radix nodes from below the root to a node, each with the token positions it holds. A reader is
-chosen by what the tree can do, never by version. Only reads; the tree is locked by the requests that use it.
+A path is the list of radix nodes from below the root to a node. A branch is the lower part of a path, below a node
+that the caller knows. A reader is chosen by the tree's features, never by version. It only reads: the requests that use
+the tree hold its locks.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+
+# One past the last position of a known node id; negative for an unknown one.
+EndOf = Callable[[int], int]
 
 
 class PathNode(NamedTuple):
@@ -26,6 +30,38 @@ class PathNode(NamedTuple):
 Path = list[PathNode]
 
 
+def parent_of(path: Path) -> int:
+    """Id of the last node's parent, -1 for a root."""
+    return path[-2].id if len(path) > 1 else -1
+
+
+class Branch(NamedTuple):
+    """A chain of radix nodes, each the parent of the next; no nodes for a root.
+
+    Attributes:
+        parent: id of the known node above, -1 for a root.
+        begin: first KV position.
+        ids: node ids from top to bottom.
+        ends: one past the last KV position of each node.
+        leaf: whether the last node has no children.
+    """
+
+    parent: int
+    begin: int
+    ids: list[int]
+    ends: list[int]
+    leaf: bool
+
+    def path(self) -> Path:
+        """The branch node by node."""
+        last = len(self.ids) - 1
+        begins = [self.begin, *self.ends][: len(self.ids)]
+        return [
+            PathNode(node, begin, end, self.leaf and index == last)
+            for index, (node, begin, end) in enumerate(zip(self.ids, begins, self.ends, strict=True))
+        ]
+
+
 class TreeReader(Protocol):
     """Access to one prefix cache object."""
 
@@ -37,22 +73,47 @@ class TreeReader(Protocol):
     def ids(self, handles: Sequence[Any]) -> list[int]:
         """Node id of each request's `last_node`; -1 for none and for handles that are not tree nodes."""
 
+    def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
+        """Branch of each `last_node` below its deepest ancestor that `end_of` knows; None if the tree lacks the node.
+
+        Lazy: `end_of` may know the nodes of earlier branches. Then all branches together take time and memory
+        proportional to the number of new nodes.
+        """
+
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        """Handles of those of `ids` that are on the paths of `handles`."""
+
     def paths(self, handles: Sequence[Any]) -> list[Path | None]:
         """Path of each `last_node`, empty for a root; None if the tree does not know the node."""
 
-    def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
-        """Present paths of those of `ids` whose parent is no longer `parent_id` (-1: a root)."""
+
+class _PathsFromBranches:
+    """Whole paths of readers that implement `branches`."""
+
+    def paths(self: Any, handles: Sequence[Any]) -> list[Path | None]:
+        branches = self.branches(handles, _nothing_known)
+        return [None if branch is None else branch.path() for branch in branches]
 
 
-class ObjectReader:
+class _NumberedReader(_PathsFromBranches):
+    """Trees whose requests hold node ids."""
+
+    def ids(self, handles: Sequence[Any]) -> list[int]:
+        if set(map(type, handles)) == {int}:
+            return list(handles)
+        return [handle if type(handle) is int else -1 for handle in handles]
+
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        return list(ids)
+
+
+class ObjectReader(_PathsFromBranches):
     """Trees whose requests hold node objects (`RadixCache` and the early unified cache)."""
 
     name = "node objects"
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        # Nodes by id, for `moved`: weak, so that an evicted node's KV indices are not kept alive by us.
-        self._nodes: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def root(self) -> object:
         return self._tree.root_node
@@ -63,24 +124,22 @@ class ObjectReader:
         except AttributeError:  # a request without a node, or with a streaming session's virtual node
             return [handle.id if _is_node(handle) else -1 for handle in handles]
 
-    def paths(self, handles: Sequence[Any]) -> list[Path | None]:
-        walk = _Walk()
-        paths = [walk.path(handle) if _is_node(handle) else None for handle in handles]
-        self._nodes.update(walk.nodes)
-        return paths
+    def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
+        for handle in handles:
+            yield _branch(handle, _chain(handle, end_of), end_of) if _is_node(handle) else None
 
-    def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
-        walk = _Walk()
-        found: list[Path] = []
-        for node_id in ids:
-            node = self._nodes.get(node_id)
-            if node is not None and _parent_id(node) != parent_id:
-                found.append(walk.path(node))
-        self._nodes.update(walk.nodes)
+    def find(self, ids: Collection[int], handles: Sequence[Any]) -> list[Any]:
+        wanted, found, seen = set(ids), [], set()
+        for node in filter(_is_node, handles):
+            while node.parent is not None and node.id not in seen:
+                seen.add(node.id)
+                if node.id in wanted:
+                    found.append(node)
+                node = node.parent
         return found
 
 
-class NodeByIdReader:
+class NodeByIdReader(_NumberedReader):
     """Unified caches with the Python tree core: requests hold ids, `tree_core.node_by_id` gives the object."""
 
     name = "node_by_id"
@@ -91,31 +150,16 @@ class NodeByIdReader:
     def root(self) -> object:
         return self._core.root_node
 
-    def ids(self, handles: Sequence[Any]) -> list[int]:
-        return _int_ids(handles)
-
-    def paths(self, handles: Sequence[Any]) -> list[Path | None]:
-        walk = _Walk()
-        nodes = [self._node(handle) if type(handle) is int else None for handle in handles]
-        return [None if node is None else walk.path(node) for node in nodes]
-
-    def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
-        walk = _Walk()
-        found: list[Path] = []
-        for node_id in ids:
-            node = self._node(node_id)
-            if node is not None and _parent_id(node) != parent_id:
-                found.append(walk.path(node))
-        return found
-
-    def _node(self, handle: Any) -> Any | None:
-        try:
-            return self._core.node_by_id(handle)
-        except KeyError:
-            return None
+    def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
+        for handle in handles:
+            try:
+                node = self._core.node_by_id(handle) if type(handle) is int else None
+            except KeyError:
+                node = None
+            yield None if node is None else _branch(node, _chain(node, end_of), end_of)
 
 
-class PathInfoReader:
+class PathInfoReader(_NumberedReader):
     """Unified caches whose tree core hands out paths itself (`collect_path_info`): Python and Rust cores alike."""
 
     name = "collect_path_info"
@@ -126,41 +170,18 @@ class PathInfoReader:
     def root(self) -> object:
         return self._core.root_node_handle()
 
-    def ids(self, handles: Sequence[Any]) -> list[int]:
-        return _int_ids(handles)
-
-    def paths(self, handles: Sequence[Any]) -> list[Path | None]:
-        return [None if infos is None else _info_path(infos) for infos in self._collect(handles)]
-
-    def moved(self, ids: Sequence[int], parent_id: int) -> list[Path]:
-        found: list[Path] = []
-        for infos in self._collect(ids):
-            if not infos:
-                continue
-            last = infos[-1]
-            if (last.parent_id if last.path_start > 0 else -1) != parent_id:
-                found.append(_info_path(infos))
-        return found
-
-    def _collect(self, handles: Sequence[Any]) -> list[Any]:
-        if _only_ints(handles):
+    def branches(self, handles: Sequence[Any], end_of: EndOf) -> Iterator[Branch | None]:
+        # One handle at a time: the core makes whole paths, and those of many requests need not exist at once.
+        for handle in handles:
             try:
-                return list(self._core.collect_path_info(handles))
+                infos = self._core.collect_path_info([handle])[0] if type(handle) is int else None
             except KeyError:
-                pass  # one node is gone: ask for each by itself
-        return [self._collect_one(handle) for handle in handles]
-
-    def _collect_one(self, handle: Any) -> Any | None:
-        if type(handle) is not int:
-            return None
-        try:
-            return self._core.collect_path_info([handle])[0]
-        except KeyError:
-            return None
+                infos = None
+            yield None if infos is None else _info_branch(infos, end_of)
 
 
 class Unreadable(NamedTuple):
-    """Why a prefix cache cannot be read: a reason of `reasons.EXPLANATIONS` and what was found."""
+    """Why a prefix cache cannot be read: a key of `fallback_reasons.EXPLANATIONS`, and the details."""
 
     reason: str
     detail: str
@@ -192,7 +213,7 @@ def reader_for(tree: Any) -> TreeReader | Unreadable:
 
 
 def _walkable(core: Any) -> bool:
-    """Whether `node_by_id` is there and implemented: some native cores have it only to raise."""
+    """Whether `node_by_id` exists and works: some native cores define it and raise."""
     if not hasattr(core, "node_by_id"):
         return False
     try:
@@ -204,56 +225,48 @@ def _walkable(core: Any) -> bool:
 _NODE_ID = operator.attrgetter("id")
 
 
+def _nothing_known(_: int) -> int:
+    return -1
+
+
 def _is_node(handle: Any) -> bool:
     return hasattr(handle, "parent") and hasattr(handle, "key") and hasattr(handle, "id")
 
 
-def _only_ints(handles: Sequence[Any]) -> bool:
-    return set(map(type, handles)) == {int}
-
-
-def _int_ids(handles: Sequence[Any]) -> list[int]:
-    if _only_ints(handles):
-        return list(handles)
-    return [handle if type(handle) is int else -1 for handle in handles]
-
-
-def _parent_id(node: Any) -> int:
-    """Id of the parent, -1 if that is a root."""
+def _chain(node: Any, end_of: EndOf) -> list[Any]:
+    """`node` and its ancestors from the bottom up, below the first known ancestor or root; empty for a root."""
+    chain: list[Any] = []
     parent = node.parent
-    return -1 if parent is None or parent.parent is None else parent.id
+    while parent is not None:
+        chain.append(node)
+        if end_of(parent.id) >= 0:
+            break
+        node, parent = parent, parent.parent
+    return chain
 
 
-class _Walk:
-    """Paths of several nodes of a tree that does not change meanwhile: what they have in common is walked once.
-
-    Attributes:
-        nodes: all nodes of the paths, by id.
-    """
-
-    def __init__(self) -> None:
-        self.nodes: dict[int, Any] = {}
-        self._paths: dict[int, Path] = {}
-
-    def path(self, node: Any) -> Path:
-        """The nodes below the root down to `node`."""
-        new = []
-        while node.parent is not None and node.id not in self._paths:
-            new.append(node)
-            node = node.parent
-        path = self._paths.get(node.id, [])
-        position = path[-1].end if path else 0
-        for link in reversed(new):
-            end = position + len(link.key)
-            path = [*path, PathNode(link.id, position, end, not link.children)]
-            position = end
-            self.nodes[link.id] = link
-            self._paths[link.id] = path
-        return path
+def _branch(node: Any, chain: list[Any], end_of: EndOf) -> Branch:
+    parent, begin = -1, 0
+    if chain and chain[-1].parent.parent is not None:
+        parent = chain[-1].parent.id
+        begin = end_of(parent)
+    chain.reverse()
+    ends = list(accumulate([len(link.key) for link in chain], initial=begin))
+    return Branch(parent, begin, [link.id for link in chain], ends[1:], not node.children)
 
 
-def _info_path(infos: Iterable[Any]) -> Path:
-    # 0.5.22 does not tell the number of children yet; taking a leaf for a stock node only costs a look more.
-    return [
-        PathNode(info.node_id, info.path_start, info.path_end, getattr(info, "num_children", 1) == 0) for info in infos
-    ]
+def _info_branch(infos: Sequence[Any], end_of: EndOf) -> Branch:
+    if not infos:
+        return Branch(-1, 0, [], [], False)
+    top = len(infos) - 1
+    while top > 0 and end_of(infos[top - 1].node_id) < 0:
+        top -= 1
+    new = infos[top:]
+    return Branch(
+        infos[top - 1].node_id if top > 0 else -1,
+        new[0].path_start,
+        [info.node_id for info in new],
+        [info.path_end for info in new],
+        # 0.5.22 does not tell the number of children. A leaf taken for a node with children only costs time.
+        getattr(new[-1], "num_children", 1) == 0,
+    )

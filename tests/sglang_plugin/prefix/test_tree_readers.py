@@ -10,38 +10,40 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import (
+    Branch,
     NodeByIdReader,
     ObjectReader,
     PathInfoReader,
+    PathNode,
     TreeReader,
     Unreadable,
     reader_for,
 )
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.prefix.fake_tree import FakeTree
 from tests.support.small_scheduler import SmallScheduler
 
 
-def test_what_paths_have_in_common_is_walked_once() -> None:
-    class Key(list[int]):
-        looks = 0
-
-        def __len__(self) -> int:
-            Key.looks += 1
-            return super().__len__()
-
-    root = SimpleNamespace(id=0, parent=None, key=Key(), children={})
-    chain = [root]
-    for number in range(1, 6):
-        chain.append(SimpleNamespace(id=number, parent=chain[-1], key=Key([number] * number), children={1: 1}))
-    leaves = [SimpleNamespace(id=10 + i, parent=chain[3 + i % 3], key=Key([7]), children={}) for i in range(6)]
-    by_id = {leaf.id: leaf for leaf in leaves}
-    reader = NodeByIdReader(SimpleNamespace(tree_core=SimpleNamespace(node_by_id=by_id.__getitem__)))
-    paths = reader.paths([leaf.id for leaf in leaves])
-    assert [[node.id for node in path or ()] for path in paths] == [
-        [1, 2, 3, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 5, 12], [1, 2, 3, 13], [1, 2, 3, 4, 14], [1, 2, 3, 4, 5, 15],
-    ]  # fmt: skip
-    assert [(path or [])[-1][1:] for path in paths][:3] == [(6, 7, True), (10, 11, True), (15, 16, True)]
-    assert Key.looks == 5 + len(leaves)
+def test_branches_begin_below_what_is_known() -> None:
+    tree = FakeTree()
+    chain = tree.chain(5, tokens=2)
+    leaf = tree.add(chain[2], tokens=7)
+    known: dict[int, int] = {}
+    read = []
+    for branch in ObjectReader(tree).branches(
+        [chain[-1], leaf, chain[3], tree.root_node], lambda id: known.get(id, -1)
+    ):
+        assert branch is not None
+        known.update(zip(branch.ids, branch.ends, strict=True))
+        read.append(branch)
+    ids = [node.id for node in chain]
+    assert read == [
+        Branch(-1, 0, ids, [2, 4, 6, 8, 10], True),
+        Branch(ids[2], 6, [leaf.id], [13], True),
+        Branch(ids[2], 6, [ids[3]], [8], False),
+        Branch(-1, 0, [], [], False),
+    ]
+    assert read[0].path()[-2:] == [PathNode(ids[3], 6, 8, False), PathNode(ids[4], 8, 10, True)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""The tracker against SGLang's real radix trees: the sharing it reports is exactly the tree's, after any history."""
+"""The tracker against SGLang's real radix trees: what it shares, and what it reads, in known situations."""
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from typing import Any
 
@@ -12,150 +11,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.sglang_plugin.backend.server_info import paths_of
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.support.small_scheduler import TREES, Batch, SmallScheduler
-
-
-def shared_by_paths(scheduler: SmallScheduler, batch: Batch, prefix_lens: list[int]) -> dict[tuple[int, int], int]:
-    """For each pair of live requests, the positions they share, by walking the tree from scratch."""
-    reach = []
-    for request, prefix in zip(batch.reqs, prefix_lens, strict=True):
-        usable = request.finished_reason is None and request.last_node is not None
-        reach.append([seg for seg in scheduler.path(request) if seg[2] <= prefix] if usable else [])
-    shared = {}
-    for a in range(len(reach)):
-        for b in range(a + 1, len(reach)):
-            common = 0
-            for left, right in zip(reach[a], reach[b], strict=False):
-                if left[0] != right[0]:
-                    break
-                common = left[2]
-            shared[a, b] = common
-    return shared
-
-
-def shared_by_forest(forest: PrefixForest) -> dict[tuple[int, int], int]:
-    paths = paths_of(forest)
-    shared = {}
-    for a in range(len(paths)):
-        for b in range(a + 1, len(paths)):
-            common = 0
-            for left, right in zip(paths[a], paths[b], strict=False):
-                if left != right:
-                    break
-                common = left[2]
-            shared[a, b] = common
-    return shared
-
-
-def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> StepPaths:
-    """The tracker's forest is the tree's for all live requests, and what it calls shared is one and the same KV."""
-    step = tracker.step(batch)
-    assert isinstance(step, StepPaths), step
-    live = [request.finished_reason is None for request in batch.reqs]
-    lengths = batch.seq_lens_cpu.tolist()
-    prefix = batch.prefix_lens if batch.prefix_lens is not None else [length - 1 for length in lengths]
-    found, expected = shared_by_forest(step.forest), shared_by_paths(scheduler, batch, prefix)
-    assert {pair: found[pair] for pair in found if live[pair[0]] and live[pair[1]]} == {
-        pair: expected[pair] for pair in expected if live[pair[0]] and live[pair[1]]
-    }
-    forest = step.forest
-    rows = scheduler.pool.req_to_token
-    for node in range(forest.num_nodes):
-        members = forest.order[forest.node_first[node] : forest.node_last[node]]
-        assert forest.node_request[node] in members
-        assert live[forest.node_request[node]]
-        begin, end = forest.node_begin[node], forest.node_end[node]
-        stands_for_all = rows[batch.reqs[forest.node_request[node]].kv.req_pool_idx, begin:end]
-        for member in members:
-            if live[member]:
-                assert (rows[batch.reqs[member].kv.req_pool_idx, begin:end] == stands_for_all).all()
-    return step
-
-
-class RandomHistory:
-    """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
-
-    def __init__(self, kind: str, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.scheduler = SmallScheduler(kind, slots=2500)
-        self.tracker = BatchTracker()
-        self.seen: list[list[int]] = []
-
-    def prompt(self) -> list[int]:
-        choice = self.random.random()
-        if self.seen and choice < 0.8:
-            base = self.random.choice(self.seen)
-            cut = self.random.randint(1, len(base))
-            tokens = base[:cut]
-        else:
-            tokens = []
-        tokens = tokens + [self.random.randint(1, 3) for _ in range(self.random.randint(1, 20))]
-        self.seen = [*self.seen[-60:], tokens]
-        return tokens
-
-    def admit(self) -> None:
-        scheduler = self.scheduler
-        joining = []
-        for _ in range(self.random.randint(1, 3)):
-            request = scheduler.request(self.prompt(), extra_key=self.random.choice([None, None, None, "lora"]))
-            chunk = self.random.choice([None, None, 7])
-            scheduler.match(request, upto=chunk)
-            joining.append(request)
-        decoding = scheduler.running if self.random.random() < 0.3 else []
-        if decoding:
-            scheduler.decode()
-        check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
-        for request in joining:
-            while request.extend_range.end < len(request.full_untruncated_fill_ids):
-                scheduler.prefill_done(request, chunked=True)
-                scheduler.next_chunk(request, 7)
-                check(scheduler, self.tracker, scheduler.extend_batch([request]))
-        scheduler.running += joining
-        if self.random.random() < 0.5:  # overlap: the first decode step runs before the prefill's result is processed
-            scheduler.decode()
-            check(scheduler, self.tracker, scheduler.decode_batch())
-        for request in joining:
-            scheduler.prefill_done(request)
-
-    def step(self) -> None:
-        scheduler = self.scheduler
-        choice = self.random.random()
-        if choice < 0.35 and len(scheduler.running) < 8:
-            self.admit()
-        elif choice < 0.5 and scheduler.running:
-            request = self.random.choice(scheduler.running)
-            scheduler.finish(request, insert=self.random.random() < 0.8)
-            if self.random.random() < 0.3:  # still in the batch that is in flight
-                check(scheduler, self.tracker, scheduler.decode_batch())
-            scheduler.filter()
-        elif choice < 0.55 and scheduler.running:
-            scheduler.retract(self.random.choice(scheduler.running))
-        elif choice < 0.6:
-            scheduler.evict(self.random.randint(1, 200))
-        elif choice < 0.61:
-            for request in list(scheduler.running):
-                scheduler.finish(request)
-            scheduler.filter()
-            scheduler.flush()
-        elif choice < 0.65:
-            self.random.shuffle(scheduler.running)
-        if scheduler.running:
-            scheduler.decode()
-            check(scheduler, self.tracker, scheduler.decode_batch())
-
-
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("seed", range(3))
-def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int) -> None:
-    history = RandomHistory(kind, seed)
-    for _ in range(700):
-        history.step()
-        assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away
+from tests.sglang_plugin.prefix.sharing import check
+from tests.support.small_scheduler import TREES, SmallScheduler
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -176,7 +36,7 @@ class TestKnownSituations:
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
         scheduler.decode()
         first = check(scheduler, tracker, scheduler.decode_batch())
-        assert paths_of(first.forest) == [[(0, 0, 50)], [(0, 0, 50)]]
+        assert first.forest.paths() == [[(0, 0, 50)], [(0, 0, 50)]]
         for _ in range(5):
             scheduler.decode()
             assert tracker.step(scheduler.decode_batch()) is first
@@ -212,7 +72,7 @@ class TestKnownSituations:
         self.join(scheduler, [1] * 20 + [5])
         scheduler.decode()
         step = check(scheduler, tracker, scheduler.decode_batch())
-        assert paths_of(step.forest) == [[(0, 0, 20), (1, 20, 50)], [(0, 0, 20), (1, 20, 50)], [(0, 0, 20)]]
+        assert step.forest.paths() == [[(0, 0, 20), (1, 20, 50)], [(0, 0, 20), (1, 20, 50)], [(0, 0, 20)]]
 
     def test_splits_of_splits_are_found_through_a_request_that_sees_only_the_top(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 60, [1] * 60)
@@ -226,7 +86,7 @@ class TestKnownSituations:
         self.join(scheduler, [1] * 20 + [8])
         scheduler.decode()
         step = check(scheduler, tracker, scheduler.decode_batch())
-        assert [path[0] for path in paths_of(step.forest)] == [(0, 0, 20)] * 3
+        assert [path[0] for path in step.forest.paths()] == [(0, 0, 20)] * 3
 
     def test_first_decode_after_a_joint_prefill_shares_only_what_was_cached(self, kind: str) -> None:
         scheduler, tracker = self.start(kind)
@@ -239,7 +99,7 @@ class TestKnownSituations:
         for twin in twins:
             scheduler.prefill_done(twin)
         scheduler.decode()
-        assert paths_of(check(scheduler, tracker, scheduler.decode_batch()).forest)[0] == [(0, 0, 40)]
+        assert check(scheduler, tracker, scheduler.decode_batch()).forest.paths()[0] == [(0, 0, 40)]
 
     def test_a_finished_request_stops_standing_for_others_at_once(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
@@ -247,7 +107,7 @@ class TestKnownSituations:
         first = check(scheduler, tracker, scheduler.decode_batch())
         scheduler.finish(scheduler.running[first.forest.node_request[0]])
         step = check(scheduler, tracker, scheduler.decode_batch())
-        assert paths_of(step.forest) == [[], [(0, 0, 30)], [(0, 0, 30)]]
+        assert step.forest.paths() == [[], [(0, 0, 30)], [(0, 0, 30)]]
         assert step.forest.node_request.tolist() == [1]
 
     def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
@@ -257,7 +117,7 @@ class TestKnownSituations:
         scheduler.finish(scheduler.running[2])
         for _ in range(32):
             step = check(scheduler, tracker, scheduler.decode_batch())
-        assert paths_of(step.forest) == [[(0, 0, 30)], [(0, 0, 30)], []]
+        assert step.forest.paths() == [[(0, 0, 30)], [(0, 0, 30)], []]
 
     def test_a_node_that_moves_under_an_old_member_is_seen_some_steps_later(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 30 + [2, 3], [1] * 30 + [2, 3])
@@ -315,7 +175,7 @@ class TestKnownSituations:
         assert (step.mode, step.num_decode) == ("mixed", 2)
         assert step.query_lens is not None
         assert step.query_lens.tolist() == [10, 1, 1]
-        assert paths_of(step.forest) == [[(0, 0, 30)]] * 3
+        assert step.forest.paths() == [[(0, 0, 30)]] * 3
 
     def test_those_that_decode_in_a_mixed_step_are_not_looked_up_again(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
@@ -352,7 +212,7 @@ class TestKnownSituations:
             scheduler.prefill_done(request)
         scheduler.decode()
         step = check(scheduler, tracker, scheduler.decode_batch())
-        assert [path[0] for path in paths_of(step.forest)] == [(0, 0, 30)] * 4
+        assert [path[0] for path in step.forest.paths()] == [(0, 0, 30)] * 4
         tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
         scheduler.running.pop()
         assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
@@ -378,7 +238,7 @@ class TestKnownSituations:
         for prompt in ([1] * 30, [1] * 10 + [2] * 5):
             self.join(scheduler, prompt)
         scheduler.decode()
-        assert paths_of(check(scheduler, tracker, scheduler.decode_batch()).forest)[1] == [(0, 0, 10)]
+        assert check(scheduler, tracker, scheduler.decode_batch()).forest.paths()[1] == [(0, 0, 10)]
 
     def test_another_tree_object_starts_afresh(self, kind: str) -> None:
         first, tracker = self.start(kind, [1] * 30, [1] * 30)

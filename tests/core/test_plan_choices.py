@@ -1,0 +1,201 @@
+"""What the planner chooses: packs, tiles and splits by their prices."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core import planner as planning
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_batch
+
+
+@pytest.mark.parametrize("seed", range(1000))
+def test_packing_is_within_five_percent_of_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape, device = SHAPES[seed % len(SHAPES)], DEVICES[(seed // 7) % len(DEVICES)]
+    while True:
+        forest, seq_lens, query_lens = random_batch(rng, 9, int(rng.choice([1, 1, 40])), int(rng.choice([12, 40, 600])))
+        choices = (forest.node_parent >= 0).sum() + (forest.tail_node >= 0).sum()
+        if forest.num_nodes and choices <= 13:
+            break
+    own, added_up, lowest = _native.packing_costs(
+        forest.native,
+        seq_lens,
+        query_lens,
+        _native.ModelShape(**vars(shape)),
+        _native.DeviceModel(**vars(device)),
+        exhaustive=True,
+    )
+    assert own == pytest.approx(added_up, rel=1e-9)
+    assert lowest <= own * (1 + 1e-9)
+    assert own <= 1.05 * lowest
+
+
+def test_the_price_of_partials_decides_by_group_size() -> None:
+    # 100 tokens that two requests share: worth a partial at one head a group, not at sixteen. PAT's rule, which has
+    # no group size, answers both alike.
+    forest = PrefixForest.from_paths([[(1, 0, 100)], [(1, 0, 100)]])
+    lens = np.array([140, 140])
+    device = replace(DeviceModel.gpu(132), item_overhead=0.7e-6, flops=790e12)
+    narrow = Planner(ModelShape(8, 8, 128, partial_bytes=2), device).plan(forest, lens)
+    wide = Planner(ModelShape(128, 8, 128, partial_bytes=4), device).plan(forest, lens)
+    assert narrow.kv_tokens_packed < narrow.kv_tokens_per_request
+    assert wide.kv_tokens_packed == wide.kv_tokens_per_request
+    assert wide.num_slots == 0
+
+
+def greedy_finish(plan: Plan, planner: Planner, seq_lens: np.ndarray) -> tuple[float, float]:
+    """(when the last worker is done, the even share) if workers take the queue in order, in KV tokens."""
+    last = plan.items[:, planning.QUERY_BEGIN] + plan.items[:, planning.QUERY_COUNT] - 1
+    ends = np.where(
+        plan.items[:, planning.KV_END] == planning.OPEN_END,
+        seq_lens[plan.query_request[last]] - plan.query_back[last],
+        plan.items[:, planning.KV_END],
+    )
+    work = np.repeat(ends - plan.items[:, planning.KV_BEGIN], planner.shape.kv_heads).tolist()
+    loads = [0] * planner.device.workers
+    for item in work:
+        heapq.heapreplace(loads, loads[0] + item)
+    return max(loads), sum(work) / len(loads)
+
+
+@pytest.mark.parametrize(
+    ("lens", "limit"),
+    [([8192] * 4, 1.15), ([32768], 1.15), ([32768, *[512] * 40], 1.25), ([1000 + 700 * i for i in range(30)], 1.15)],
+)
+def test_long_kv_is_split_until_the_workers_are_balanced(lens: list[int], limit: float) -> None:
+    forest, seq_lens = PrefixForest.from_paths([[] for _ in lens]), np.array(lens)
+    # Balance of tokens is what is looked at here; dear items are rightly cut less.
+    planner = Planner(ModelShape(32, 8, 128), replace(DeviceModel.gpu(132), item_overhead=0.7e-6, flops=790e12))
+    plan = planner.plan(forest, seq_lens)
+    finish, even = greedy_finish(plan, planner, seq_lens)
+    assert finish <= limit * even
+    check_plan(plan, forest, seq_lens, np.ones(len(lens), dtype=np.int64))
+
+
+def test_a_balanced_batch_is_not_split() -> None:
+    forest = PrefixForest.from_paths([[] for _ in range(256)])
+    plan = Planner(ModelShape(32, 8, 128), DeviceModel.gpu(132)).plan(forest, np.full(256, 1024))
+    assert len(plan.items) == 256
+    assert plan.num_slots == 0
+
+
+def tiles_of_tails(heads: tuple[int, int], lens: list[int]) -> dict[int, set[int]]:
+    """Row tiles on an H200 of requests that share nothing, by their length."""
+    shape, seq_lens = ModelShape(*heads, 128), np.array(lens)
+    plan = Planner(shape, DeviceModel.gpu(132, group=shape.group)).plan(
+        PrefixForest.from_paths([[] for _ in lens]), seq_lens
+    )
+    found: dict[int, set[int]] = {length: set() for length in lens}
+    for query_begin, *_, tile in plan.items.tolist():
+        found[lens[plan.query_request[query_begin]]].add(tile)
+    return found
+
+
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1), (96, 8), (20, 2)], ids=str)
+def test_two_units_of_warps_take_a_tail_while_starting_sooner_makes_up_for_reading_it_twice(
+    heads: tuple[int, int],
+) -> None:
+    # One worker's time: 6 us to take up an item, 1 us where it is two units for warps; 512 bytes of a token's K and V
+    # at 1/264 of 4.3 TB/s, and 0.4 of that for the second unit.
+    longest = int((6e-6 - 1e-6) / (0.4 * 512 / (4.3e12 / 264)))
+    assert longest == 397
+    assert tiles_of_tails(heads, [longest] * 512) == {longest: {16}}
+    assert tiles_of_tails(heads, [longest + 1] * 512) == {longest + 1: {32}}
+
+
+def reused_steps(planner: Planner, forest: PrefixForest, lens: np.ndarray) -> int:
+    plan, steps = planner.plan(forest, lens), 0
+    while planner.plan(forest, lens + steps + 1) is plan:
+        steps += 1
+    return steps
+
+
+def test_what_blocks_take_is_planned_as_if_there_were_no_units_for_warps() -> None:
+    shape, gpu = ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16)
+    blocks = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_units=1)
+    # Too long for warps: as far as the plan lasts, too.
+    lens = np.array([5000, 3000, *[700] * 40])
+    forest = PrefixForest.from_paths([[] for _ in lens])
+    planners = [Planner(shape, device, max_growth=1000) for device in (gpu, blocks)]
+    ours, theirs = (planner.plan(forest, lens).items for planner in planners)
+    np.testing.assert_array_equal(ours, theirs)
+    steps = [reused_steps(planner, forest, lens) for planner in planners]
+    assert steps[0] == steps[1] < 1000
+    # Short, but too few for warps.
+    lens = np.array([*[410] * 4, *[350] * 40])
+    forest = PrefixForest.from_paths([[] for _ in lens])
+    ours, theirs = (planner.plan(forest, lens).items for planner in planners)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_pieces_of_a_long_tail_are_no_short_tails() -> None:
+    shape, lens = ModelShape(16, 1, 128), np.array([6000, *[100] * 400])
+    plan = Planner(shape, DeviceModel.gpu(132, group=16)).plan(PrefixForest.from_paths([[] for _ in lens]), lens)
+    pieces = plan.items[plan.query_request[plan.items[:, planning.QUERY_BEGIN]] == 0]
+    ends = np.where(pieces[:, planning.KV_END] == planning.OPEN_END, 6000, pieces[:, planning.KV_END])
+    assert (ends - pieces[:, planning.KV_BEGIN]).max() <= 397
+    assert set(pieces[:, planning.TILE_ROWS]) == {32}
+    assert np.count_nonzero(plan.items[:, planning.TILE_ROWS] == 16) == 400
+
+
+@pytest.mark.parametrize("heads", [(32, 32), (16, 8), (28, 4), (32, 4)], ids=str)
+def test_warps_take_tails_but_for_those_of_too_many_partials(heads: tuple[int, int]) -> None:
+    # Up to 32 of the shortest pieces of 128 tokens; one warp would combine the partials of a longer one.
+    assert tiles_of_tails(heads, [4_000, *[100] * 511]) == {4_000: {8}, 100: {8}}
+    assert tiles_of_tails(heads, [100_000, *[100] * 511]) == {100_000: {32}, 100: {8}}
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11])
+def test_groups_of_one_unit_are_planned_for_one_device(group: int) -> None:
+    """Up to eight heads, or more that cannot be halved: no price depends on the group."""
+    assert DeviceModel.gpu(132, group=group) == DeviceModel.gpu(132)
+    assert DeviceModel.gpu(132).narrow_units == 1
+
+
+def test_a_few_short_tails_among_long_ones_go_to_blocks_like_them() -> None:
+    short, long = 300, 2000
+    assert tiles_of_tails((64, 4), [*[short] * 300, *[long] * 50]) == {short: {32}, long: {32}}
+    assert tiles_of_tails((64, 4), [*[short] * 400, *[long] * 50]) == {short: {16}, long: {32}}
+
+
+def test_wide_tiles_give_way_sooner_while_most_workers_have_none() -> None:
+    """Of one KV head there are few tiles. Narrower ones read the same KV, at once and from the cache."""
+    planner = Planner(ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16))
+
+    def tile_rows(requests: int, groups: int, shared: int, own: int) -> set[int]:
+        paths = [[(request * groups // requests, 0, shared)] for request in range(requests)]
+        lens = np.full(requests, shared + own, dtype=np.int64)
+        return set(planner.plan(PrefixForest.from_paths(paths), lens).items[:, 6].tolist())
+
+    assert tile_rows(10, 1, 4000, 400) == {32}, "FastTree's ninth: 140 tiles, where wide ones would be 46"
+    assert tile_rows(256, 4, 264, 32) == {16, 64}, "as its second: half of the workers have one, the rest do tails"
+
+
+def test_a_tail_that_has_grown_long_is_planned_for_a_block() -> None:
+    forest, lens = PrefixForest.from_paths([[] for _ in range(512)]), np.full(512, 370)
+    planner = Planner(ModelShape(64, 4, 128), DeviceModel.gpu(132, group=16))
+    tiles = []
+    for grown in range(0, 129, 16):
+        tiles.append(set(planner.plan(forest, lens + grown).items[:, planning.TILE_ROWS]))
+    assert tiles[0] == {16}
+    assert tiles[-1] == {32}
+    assert planner.plans_reused > 0
+
+
+def test_the_queue_begins_with_the_dearest_and_keeps_sibling_tiles_together() -> None:
+    path = [(1, 0, 2048)]
+    forest = PrefixForest.from_paths([path] * 200)
+    seq_lens = np.full(200, 2100)
+    plan = Planner(ModelShape(32, 8, 128), DeviceModel.gpu(8)).plan(forest, seq_lens)
+    shared = plan.items[plan.items[:, planning.KV_END] != planning.OPEN_END]
+    assert len(shared) >= 7
+    np.testing.assert_array_equal(plan.items[: len(shared)], shared)
+    changes = (np.diff(shared[:, planning.KV_BEGIN]) != 0).sum()
+    assert changes == len(np.unique(shared[:, planning.KV_BEGIN])) - 1

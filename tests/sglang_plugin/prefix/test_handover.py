@@ -1,0 +1,149 @@
+"""From batch to backend: what is handed over when, and that nothing that goes wrong in it reaches the server."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks, Kind
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
+BATCH = SimpleNamespace(req_pool_indices="rows", seq_lens_cpu="lengths")
+TARGET = SimpleNamespace(is_draft_worker=False)
+DRAFT = SimpleNamespace(is_draft_worker=True)
+
+
+class Tracker:
+    """Gives the same step for every batch, or raises."""
+
+    def __init__(self, step: Any = STEP) -> None:
+        self.result = step
+        self.calls = 0
+
+    def step(self, batch: Any) -> Any:
+        self.calls += 1
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def started(kind: Kind = "hooks", step: Any = STEP) -> tuple[HandoverHooks, Handover, Counters]:
+    counters, hooks = Counters(), HandoverHooks()
+    hooks.active = Handover(kind, Tracker(step), counters)  # type: ignore[arg-type]
+    return hooks, hooks.active, counters
+
+
+class TestHooks:
+    def test_paths_are_there_inside_the_forward_and_gone_after(self) -> None:
+        hooks, active, _ = started()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        assert active.take() is NOTHING
+        seen = []
+
+        def forward(runner: Any, batch: Any, *, pp_proxy_tensors: Any = None) -> str:
+            seen.append((active.take(), active.take(), pp_proxy_tensors))
+            return "logits"
+
+        assert hooks.around_model_runner_forward(forward, TARGET, forward_batch, pp_proxy_tensors=1) == "logits"
+        first, again, proxy = seen[0]
+        assert first.step is STEP
+        assert first.rows == "rows"
+        assert again is first
+        assert proxy == 1
+        assert active.take() is NOTHING
+
+    def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
+        hooks, active, counters = started()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+
+        def forward(runner: Any, batch: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            hooks.around_model_runner_forward(forward, TARGET, forward_batch)
+        assert active.take() is NOTHING
+        assert not counters.fallbacks
+
+    def test_a_batch_nobody_read_has_no_paths(self) -> None:
+        hooks, active, _ = started()
+        seen = []
+        hooks.around_model_runner_forward(lambda runner, batch: seen.append(active.take()), TARGET, SimpleNamespace())
+        assert seen == [NOTHING]
+        assert NOTHING.step == fallback_reasons.NO_PATHS
+
+    def test_a_forward_batch_given_by_name_is_found(self) -> None:
+        hooks, active, _ = started()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        seen = []
+        hooks.around_model_runner_forward(
+            lambda runner, *, forward_batch: seen.append(active.take().step), TARGET, forward_batch=forward_batch
+        )
+        assert seen == [STEP]
+
+    def test_draft_models_are_left_alone(self) -> None:
+        hooks, active, _ = started()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, DRAFT)
+        assert vars(forward_batch) == {}
+        assert active.take() is NOTHING
+
+    def test_without_a_prefixpack_backend_the_hooks_do_nothing(self) -> None:
+        hooks = HandoverHooks()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        assert vars(forward_batch) == {}
+        assert hooks.around_model_runner_forward(lambda runner, batch: 5, TARGET, forward_batch) == 5
+
+    def test_an_exception_is_counted_logged_once_and_the_step_falls_back(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hooks, active, counters = started(step=AttributeError("no such field"))
+        seen = []
+        with caplog.at_level(logging.ERROR):
+            for _ in range(3):
+                forward_batch = SimpleNamespace()
+                hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+                hooks.around_model_runner_forward(
+                    lambda runner, batch: seen.append(active.take().step), TARGET, forward_batch
+                )
+        assert seen == [fallback_reasons.HOOK_FAILED] * 3
+        assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 3
+        assert caplog.text.count("Traceback") == 1
+        assert "no such field" in caplog.text
+
+    def test_host_time_is_counted(self) -> None:
+        hooks, _, counters = started()
+        hooks.after_forward_batch_init(SimpleNamespace(), object, BATCH, TARGET)
+        assert 0 < counters.host_seconds < 1
+
+
+class TestNativeSeam:
+    def test_what_was_announced_is_for_one_forward_only(self) -> None:
+        _, active, _ = started("patch")
+        active.prepare(BATCH)
+        assert active.take().step is STEP
+        assert active.take() is NOTHING
+
+    def test_the_latest_announcement_counts(self) -> None:
+        _, active, _ = started("patch")
+        active.prepare(BATCH)
+        active.prepare(SimpleNamespace(req_pool_indices="other rows", seq_lens_cpu="lengths"))
+        assert active.take().rows == "other rows"
+
+    def test_an_exception_does_not_reach_the_server(self) -> None:
+        _, active, counters = started("patch", ValueError("contradiction"))
+        active.prepare(BATCH)
+        assert active.take().step == fallback_reasons.HOOK_FAILED
+        assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 1

@@ -1,0 +1,94 @@
+"""The tracker against SGLang's real radix trees: the sharing it reports is exactly the tree's, after any history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
+from tests.sglang_plugin.prefix.sharing import check
+from tests.support.small_scheduler import TREES, SmallScheduler
+
+
+class RandomHistory:
+    """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = SmallScheduler(kind, slots=2500)
+        self.tracker = BatchTracker()
+        self.seen: list[list[int]] = []
+
+    def prompt(self) -> list[int]:
+        choice = self.random.random()
+        if self.seen and choice < 0.8:
+            base = self.random.choice(self.seen)
+            cut = self.random.randint(1, len(base))
+            tokens = base[:cut]
+        else:
+            tokens = []
+        tokens = tokens + [self.random.randint(1, 3) for _ in range(self.random.randint(1, 20))]
+        self.seen = [*self.seen[-60:], tokens]
+        return tokens
+
+    def admit(self) -> None:
+        scheduler = self.scheduler
+        joining = []
+        for _ in range(self.random.randint(1, 3)):
+            request = scheduler.request(self.prompt(), extra_key=self.random.choice([None, None, None, "lora"]))
+            chunk = self.random.choice([None, None, 7])
+            scheduler.match(request, upto=chunk)
+            joining.append(request)
+        decoding = scheduler.running if self.random.random() < 0.3 else []
+        if decoding:
+            scheduler.decode()
+        check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
+        for request in joining:
+            while request.extend_range.end < len(request.full_untruncated_fill_ids):
+                scheduler.prefill_done(request, chunked=True)
+                scheduler.next_chunk(request, 7)
+                check(scheduler, self.tracker, scheduler.extend_batch([request]))
+        scheduler.running += joining
+        if self.random.random() < 0.5:  # overlap: the first decode step runs before the prefill's result is processed
+            scheduler.decode()
+            check(scheduler, self.tracker, scheduler.decode_batch())
+        for request in joining:
+            scheduler.prefill_done(request)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        choice = self.random.random()
+        if choice < 0.35 and len(scheduler.running) < 8:
+            self.admit()
+        elif choice < 0.5 and scheduler.running:
+            request = self.random.choice(scheduler.running)
+            scheduler.finish(request, insert=self.random.random() < 0.8)
+            if self.random.random() < 0.3:  # still in the batch that is in flight
+                check(scheduler, self.tracker, scheduler.decode_batch())
+            scheduler.filter()
+        elif choice < 0.55 and scheduler.running:
+            scheduler.retract(self.random.choice(scheduler.running))
+        elif choice < 0.6:
+            scheduler.evict(self.random.randint(1, 200))
+        elif choice < 0.61:
+            for request in list(scheduler.running):
+                scheduler.finish(request)
+            scheduler.filter()
+            scheduler.flush()
+        elif choice < 0.65:
+            self.random.shuffle(scheduler.running)
+        if scheduler.running:
+            scheduler.decode()
+            check(scheduler, self.tracker, scheduler.decode_batch())
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("seed", range(3))
+def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int) -> None:
+    history = RandomHistory(kind, seed)
+    for _ in range(700):
+        history.step()
+        assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away

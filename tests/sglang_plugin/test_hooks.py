@@ -1,0 +1,74 @@
+"""Whether hooks on SGLang are applied, against its own HookRegistry and a target of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.sglang_plugin.compat import hooks, targets
+
+
+class TestVerification:
+    @pytest.fixture
+    def hook(self, monkeypatch: pytest.MonkeyPatch) -> hooks.Hook:
+        from sglang.srt.managers import overlap_utils  # any module of SGLang: the target below is ours
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        class Runner:
+            def forward(self, value: int) -> int:
+                return value
+
+            @classmethod
+            def init_new(cls, value: int) -> int:
+                return value
+
+        monkeypatch.setattr(overlap_utils, "PrefixPackTestRunner", Runner, raising=False)
+        monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+        monkeypatch.setattr(HookRegistry, "_patched", set())
+        return self.hook_on("PrefixPackTestRunner.forward")
+
+    @staticmethod
+    def hook_on(name: str) -> hooks.Hook:
+        target = targets.Target(f"managers.overlap_utils.{name}", targets.Use.HOOK)
+
+        def plus_one(result: int, *args: Any) -> int:
+            return result + 1
+
+        return hooks.Hook(target, plus_one, "AFTER", "nothing works")
+
+    def test_a_missing_hook_is_applied_late(self, hook: hooks.Hook) -> None:
+        from sglang.srt.managers import overlap_utils
+
+        assert not hooks.is_applied(hook)
+        assert hooks.ensure_applied((hook,)) == []
+        assert hooks.is_applied(hook)
+        assert overlap_utils.PrefixPackTestRunner().forward(1) == 2
+        assert hooks.ensure_applied((hook,)) == []
+        assert overlap_utils.PrefixPackTestRunner().forward(1) == 2
+
+    def test_a_classmethod_is_seen_through(self, hook: hooks.Hook) -> None:
+        on_class = self.hook_on("PrefixPackTestRunner.init_new")
+        assert hooks.ensure_applied((on_class,)) == []
+        assert hooks.is_applied(on_class)
+
+    def test_a_hook_below_another_plugins_hook_is_seen(self, hook: hooks.Hook) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        hooks.register((hook,))
+        HookRegistry.register(hook.target.path, lambda original, *args: original(*args), HookType.AROUND)
+        HookRegistry.apply_hooks()
+        assert hooks.is_applied(hook)
+
+    def test_a_target_that_sglang_lost_is_reported(self, hook: hooks.Hook) -> None:
+        lost = self.hook_on("PrefixPackTestRunner.gone")
+        assert hooks.ensure_applied((lost,)) == [lost]
+
+    def test_a_target_already_taken_by_another_plugin_is_reported(self, hook: hooks.Hook) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(hook.target.path, lambda original, *args: original(*args), HookType.AROUND)
+        HookRegistry.apply_hooks()
+        assert hooks.ensure_applied((hook,)) == [hook]
