@@ -1,8 +1,8 @@
-"""Builds the one native module: planner and CPU executor in C++17, the CUDA part where nvcc is found.
+"""Builds the native module: planner and CPU executor in C++17, and the CUDA part if nvcc is found.
 
-PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: when nvcc is on PATH or under CUDA_HOME)
-PREFIXPACK_CUDA_ARCHS="..."   architectures, e.g. "80;90a" (default "80;90a")
-PREFIXPACK_BUILD_JOBS=N       compilers at a time (default: all cores)
+PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: if nvcc is in CUDA_HOME/bin or on PATH)
+PREFIXPACK_CUDA_ARCHS="..."   CUDA architectures (default "80;90a")
+PREFIXPACK_BUILD_JOBS=N       parallel compiler processes (default: all cores)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,15 +31,19 @@ def find_nvcc() -> str | None:
         raise SystemExit(f"PREFIXPACK_CUDA={choice!r}: expected auto, 0 or 1")
     if choice == "0":
         return None
-    cuda_home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None)
+    nvcc = None
+    if cuda_home := os.environ.get("CUDA_HOME"):
+        nvcc = shutil.which("nvcc", path=f"{cuda_home}/bin")
+        if nvcc is None:
+            print(f"setup.py: warning: no nvcc in CUDA_HOME={cuda_home}/bin; looking for nvcc on PATH", file=sys.stderr)
+    nvcc = nvcc or shutil.which("nvcc")
     if nvcc is None and choice == "1":
-        raise SystemExit("PREFIXPACK_CUDA=1, but nvcc is neither on PATH nor under CUDA_HOME")
+        raise SystemExit("PREFIXPACK_CUDA=1, but nvcc is neither in CUDA_HOME/bin nor on PATH")
     return nvcc
 
 
 def cuda_library_dirs(nvcc: str) -> list[str]:
-    """Where nvcc links from; asked of nvcc itself, which may be a wrapper script far from its toolkit."""
+    """Library folders of nvcc. nvcc itself is asked, as it may be a wrapper script outside its toolkit."""
     command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
     steps = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     libraries = re.search(r"^#\$ LIBRARIES=(.*)$", steps, re.MULTILINE)
@@ -49,7 +54,7 @@ def cuda_archs() -> list[str]:
     archs = [arch for arch in os.environ.get("PREFIXPACK_CUDA_ARCHS", "80;90a").replace(",", ";").split(";") if arch]
     for arch in archs:
         if not arch.rstrip("af").isdigit():
-            raise SystemExit(f"PREFIXPACK_CUDA_ARCHS: {arch!r} is no architecture; expected for example '80;90a'")
+            raise SystemExit(f"PREFIXPACK_CUDA_ARCHS: {arch!r} is not an architecture; expected for example '80;90a'")
     return archs
 
 
@@ -94,8 +99,9 @@ ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 
 def python_packages() -> list[str]:
-    folders = sorted(path.parent for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
-    return [".".join(path.relative_to(ROOT).parts) for path in folders]
+    """Packages of the wheel; the installer works on a source checkout only."""
+    folders = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
+    return [".".join(folder.parts) for folder in folders if "installer" not in folder.parts]
 
 
 setup(

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sgl_prefix_attn import __version__
+from sgl_prefix_attn import __version__, deprecations
 
 # command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
+    """Runs one command; returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="sgl-prefix-attn" if os.path.basename(sys.argv[0]) == "sgl-prefix-attn" else "python -m sgl_prefix_attn",
@@ -33,16 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, summary) in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary)
-        # Only the command at hand is imported: `settings` must not need torch, `explain` not SGLang.
+        # Only the chosen command is imported: `settings` must not need torch, `explain` not SGLang.
         if name in arguments[:1]:
             module = importlib.import_module(module_name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+    try:
+        arguments = deprecations.renamed_arguments(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,38 +1,45 @@
-"""Settings of the `prefixpack` backend: the one place that says which keys exist and what they mean.
+"""Settings of the `prefixpack` backend: keys, types, accepted values and meanings.
 
-Order of precedence, weakest first: the defaults below, the TOML file named by `PREFIXPACK_CONFIG`, the variables
-`PREFIXPACK_<KEY>` (upper case). `python -m sgl_prefix_attn settings` prints what is in force and why.
+Precedence, lowest first: the defaults below, the TOML file named by `PREFIXPACK_CONFIG`, the variables
+`PREFIXPACK_<KEY>` (upper case). `python -m sgl_prefix_attn settings` prints the values in force and their sources.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from sgl_prefix_attn import deprecations
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "PREFIXPACK_"
 CONFIG_VARIABLE = "PREFIXPACK_CONFIG"
-# Variables with our prefix that are no settings: the config file's name, and what build and tests read.
+# Variables with this prefix that are not settings.
 OTHER_VARIABLES = {
-    CONFIG_VARIABLE: "TOML file with settings, one `key = value` a line",
+    CONFIG_VARIABLE: "path of a TOML file with settings, one `key = value` per line",
     "PREFIXPACK_CUDA": "build: auto, 0 or 1: compile the CUDA part",
     "PREFIXPACK_CUDA_ARCHS": "build: CUDA architectures, for example 80;90a",
-    "PREFIXPACK_BUILD_JOBS": "build: parallel compiler processes",
+    "PREFIXPACK_BUILD_JOBS": "build: number of parallel compiler processes",
     "PREFIXPACK_WHEEL_CACHE": "tests: folder with downloaded SGLang wheels",
 }
+# Kubernetes sets these in every pod of a namespace with a service named prefixpack or prefixpack-*.
+_KUBERNETES = re.compile(r"PREFIXPACK_(SERVICE_\w*|PORT\w*|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT(_\d+_\w+)?)")
 DEFAULT_SOURCE = "default"
 
 
@@ -41,57 +48,63 @@ class SettingsError(ValueError):
 
 
 class Settings(BaseModel):
-    """Every setting, typed and validated. `load_settings` makes the one that reflects file and environment."""
+    """Every setting, typed and validated. `load_settings` builds one from file and environment."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stock_backend: Literal["auto", "torch_native", "flashinfer", "fa3", "triton"] = Field(
         "auto",
-        description="Stock SGLang backend that serves everything prefixpack does not. auto: torch_native on CPU; on "
-        "CUDA the one SGLang itself would choose.",
+        description="SGLang backend that runs every step that prefixpack does not run packed. auto: torch_native on a "
+        "CPU; on CUDA the backend that SGLang would choose.",
     )
     handover: Literal["auto", "hooks", "patch"] = Field(
         "auto",
-        description="How request paths travel from the scheduler to the backend. hooks: SGLang's plug-in hooks. patch: "
-        "the native seam of `python -m sgl_prefix_attn patch`; not for models with layers of linear or sparse "
-        "attention as well. auto: the patch where it is applied and reaches us, else hooks.",
+        description="How request paths reach the backend. hooks: SGLang's plug-in hooks. patch: the native seam of "
+        "`python -m sgl_prefix_attn patch`; not for models with linear or sparse attention layers. auto: the patch "
+        "where it is applied and usable, else hooks.",
     )
     pack_decode: bool = Field(True, description="Run decode batches packed.")
     pack_extend: Literal["auto"] | bool = Field(
         "auto",
-        description="Run extend (prefill) batches packed. auto: on a CPU. Prefill is compute-bound, and on a GPU the "
-        "stock backend's kernels are made for that.",
+        description="Run extend (prefill) batches packed. auto: on a CPU only. Prefill on a GPU is compute-bound, and "
+        "the stock kernels are better at it.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
         "auto",
-        description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU, as above.",
+        description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
     )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
     )
     gpu_kernels: Literal["auto", "native", "triton"] = Field(
         "auto",
-        description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs from "
-        "compute capability 8.0. triton: for all others. auto: native where they run.",
+        description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs with "
+        "compute capability 8.0 or higher. triton: for all other GPUs. auto: native where it runs.",
     )
     route: Literal["auto", "packed", "stock"] = Field(
         "auto",
-        description="Where decode steps run. packed: on the packed kernels. stock: on the stock backend. auto: each "
-        "step where its predicted time is the lower one; on a CPU, packed unless route_profile is set.",
+        description="Where decode steps run. packed: on the packed kernels. stock: on the stock backend. auto on a "
+        "GPU: where the routing profile predicts the shorter time; without a profile for the GPU, by a conservative "
+        "rule. auto on a CPU: packed, unless route_profile is set.",
     )
     route_margin: int | None = Field(
         None,
         ge=0,
         le=1000,
-        description="Percent by which packed has to be predicted faster before steps that run on the stock backend "
-        "change over; they go back when packed is predicted to be slower. Unset: what the profile has found for the "
-        "two kernels, or 10.",
+        description="Percent by which packed must be predicted to be faster before steps change from the stock "
+        "backend to packed. Steps change back when packed is predicted to be slower. Unset: the profile's margin for "
+        "the two kernels, or 10.",
     )
     route_profile: str | None = Field(
         None,
-        description="Profile that route = auto predicts by, from `python -m sgl_prefix_attn route fit`. Unset: on a "
-        "GPU the one in the package for its type of KV, measured on an H200.",
+        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn route fit`. "
+        "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
+    )
+    group_scheduling: bool = Field(
+        False,
+        description="Run the requests of offline jobs in groups that share a prefix. The batch command sets it for its "
+        "engines. Off: no hook on SGLang's scheduling policy is installed.",
     )
     cpu_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of the CPU executor. Unset: as many as torch uses."
@@ -100,40 +113,41 @@ class Settings(BaseModel):
         None,
         ge=1,
         le=65536,
-        description="Workers the planner balances a step over. Unset: what the device has (CPU threads, or the GPU's "
-        "SMs times its resident CTAs).",
+        description="Workers over which the planner balances a step. Unset: the CPU threads, or the GPU's SMs times "
+        "the resident CTAs of an SM.",
     )
     max_tile_rows: int = Field(
         128,
         ge=16,
         le=128,
-        description="Rows (query tokens times GQA group size) of the largest tile. Larger tiles re-read shared KV "
-        "less, smaller ones need fewer registers.",
+        description="Rows (query tokens times GQA group size) of the largest tile. Larger tiles read shared KV fewer "
+        "times; smaller tiles need fewer registers.",
         json_schema_extra={"accepts": "16, 32, 64 or 128"},
     )
     replan_growth: int = Field(
         64,
         ge=1,
         le=1_000_000,
-        description="Tokens a tail may grow before its decode batch is planned anew; balance may ask for that earlier.",
+        description="Tokens that a tail may grow before its decode batch is planned again. Imbalance may cause an "
+        "earlier plan.",
     )
     pin_budget_percent: int = Field(
         0,
         ge=0,
         le=100,
-        description="Share of the KV pool, in percent, that users may pin with POST /prefixpack/pins. 0: nothing can "
-        "be pinned, and the address does not exist.",
+        description="Share of the KV pool, in percent, that POST /prefixpack/pins may pin. 0: pinning is off and the "
+        "address does not exist.",
     )
     retention: Literal["off", "reuse"] = Field(
         "off",
-        description="What the prefix cache gives up first. off: what SGLang's eviction policy says. reuse: what is "
-        "worth least by the waiting queue and by remembered reuse.",
+        description="What the prefix cache evicts first. off: the order of SGLang's eviction policy. reuse: the "
+        "branches with the lowest expected reuse, from the waiting queue and the reuse history.",
     )
     retention_lookahead: int = Field(
-        1024, ge=0, le=65536, description="Waiting requests that retention looks at. 0: it goes by the past alone."
+        1024, ge=0, le=65536, description="Waiting requests that retention reads. 0: history only."
     )
     retention_block: int = Field(
-        64, ge=1, le=65536, description="Tokens per unit of what retention remembers of prompts."
+        64, ge=1, le=65536, description="Tokens per block of the prompt history that retention keeps."
     )
     metrics: bool = Field(True, description="Export Prometheus metrics next to SGLang's (needs --enable-metrics).")
     metrics_flush_steps: int = Field(
@@ -150,14 +164,21 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings in force, and per key where its value came from ("default", "FILE:LINE" or the variable's name)."""
+    """Settings in force. sources: by key "default", "FILE:LINE" or the variable's name."""
 
     settings: Settings
     sources: Mapping[str, str]
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings in force. `environ` replaces `os.environ`. Raises SettingsError that lists every unusable setting."""
+    """The settings in force.
+
+    Args:
+        environ: variables to read instead of `os.environ`.
+
+    Raises:
+        SettingsError: lists every setting that cannot be used.
+    """
     return load_settings_with_sources(environ).settings
 
 
@@ -167,7 +188,8 @@ def load_settings_with_sources(environ: Mapping[str, str] | None = None) -> Load
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, DEFAULT_SOURCE)
     problems: list[str] = []
-    for entry in [*_file_entries(environ.get(CONFIG_VARIABLE, "")), *_environment_entries(environ)]:
+    entries = [*_file_entries(environ.get(CONFIG_VARIABLE, "")), *_environment_entries(environ)]
+    for entry in _with_new_names(entries, problems):
         try:
             values[entry.key] = _checked(entry)
             sources[entry.key] = entry.source
@@ -201,7 +223,14 @@ def variable_name(key: str) -> str:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One setting as found: `name` as the user wrote it, `key` what it means, `typed` false for variables' text."""
+    """One setting as found.
+
+    Attributes:
+        name: as the user wrote it.
+        key: key of `Settings`.
+        source: file and line, or the variable's name.
+        typed: whether the value has a TOML type; False for the text of a variable.
+    """
 
     name: str
     key: str
@@ -209,15 +238,51 @@ class _Entry:
     source: str
     typed: bool
 
+    def title(self, name: str | None = None) -> str:
+        """Where and how the setting was written; `name` replaces the entry's own."""
+        return f"{self.source}: {name or self.name}" if self.typed else name or self.name
+
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    injected = []
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in OTHER_VARIABLES:
-            yield _Entry(name, name.removeprefix(PREFIX).lower(), environ[name], name, typed=False)
+        # An empty variable is the same as none: compose files and pod specs cannot always remove one.
+        if not name.startswith(PREFIX) or name in OTHER_VARIABLES or not environ[name].strip():
+            continue
+        if _KUBERNETES.fullmatch(name):
+            injected.append(name)
+            continue
+        yield _Entry(name, name.removeprefix(PREFIX).lower(), environ[name], name, typed=False)
+    if injected:
+        logger.warning(
+            "prefixpack: ignoring %s: Kubernetes sets such variables for a service; enableServiceLinks: false in the "
+            "pod's specification stops that",
+            ", ".join(injected),
+        )
+
+
+def _with_new_names(entries: list[_Entry], problems: list[str]) -> Iterator[_Entry]:
+    """The entries under the names of this release; adds to `problems` what uses an old name and its new one."""
+    keys = {entry.key: entry for entry in entries}
+    for entry in entries:
+        new = deprecations.SETTINGS.get(entry.key)
+        if new is not None:
+            name = new if entry.typed else variable_name(new)
+            if new in keys:
+                problems.append(deprecations.conflict(entry.title(), keys[new].title()))
+                continue
+            deprecations.warn(entry.title(), name)
+            entry = replace(entry, key=new)
+        values = deprecations.SETTING_VALUES.get(entry.key, {})
+        if isinstance(entry.value, str) and entry.value.strip() in values:
+            value = values[entry.value.strip()]
+            deprecations.warn(f"{entry.title()}={entry.value}", f"{entry.key}={value}")
+            entry = replace(entry, value=value)
+        yield entry
 
 
 def _file_entries(name: str) -> Iterator[_Entry]:
-    if not name:
+    if not name.strip():
         return
     path = Path(name).expanduser()
     try:
@@ -251,7 +316,7 @@ def _checked(entry: _Entry) -> Any:
     try:
         return getattr(Settings.model_validate({entry.key: value}, strict=entry.typed), entry.key)
     except ValidationError as error:
-        where = f"{entry.source}: {entry.name} = " if entry.typed else f"{entry.name}="
+        where = f"{entry.title()} = " if entry.typed else f"{entry.name}="
         raise SettingsError(
             f"{where}{entry.value!r} is not usable: accepted is {accepted_values(entry.key)}"
         ) from error

@@ -1,4 +1,4 @@
-"""`python -m sgl_prefix_attn settings`: the settings in force, where each value came from, and what it means."""
+"""`python -m sgl_prefix_attn settings`: values in force, their sources and meanings; also their documentation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_prefix_attn.settings import (
     CONFIG_VARIABLE,
+    OTHER_VARIABLES,
     LoadedSettings,
     Settings,
     SettingsError,
@@ -21,17 +22,23 @@ from sgl_prefix_attn.settings import (
 
 _COLUMN_GAP = 2
 _NARROWEST_MEANING = 30
+_MARKDOWN_COLUMNS = 118
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print every setting of the prefixpack backend: the value in force, its source, and what it means. "
-        f"Set them in the TOML file named by {CONFIG_VARIABLE} or as PREFIXPACK_<KEY>; a variable beats the file."
+        "Print every setting of the prefixpack backend: the value in force, its source and its meaning. "
+        f"Set them in the TOML file named by {CONFIG_VARIABLE} or as PREFIXPACK_<KEY>; a variable overrides the file."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    formats.add_argument("--markdown", action="store_true", help="print the reference of all settings as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.markdown:
+        print(markdown())
+        return 0
     try:
         loaded = load_settings_with_sources()
     except SettingsError as error:
@@ -39,6 +46,23 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(json.dumps(_records(loaded), indent=2) if args.json else _table(loaded))
     return 0
+
+
+def markdown() -> str:
+    """The reference of all settings and other variables: the generated part of docs/settings.md."""
+    parts = []
+    for key, field in Settings.model_fields.items():
+        about = (
+            f"Variable `{variable_name(key)}`. Default: {_as_text(field.default)}. Accepted: {accepted_values(key)}."
+        )
+        parts += [f"### `{key}`", _wrapped(about), _wrapped(str(field.description))]
+    parts.append("## Other variables")
+    variables = [f"- `{name}`: {meaning}" for name, meaning in OTHER_VARIABLES.items()]
+    return "\n\n".join([*parts, "\n".join(variables)])
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _MARKDOWN_COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _records(loaded: LoadedSettings) -> list[dict[str, Any]]:

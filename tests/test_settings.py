@@ -1,4 +1,4 @@
-"""Settings: defaults < TOML file < variables; whatever is wrong is named with its source and what is accepted."""
+"""Settings: defaults, TOML file, variables; errors name source, value and what is accepted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sgl_prefix_attn.settings import (
     load_settings_with_sources,
     variable_name,
 )
+from sgl_prefix_attn.settings_cli import markdown
 
 DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -143,17 +144,71 @@ def test_file_that_is_not_toml(tmp_path: Path) -> None:
     assert "the file is not UTF-8 text" in message({"PREFIXPACK_CONFIG": str(tmp_path / "binary.toml")})
 
 
-@pytest.mark.parametrize("key", Settings.model_fields)
-def test_every_key_is_documented_and_says_what_it_accepts(key: str) -> None:
-    description = Settings.model_fields[key].description
-    assert description is not None
-    assert description.endswith((".", ")"))
-    assert accepted_values(key)
+def test_the_documentation_has_the_current_reference() -> None:
+    """`python -m sgl_prefix_attn settings --markdown` prints it."""
+    assert DOCUMENTATION.read_text(encoding="utf-8").endswith(f"\n## Reference\n\n{markdown()}\n")
 
 
-@pytest.mark.parametrize("key", Settings.model_fields)
-def test_documentation_has_a_row_for_every_key(key: str) -> None:
-    field = Settings.model_fields[key]
-    default = "none" if field.default is None else str(field.default)
-    row = f"| `{key}` | {default.lower()} | {accepted_values(key)} | {field.description} |"
-    assert row in DOCUMENTATION.read_text(encoding="utf-8").splitlines()
+class TestVariablesOfOthers:
+    KUBERNETES = (
+        "PREFIXPACK_SERVICE_HOST=10.0.0.7",
+        "PREFIXPACK_SERVICE_PORT=30000",
+        "PREFIXPACK_SERVICE_PORT_HTTP=30000",
+        "PREFIXPACK_PORT=tcp://10.0.0.7:30000",
+        "PREFIXPACK_PORT_30000_TCP=tcp://10.0.0.7:30000",
+        "PREFIXPACK_PORT_30000_TCP_ADDR=10.0.0.7",
+        "PREFIXPACK_DECODE_SERVICE_HOST=10.0.0.8",
+        "PREFIXPACK_DECODE_PORT_30000_TCP_PROTO=tcp",
+    )
+
+    def test_those_of_a_kubernetes_service_are_ignored_with_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        injected = dict(line.split("=", 1) for line in self.KUBERNETES)
+        assert load_settings(injected | {"PREFIXPACK_WORKERS": "3"}) == Settings(workers=3)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert all(name in caplog.text for name in injected)
+
+    @pytest.mark.parametrize("name", ["PREFIXPACK_METRICS", "PREFIXPACK_WORKERS", "PREFIXPACK_CONFIG"])
+    @pytest.mark.parametrize("value", ["", " "])
+    def test_an_empty_variable_is_unset(self, name: str, value: str) -> None:
+        assert load_settings({name: value}) == Settings()
+
+    @pytest.mark.parametrize("name", ["PREFIXPACK_SERVICES", "PREFIXPACK_EXPORT", "PREFIXPACK_REPORT_1"])
+    def test_a_misspelt_key_stays_an_error(self, name: str) -> None:
+        assert "there is no such setting" in message({name: "1"})
+
+
+class TestDeprecatedNames:
+    @pytest.mark.parametrize(
+        ("environ", "expected", "old", "new"),
+        [
+            (
+                {"PREFIXPACK_INNER_BACKEND": "triton"},
+                Settings(stock_backend="triton"),
+                "PREFIXPACK_INNER_BACKEND",
+                "PREFIXPACK_STOCK_BACKEND",
+            ),
+            ({"PREFIXPACK_ROUTE": "inner"}, Settings(route="stock"), "PREFIXPACK_ROUTE=inner", "route=stock"),
+        ],
+    )
+    def test_a_variable_is_read_with_a_warning(
+        self, environ: dict[str, str], expected: Settings, old: str, new: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert load_settings(environ) == expected
+        assert f"{old} is deprecated and will not be read by the next release; use {new}" in caplog.text
+
+    def test_a_key_of_the_file_is_read_with_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        environ = config(tmp_path, 'inner_backend = "triton"\nroute = "inner"\n')
+        loaded = load_settings_with_sources(environ)
+        assert loaded.settings == Settings(stock_backend="triton", route="stock")
+        assert loaded.sources["stock_backend"] == f"{environ['PREFIXPACK_CONFIG']}:1"
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+    def test_old_and_new_together_are_an_error(self, tmp_path: Path) -> None:
+        environ = {"PREFIXPACK_INNER_BACKEND": "triton", "PREFIXPACK_STOCK_BACKEND": "triton"}
+        expected = "PREFIXPACK_INNER_BACKEND is the deprecated name of PREFIXPACK_STOCK_BACKEND, and both are given"
+        assert message(environ).startswith(expected)
+        environ = config(tmp_path, 'inner_backend = "triton"\n') | {"PREFIXPACK_STOCK_BACKEND": "triton"}
+        assert ":1: inner_backend is the deprecated name of PREFIXPACK_STOCK_BACKEND" in message(environ)
+
+    def test_a_bad_value_is_named_with_the_old_name(self) -> None:
+        assert message({"PREFIXPACK_INNER_BACKEND": "flash"}).startswith("PREFIXPACK_INNER_BACKEND='flash' is not ")

@@ -31,14 +31,14 @@ SECTION = re.compile(r"\.text\.(\w+)\s+PROGBITS\s+\w+\s+\w+\s+([0-9a-f]+)")  # o
 
 
 def readable(symbol: str) -> str:
-    """ "packed_blocks 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
+    """ "attention_ctas 128 bf16" or "tile 64 of 128 bf16" for a mangled name."""
     element = "bf16" if "BFloat16" in symbol else "fp16"
-    if "Float8Format" in symbol:
+    if "Fp8Kv" in symbol:
         element += " over fp8"
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"
-    kernel = re.search(r"(packed_blocks|packed_warps|finish_unit)ILi(\d+)E", symbol)
+    kernel = re.search(r"(attention_ctas|attention_warps|run_epilogue)ILi(\d+)E", symbol)
     return f"{kernel.group(1)} {kernel.group(2)} {element}" if kernel else symbol
 
 
@@ -88,7 +88,9 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
             rows[-1].update(spill_store_bytes=int(match.group(2)), spill_load_bytes=int(match.group(3)))
         elif match := REGISTERS.search(line):
             entry = next(
-                row for row in reversed(rows) if str(row["function"]).startswith("packed") and row["registers"] is None
+                row
+                for row in reversed(rows)
+                if str(row["function"]).startswith("attention") and row["registers"] is None
             )
             entry["registers"] = int(match.group(1))
     serialized = sum("wgmma" in line and "serialized" in line for line in done.stderr.splitlines())

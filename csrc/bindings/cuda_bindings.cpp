@@ -65,7 +65,7 @@ void bind_launches(py::module_& m) {
       "cuda_launch_size",
       [](int32_t head_dim, int32_t dtype, int32_t kv_dtype) {
         const LaunchSize size = launch_size(head_dim, static_cast<DType>(dtype), static_cast<DType>(kv_dtype));
-        return py::make_tuple(size.blocks, size.few_blocks, size.warp_blocks, size.beside);
+        return py::make_tuple(size.ctas, size.few_ctas, size.warp_ctas, size.overlap);
       },
       "Blocks of a packed launch: the fields of LaunchSize in csrc/cuda/launch.h.");
   m.def(
@@ -148,12 +148,12 @@ void bind_cuda(py::module_& m) {
   m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::arg("growth"), py::arg("group"),
         py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
-  m.def("units_of_group", &units_of_group, py::arg("group"), "See csrc/cuda/index_math.h.");
+  m.def("units_of_group", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
-  m.attr("merge_room") = kMergeRoom;
+  m.attr("merge_room") = kCombineScratchWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;
   bind_devices(m);

@@ -45,7 +45,7 @@ void check_inputs(const Plan& plan, const AttentionParams& params, const TensorS
     require(inside(range.begin, sizes.max_context), "item", i, "first KV position", range.begin, sizes.max_context);
     require(range.end <= sizes.max_context, "item", i, "last KV position", range.end - 1, sizes.max_context);
     const int32_t* slots = params.req_to_token + params.req_pool_indices[request] * params.req_to_token_stride;
-    uint32_t largest = 0;  // unsigned, so that a negative slot is seen as too large
+    uint32_t largest = 0;  // unsigned, so that a negative slot counts as too large
     for (int32_t position = range.begin; position < range.end; ++position) {
       largest = std::max(largest, static_cast<uint32_t>(slots[position]));
     }

@@ -12,7 +12,7 @@
 namespace prefixpack {
 namespace {
 
-// Below this many multiply-adds a call is done before a second thread has woken up.
+// Calls of fewer multiply-adds end before a second thread has woken up.
 constexpr int64_t kInlineWork = 1 << 18;
 
 std::vector<const Kernels*> find_kernels() {
@@ -67,37 +67,37 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
   step.lay_out(plan, params, threads);
   if (step.multiply_adds < kInlineWork) threads = 1;
   ThreadPool& pool = ThreadPool::instance();
-  const auto count = static_cast<int64_t>(step.tickets.size());
-  const auto task_of = [&](const Ticket& ticket, int32_t head) {
-    const WorkItem& item = plan.items[ticket.item];
+  const auto count = static_cast<int64_t>(step.chunks.size());
+  const auto task_of = [&](const WorkChunk& chunk, int32_t head) {
+    const WorkItem& item = plan.items[chunk.item];
     ItemTask task;
     task.plan = &plan;
     task.params = &params;
     task.item = &item;
     task.positions = step.positions.data();
     task.slots = params.req_to_token + params.req_pool_indices[item.request] * params.req_to_token_stride;
-    task.kv_head = ticket.first_head + head;
-    task.kv_begin = step.ranges[ticket.item].begin;
-    task.kv_end = step.ranges[ticket.item].end;
+    task.kv_head = chunk.first_head + head;
+    task.kv_begin = step.ranges[chunk.item].begin;
+    task.kv_end = step.ranges[chunk.item].end;
     task.next = nullptr;
     return task;
   };
-  const bool two_kinds = step.computing_tickets > 0 && step.computing_tickets < count;
-  const int drawing_together = two_kinds ? (threads + 1) / 2 : threads;
-  pool.run(count, step.computing_tickets, threads, [&](int64_t index) {
-    const Ticket& ticket = step.tickets[index];
-    ItemTask task = task_of(ticket, 0);
-    for (int32_t head = 1; head < ticket.head_count; ++head) {
-      const ItemTask next = task_of(ticket, head);
+  const bool mixed = step.compute_bound_chunks > 0 && step.compute_bound_chunks < count;
+  const int competing_threads = mixed ? (threads + 1) / 2 : threads;
+  pool.run(count, step.compute_bound_chunks, threads, [&](int64_t index) {
+    const WorkChunk& chunk = step.chunks[index];
+    ItemTask task = task_of(chunk, 0);
+    for (int32_t head = 1; head < chunk.head_count; ++head) {
+      const ItemTask next = task_of(chunk, head);
       task.next = &next;
       kernels.run_item(task, scratch_of_thread);
       task = next;
     }
-    // The threads that draw from the same tickets draw one each before this one draws again, if tickets are alike; if
-    // not, asking was for nothing.
-    const int64_t next_index = index + drawing_together;
+    // Threads that share a queue take one chunk each before this thread takes its next, if chunks are alike. If not,
+    // the prefetch is wasted.
+    const int64_t next_index = index + competing_threads;
     if (next_index < count) {
-      const ItemTask next = task_of(step.tickets[next_index], 0);
+      const ItemTask next = task_of(step.chunks[next_index], 0);
       task.next = &next;
       return kernels.run_item(task, scratch_of_thread);
     }
@@ -105,7 +105,7 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
   });
   const auto merges = static_cast<int64_t>(plan.merge_query.size());
   pool.run(merges, merges, threads,
-           [&](int64_t index) { kernels.merge_query(plan, params, static_cast<int32_t>(index)); });
+           [&](int64_t index) { kernels.combine_query(plan, params, static_cast<int32_t>(index)); });
 }
 
 }  // namespace prefixpack

@@ -8,7 +8,7 @@
 
 namespace prefixpack {
 
-// Sizes of the tensors behind AttentionParams, against which check_inputs holds a plan and its indices.
+// Sizes of the tensors of AttentionParams, for check_inputs.
 struct TensorSizes {
   int64_t num_tokens;    // rows of q and o
   int64_t num_requests;  // entries of req_pool_indices and seq_lens
@@ -17,16 +17,16 @@ struct TensorSizes {
   int64_t num_slots;     // slots of the KV cache
 };
 
-// Throws std::invalid_argument naming the request, position and value where an index leads outside a tensor. Looks at
-// every KV slot that the plan reads, once per item: cheap beside reading the keys of all heads.
+// Throws std::invalid_argument with request, position and value if an index exceeds its tensor. Checks every KV slot
+// that the plan reads, once per item, which is cheap beside reading the keys.
 void check_inputs(const Plan& plan, const AttentionParams& params, const TensorSizes& sizes);
 
-// o (and lse) of every query of the plan; rows of q that no query names are left alone. lse is the natural logarithm of
-// the whole denominator, sinks included. The result does not depend on `threads`: each item is summed by one thread,
-// and partials are merged in the plan's order. isa: "" for the best of this machine, or a name from supported_isas.
+// Computes o (and lse) of every query of the plan; rows of q without a query are left unchanged. lse: natural logarithm
+// of the whole denominator, sinks included. The result does not depend on `threads`: one thread sums each item, and
+// partials are combined in the plan's order. isa: "" for the best of this machine, or a name from supported_isas.
 void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, const char* isa = "");
 
-// Instruction sets that the kernels are compiled for and this machine has, best first; ends with nullptr.
+// Instruction sets of the build that this machine supports, best first; ends with nullptr.
 const char* const* supported_isas();
 
 }  // namespace prefixpack

@@ -1,8 +1,9 @@
-// One copy of the kernels per instruction set: kernels_<isa>.cpp selects its target with PREFIXPACK_TARGET and then
-// includes kernels.h inside a namespace of its own. Below the switch no inline function of the standard library may be
-// used: the linker keeps one copy of such a function and could keep the one made for the widest machine.
+// One copy of the kernels per instruction set: kernels_<isa>.cpp selects its target with PREFIXPACK_TARGET_BEGIN and
+// includes kernels.h inside a namespace of its own. Code below the switch must not call inline functions of the
+// standard library: the linker keeps one copy of such a function, possibly the one compiled for the widest instruction
+// set.
 //
-// PREFIXPACK_FULL_WIDTH_LOOPS: GCC otherwise vectorises loops for AVX-512 with half vectors.
+// PREFIXPACK_FULL_WIDTH_LOOPS: without it GCC vectorizes AVX-512 loops with 256-bit vectors.
 #pragma once
 
 #define PREFIXPACK_INLINE inline __attribute__((always_inline))

@@ -1,14 +1,14 @@
-// All kernels of one instruction set; see isa.h. The including file sets, in its namespace:
-//   kLanes      floats of a vector
-//   kScoreKeys  keys whose scores with two vectors of rows fill the registers (tile_kernel.h)
-//   kValueDims  likewise dimensions of the values; divides 16
+// All kernels of one instruction set; see isa.h. The including file defines in its namespace:
+//   kLanes      floats per vector
+//   kScoreKeys  keys whose scores, with two vectors of rows, fill the registers (tile_kernel.h)
+//   kValueDims  value dimensions that do so; divides 16
 
-// clang-format off: each needs the ones before
+// clang-format off: the order matters
 #include "cpu/simd.h"
 #include "cpu/rows.h"
 #include "cpu/row_kernel.h"
 #include "cpu/tile_kernel.h"
-#include "cpu/merge_kernel.h"
+#include "cpu/combine_kernel.h"
 // clang-format on
 
 template <DType kType>

@@ -20,7 +20,7 @@ constexpr int kRowKernelRows = 4;
 
 }  // namespace avx2
 
-const Kernels kAvx2Kernels = {"avx2", avx2::run_item, avx2::merge_query};
+const Kernels kAvx2Kernels = {"avx2", avx2::run_item, avx2::combine_query};
 
 }  // namespace prefixpack
 

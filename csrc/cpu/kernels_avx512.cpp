@@ -21,7 +21,7 @@ constexpr int kRowKernelRows = 15;
 
 }  // namespace avx512
 
-const Kernels kAvx512Kernels = {"avx512", avx512::run_item, avx512::merge_query};
+const Kernels kAvx512Kernels = {"avx512", avx512::run_item, avx512::combine_query};
 
 }  // namespace prefixpack
 

@@ -16,6 +16,6 @@ constexpr int kRowKernelRows = 4;
 
 }  // namespace baseline
 
-const Kernels kBaselineKernels = {"baseline", baseline::run_item, baseline::merge_query};
+const Kernels kBaselineKernels = {"baseline", baseline::run_item, baseline::combine_query};
 
 }  // namespace prefixpack

@@ -1,11 +1,11 @@
-// Items with few rows, bound by memory: dot products straight from the gathered rows, dimensions along the vector
-// lanes, nothing converted to memory. Part of kernels.h; see isa.h.
+// Items of few rows, bound by memory: dot products directly from the gathered rows, dimensions along the vector lanes,
+// no converted copy. Part of kernels.h; see isa.h.
 
 constexpr int kRowKeys = 64;  // KV positions per block
 constexpr int kRowScoreStride = kRowKeys + 16;
-// KV is asked for a block ahead, and again so many positions ahead: processors drop what is asked for while too much is
-// on its way already.
-constexpr int kAskAgain = 16;
+// KV is prefetched a block ahead, and again this many positions ahead: processors drop prefetches while too many are in
+// flight.
+constexpr int kPrefetchAgain = 16;
 
 struct RowState {
   float* q;        // [rows][head_dim]
@@ -23,7 +23,7 @@ struct RowState {
   }
 };
 
-// KV rows of some positions: count of them, from `slots` on.
+// KV rows of `count` positions, named by `slots`.
 struct KvRows {
   const char* base;
   int64_t stride;  // bytes
@@ -33,7 +33,7 @@ struct KvRows {
   PREFIXPACK_INLINE const char* operator[](int32_t i) const { return base + slots[i] * stride; }
 };
 
-// Up to `most` rows of a task in one of its tensors, from position `begin` on. Strides in elements.
+// Up to `most` rows of a tensor of the task, from position `begin` on. Strides in elements.
 template <DType kType>
 PREFIXPACK_INLINE KvRows rows_of(const ItemTask& task, const void* tensor, int64_t head_stride, int64_t slot_stride,
                                  int32_t begin, int32_t most) {
@@ -53,20 +53,21 @@ PREFIXPACK_INLINE KvRows values_of(const ItemTask& task, int32_t begin, int32_t 
   return rows_of<kType>(task, p.v, p.v_head_stride, p.v_slot_stride, begin, most);
 }
 
-// scores[r][i] = q[r] . keys[i]; asks for the rows of `next` meanwhile.
+// scores[r][i] = q[r] . keys[i]; prefetches the rows of `next` meanwhile.
 template <DType kType, int R>
 inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next, bool asks_again, float* scores) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   constexpr int kBytes = bytes_of(kType);
-  const int32_t again = asks_again ? keys.count - kAskAgain : 0;
+  const int32_t again = asks_again ? keys.count - kPrefetchAgain : 0;
   for (int32_t i = 0; i < keys.count; i += 4) {
     const char* k[4];
     PREFIXPACK_UNROLL
     for (int j = 0; j < 4; ++j) {
-      const int32_t index = i + j < keys.count ? i + j : keys.count - 1;  // what is beyond is computed, not used
+      const int32_t index =
+          i + j < keys.count ? i + j : keys.count - 1;  // rows beyond the end are computed and not used
       k[j] = keys[index];
-      if (index < again) prefetch_row(keys[index + kAskAgain], head_dim * kBytes);
+      if (index < again) prefetch_row(keys[index + kPrefetchAgain], head_dim * kBytes);
       if (index < next.count) prefetch_row(next[index], head_dim * kBytes);
     }
     F sums[R][4];
@@ -86,7 +87,7 @@ inline void dot_rows(const float* q, int32_t head_dim, KvRows keys, KvRows next,
         for (int j = 0; j < 4; ++j) sums[r][j] += query * row[j];
       }
     }
-    // Writes kLanes floats, of which four count: the next keys overwrite the rest, and the stride leaves room.
+    // Writes kLanes floats, of which four are results: the next keys overwrite the rest, and the stride has room.
     PREFIXPACK_UNROLL
     for (int r = 0; r < R; ++r) {
       S::store(scores + r * kRowScoreStride + i, S::sum_each(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
@@ -107,9 +108,9 @@ inline void add_dimensions(const float* weights, KvRows values, KvRows next, boo
     PREFIXPACK_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = S::load(acc + r * head_dim + d + c * kLanes) * decay[r];
   }
-  const int32_t again = asks_again && d == 0 ? values.count - kAskAgain : 0;
+  const int32_t again = asks_again && d == 0 ? values.count - kPrefetchAgain : 0;
   for (int32_t i = 0; i < values.count; ++i) {
-    if (i < again) prefetch_row(values[i + kAskAgain], head_dim * kBytes);
+    if (i < again) prefetch_row(values[i + kPrefetchAgain], head_dim * kBytes);
     if (i < next.count) prefetch_row(next[i], head_dim * kBytes);
     const char* row = values[i];
     F value[C];
@@ -134,13 +135,13 @@ PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows ne
                                   int32_t d, int32_t head_dim, float* acc) {
   for (; head_dim - d >= C * kLanes; d += C * kLanes) {
     add_dimensions<kType, R, C>(weights, values, next, asks_again, decay, d, head_dim, acc);
-    next.count = 0;  // once is enough
+    next.count = 0;  // prefetched once
   }
   if constexpr (C > 1) add_values<kType, R, C / 2>(weights, values, next, asks_again, decay, d, head_dim, acc);
 }
 
-// Turns scores[0 .. count) into softmax weights against the largest score so far; gives the decay of what was summed
-// before. Scores outside [first, last] are hidden.
+// Turns scores[0 .. count) into softmax weights against the running maximum; returns the decay of the sums so far.
+// Scores outside [first, last] are masked.
 inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last, float* largest,
                    float* sum) {
   using S = Simd<kLanes>;
@@ -168,7 +169,7 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
   return decay;
 }
 
-// R rows of the item, from `row` on, against one block of positions.
+// R rows of the item from `row` on, against one block of positions.
 template <DType kType, int R>
 inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_t row, int32_t begin, KvRows keys,
                              KvRows values, KvRows next_keys, KvRows next_values) {
@@ -183,7 +184,7 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
     decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count,
                      last < 0 ? -1 : last, state.largest + row + r, state.sum + row + r);
   }
-  // As many sums as the registers hold beside the converted values.
+  // As many accumulators as fit in registers beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);
   add_values<kType, R, kVectors>(scores, values, row == 0 ? next_values : KvRows{}, row == 0, decay, 0, p.head_dim,
                                  state.acc + row * p.head_dim);

@@ -1,12 +1,12 @@
-// Rows of an item's tile, a row being one query head of one query: where they are read, what they see, where they go.
-// Part of kernels.h; see isa.h.
+// Rows of an item's tile: query loads, visibility, result targets. A row is one query head of one query. Part of
+// kernels.h; see isa.h.
 
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kLn2 = 0x1.62e430p-1f;
 constexpr float kInfinity = __builtin_inff();
 
-// Query row times this gives scores in units of log2, so that exp2 serves for the softmax. With a soft cap the score is
-// still to go through tanh, and gets its unit there.
+// Factor of query rows that gives scores in units of log2, so that exp2 serves for the softmax. With a soft cap, tanh
+// is applied first and the unit with it.
 PREFIXPACK_INLINE float query_factor(const AttentionParams& p) {
   return p.logit_cap > 0 ? p.scale / p.logit_cap * (2 * kLog2E) : p.scale * kLog2E;
 }
@@ -16,7 +16,7 @@ PREFIXPACK_INLINE typename Simd<W>::F cap_scores(typename Simd<W>::F s, float lo
   return Simd<W>::tanh_of_log2(s) * (logit_cap * kLog2E);
 }
 
-// Four lines at a time, because keeping count takes as long as asking.
+// Four cache lines per iteration, because the loop costs as much as the prefetch.
 PREFIXPACK_INLINE void prefetch_row(const char* row, int32_t bytes) {
   int32_t i = 0;
   for (; bytes - i >= 256; i += 256) {
@@ -38,7 +38,7 @@ PREFIXPACK_INLINE Row row_of(const ItemTask& task, int32_t group, int32_t row) {
   return {task.item->query_begin + query, task.kv_head * group + (row - query * group)};
 }
 
-// First and last KV position that a query sees.
+// First and last visible KV position of a query.
 PREFIXPACK_INLINE int32_t first_visible(const ItemTask& task, int32_t query) {
   const int32_t window_left = task.params->window_left;
   const int32_t position = task.positions[query];
@@ -77,16 +77,16 @@ inline void load_query_row(const ItemTask& task, Row row, float factor, float* d
     case DType::kFloat16:
       return load_query<DType::kFloat16, W>(p, element, factor, dst);
     case DType::kFloat8E4M3:
-      __builtin_unreachable();  // of KV only
+      __builtin_unreachable();  // KV only
   }
 }
 
-// Where the result of a row goes: the output itself, or the row's partial slot.
+// Target of a row's result: the output, or the row's partial slot.
 struct RowTarget {
   void* base;
   int64_t element;
   DType dtype;
-  float* lse;  // nullptr: not wanted
+  float* lse;  // or nullptr
   bool is_final;
 };
 
@@ -103,16 +103,15 @@ inline RowTarget target_of(const ItemTask& task, Row row) {
   return {p.partial_o, partial * p.head_dim, DType::kFloat32, p.partial_lse + partial, false};
 }
 
-// Writing takes as long as reading would, unless the lines are here by then.
+// A store to a missing cache line takes as long as a load.
 PREFIXPACK_INLINE void prefetch_target(const RowTarget& target, int32_t head_dim) {
   const int bytes = bytes_of(target.dtype);
   char* const row = static_cast<char*>(target.base) + target.element * bytes;
   for (int32_t i = 0; i < head_dim * bytes; i += 64) __builtin_prefetch(row + i, 1, 3);
 }
 
-// From the largest score and the sum of exponentials (base 2) of a row: what its accumulator is to be multiplied with,
-// the scale of the values included. Writes the row's lse. A sink counts once, so a partial leaves it to the merge. A
-// row that saw nothing is 0 with lse -inf.
+// Factor of a row's accumulators from its maximum and sum of exponentials (base 2), v_scale included. Writes the row's
+// lse. The sink counts once, so partials leave it to the combine. A row without visible keys is 0 with lse -inf.
 inline float finish_row(const AttentionParams& p, const RowTarget& target, int32_t q_head, float largest, float sum) {
   float rescale = 1;
   if (target.is_final && p.sinks != nullptr) {

@@ -1,11 +1,11 @@
-// Fixed-width vectors in the compilers' own vector extension: no instruction set is named here, and a vector is lowered
-// to whatever the translation unit is compiled for. Part of kernels.h; see isa.h.
+// Fixed-width vectors in the compilers' vector extension. No instruction set is named here; a vector is lowered to the
+// target of the translation unit. Part of kernels.h; see isa.h.
 
 template <int W>
 struct VectorTypes;
 
-// Spelled out per width, because GCC 12 does not look through a width that is a template argument. The Mem types are
-// vectors where they lie in memory: aligned as their element, and free to alias what was stored there.
+// Written per width, because GCC 12 does not accept a template argument as width. The Mem types are vectors in memory:
+// aligned as their element, and allowed to alias.
 #define PREFIXPACK_VECTOR_TYPES(W)                                                   \
   template <>                                                                        \
   struct VectorTypes<W> {                                                            \
@@ -38,11 +38,11 @@ struct Simd {
   static PREFIXPACK_INLINE F load(const float* p) { return *reinterpret_cast<const MemF*>(p); }
   static PREFIXPACK_INLINE I load(const int32_t* p) { return *reinterpret_cast<const MemI*>(p); }
   static PREFIXPACK_INLINE void store(float* p, F v) { *reinterpret_cast<MemF*>(p) = v; }
-  static PREFIXPACK_INLINE F splat(float x) { return x - F{}; }  // not 0 + x, which would lose the sign of -0
-  // NaN in `b` stays NaN: a NaN in the KV cache must reach the output, not vanish.
+  static PREFIXPACK_INLINE F splat(float x) { return x - F{}; }  // 0 + x would lose the sign of -0
+  // NaN in `b` stays NaN: a NaN in the KV cache must reach the output.
   static PREFIXPACK_INLINE F max(F a, F b) { return a > b ? a : b; }
 
-  // --- Lane permutations. Of every block of 2*H lanes, `even_halves` gives the lower half of a, then that of b;
+  // --- Lane permutations. Of every block of 2*H lanes, `even_halves` returns the lower half of a, then that of b;
   // `odd_halves` the upper halves.
 
   template <int H>
@@ -96,7 +96,7 @@ struct Simd {
   }
   static PREFIXPACK_INLINE F from_fp16(const uint16_t* p) {
     const U bits = (U)((I)(widen(p) << 16) >> 3) & 0x8fffe000u;  // sign, exponent and mantissa in a float's places
-    // Read as a float, that is 2^112 too small, subnormals included; infinity and NaN need their exponent.
+    // As a float this is too small by 2^112, subnormals included; infinity and NaN need their exponent.
     const U value = (U)((F)bits * 0x1p112f);
     return (F)((bits & 0x0f800000u) == 0x0f800000u ? value | 0x7f800000u : value);
   }
@@ -118,8 +118,8 @@ struct Simd {
     const U bits = (U)sign_extend(p) << 20;  // sign, exponent and mantissa in a float's places
     const U magnitude = bits & 0x07f00000u;
     const F normal = (F)(magnitude + (120u << 23));
-    // Without an exponent the one in front of the mantissa is not there; then, and only then, this is the smaller one.
-    // Not by way of a subnormal float, for which processors take a hundred cycles.
+    // A subnormal has no implicit one; this value is the smaller one exactly then. Subnormal floats are avoided,
+    // because they take processors a hundred cycles.
     const F subnormal = normal * 2.0f - 0x1p-6f;
     const U value = (U)(normal < subnormal ? normal : subnormal) | (bits & 0x80000000u);
     return (F)(magnitude == 0x07f00000u ? value | 0x7f800000u : value);
@@ -135,7 +135,7 @@ struct Simd {
     const F value = power + power * exp2m1(fraction);
     return x < -126.0f ? F{} : value;
   }
-  // tanh(x / (2 log2 e)), accurate near zero too, because e^2x - 1 is not formed by subtraction from e^2x.
+  // tanh(x / (2 log2 e)), accurate near zero, because e^2x - 1 is not computed by a subtraction from e^2x.
   static PREFIXPACK_INLINE F tanh_of_log2(F x) {
     F clamped = x > 30.0f ? splat(30.0f) : x;  // beyond, tanh rounds to one
     clamped = clamped < -30.0f ? splat(-30.0f) : clamped;
@@ -164,10 +164,10 @@ struct Simd {
       rows[i + H] = odd_halves<H>(a, b);
     }
   }
-  // Loops, because compilers turn these into one widening load or narrowing store, but not __builtin_convertvector.
+  // Loops: compilers turn them into one widening load or narrowing store, but not __builtin_convertvector.
   static PREFIXPACK_INLINE U widen(const uint16_t* p) {
     if constexpr (W == 4) {
-      // Interleaving with zeros: the one form that becomes a single instruction with SSE2 and NEON.
+      // Interleaving with zeros: the form that becomes a single instruction with SSE2 and NEON.
       static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the lower half of a 32-bit lane comes first");
       typedef uint16_t Halves __attribute__((vector_size(16)));
       typedef uint64_t Quads __attribute__((vector_size(16)));
@@ -184,7 +184,7 @@ struct Simd {
   }
   static PREFIXPACK_INLINE I sign_extend(const uint8_t* p) {
     if constexpr (W == 4) {
-      // As above, twice, the zeros below.
+      // As above, twice, zeros in the low half.
       typedef uint8_t Bytes __attribute__((vector_size(16)));
       typedef uint16_t Halves __attribute__((vector_size(16)));
       uint32_t four;
@@ -206,9 +206,9 @@ struct Simd {
     __builtin_memcpy(wide, &v, sizeof v);
     for (int i = 0; i < W; ++i) p[i] = static_cast<uint16_t>(wide[i]);
   }
-  // x = integer + rest with |rest| <= 1/2; gives the rest and 2^integer. x within [-126, 127].
+  // x = integer + rest with |rest| <= 1/2; returns the rest and 2^integer. x within [-126, 127].
   static PREFIXPACK_INLINE F split_exponent(F x, F* power) {
-    constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is then in the lowest bits
+    constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer in the lowest bits
     const F shifted = x + kRound;
     *power = (F)(((U)shifted << 23) + 0x3f800000u);
     return x - (shifted - kRound);

@@ -5,13 +5,13 @@
 namespace prefixpack {
 namespace {
 
-// Query row times KV position, with what a position costs to fetch counted as so many rows. Heads of an item lie side
-// by side in memory, so one thread should take several of them; but no more than this, for balance at the end.
+// Work in query rows times KV positions; loading a position counts as kFetchRows rows. Heads of an item are adjacent in
+// memory, so a thread takes several of them, up to kChunkWork to keep the threads balanced.
 constexpr int64_t kFetchRows = 8;
-constexpr int64_t kTicketWork = 1 << 16;
-constexpr int64_t kTicketsPerThread = 8;
+constexpr int64_t kChunkWork = 1 << 16;
+constexpr int64_t kChunksPerThread = 8;
 
-// What hides behind the window or the causal mask for all queries of an item is not read.
+// KV positions that any query attends to; positions masked for all queries are not read.
 KvRange visible_range(const AttentionParams& params, const int32_t* positions, const WorkItem& item) {
   const int32_t* begin = positions + item.query_begin;
   const int32_t* end = begin + item.query_count;
@@ -51,21 +51,21 @@ void Step::lay_out(const Plan& plan, const AttentionParams& params, int threads)
     row_tokens += (ranges[i].end - ranges[i].begin) * (plan.items[i].query_count * group);
   }
   multiply_adds = 2 * row_tokens * params.kv_heads * params.head_dim;
-  const int64_t ticket_work = std::min(kTicketWork, work * params.kv_heads / (threads * kTicketsPerThread));
-  tickets.clear();
-  const auto hand_out = [&](bool computing) {
+  const int64_t chunk_work = std::min(kChunkWork, work * params.kv_heads / (threads * kChunksPerThread));
+  chunks.clear();
+  const auto add_chunks = [&](bool computing) {
     for (size_t i = 0; i < ranges.size(); ++i) {
       if ((plan.items[i].query_count * group > kFetchRows) != computing) continue;
-      const int64_t fitting = ticket_work / std::max<int64_t>(1, work_of_head(i));
+      const int64_t fitting = chunk_work / std::max<int64_t>(1, work_of_head(i));
       const auto heads = static_cast<int32_t>(std::clamp<int64_t>(fitting, 1, params.kv_heads));
       for (int32_t head = 0; head < params.kv_heads; head += heads) {
-        tickets.push_back({static_cast<int32_t>(i), head, std::min(heads, params.kv_heads - head)});
+        chunks.push_back({static_cast<int32_t>(i), head, std::min(heads, params.kv_heads - head)});
       }
     }
   };
-  hand_out(true);
-  computing_tickets = static_cast<int64_t>(tickets.size());
-  hand_out(false);
+  add_chunks(true);
+  compute_bound_chunks = static_cast<int64_t>(chunks.size());
+  add_chunks(false);
 }
 
 }  // namespace prefixpack

@@ -1,4 +1,4 @@
-// A plan laid out for one call: where each query stands now, what each item reads now, and how the work is handed out.
+// Layout of a plan for one call: query positions, KV ranges and work chunks.
 #pragma once
 
 #include <cstdint>
@@ -14,27 +14,26 @@ struct KvRange {
   int32_t end;
 };
 
-// What a thread draws from the queue: neighbouring KV heads of one item, run one after the other.
-struct Ticket {
+// Unit of scheduling: consecutive KV heads of one item, run one after the other by a thread.
+struct WorkChunk {
   int32_t item;
   int32_t first_head;
   int32_t head_count;
 };
 
-// Kept by the calling thread and reused, so that a call allocates nothing.
+// Reused by the calling thread, so that a call allocates nothing.
 struct Step {
-  std::vector<int32_t> positions;  // by query
-  std::vector<KvRange> ranges;     // by item: the KV positions that any of its queries sees
-  // Those that keep a thread computing, then those that keep it waiting for memory; both in the order of the plan's
-  // items.
-  std::vector<Ticket> tickets;
-  int64_t computing_tickets = 0;
+  std::vector<int32_t> positions;  // [num_queries]
+  std::vector<KvRange> ranges;     // [num_items] KV positions that any query of the item attends to
+  // Compute-bound chunks, then memory-bound ones; each in the order of the plan's items.
+  std::vector<WorkChunk> chunks;
+  int64_t compute_bound_chunks = 0;
   int64_t multiply_adds = 0;
 
   void lay_out(const Plan& plan, const AttentionParams& params, int threads);
 };
 
-// Uses nothing but seq_lens and window_left of `params`.
+// Uses only seq_lens and window_left of `params`.
 void find_ranges(const Plan& plan, const AttentionParams& params, Step& step);
 
 }  // namespace prefixpack

@@ -1,4 +1,4 @@
-// What passes between the executor and the kernels of one instruction set.
+// Interface between the executor and the kernels of one instruction set.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace prefixpack {
 
-// A thread's buffer. It grows to what the largest item needed and is kept between calls.
+// A thread's scratch buffer. It grows to the largest item's need and is reused by later calls.
 class Scratch {
  public:
   Scratch() = default;
@@ -18,7 +18,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
 
-  // `count` floats, aligned to a cache line; contents are whatever was left there.
+  // `count` floats aligned to a cache line; contents are undefined.
   float* floats(size_t count) {
     if (count > capacity_) {
       std::free(data_);
@@ -44,22 +44,22 @@ struct ItemTask {
   const Plan* plan;
   const AttentionParams* params;
   const WorkItem* item;
-  const int32_t* positions;  // [plan->num_queries] of every query
+  const int32_t* positions;  // [plan->num_queries]
   const int32_t* slots;      // req_to_token row: KV slot by position
   int32_t kv_head;
-  int32_t kv_begin;  // the part of the item's range that a query sees; empty if none does
+  int32_t kv_begin;  // visible part of the item's range; empty if there is none
   int32_t kv_end;
-  const ItemTask* next;  // what this thread will likely run next, worth asking memory for; or nullptr
+  const ItemTask* next;  // likely next task of this thread, for prefetching; or nullptr
 };
 
 struct Kernels {
   const char* isa;
   void (*run_item)(const ItemTask& task, Scratch& scratch);
-  // Entry `merge` of Plan::merge_query, all query heads.
-  void (*merge_query)(const Plan& plan, const AttentionParams& params, int32_t merge);
+  // Combines entry `merge` of Plan::merge_query, all query heads.
+  void (*combine_query)(const Plan& plan, const AttentionParams& params, int32_t merge);
 };
 
-// Constant-initialised, so that no code of these translation units runs on a machine that lacks the instructions.
+// Constant-initialized: no code of these translation units runs on a machine without the instructions.
 #if defined(__x86_64__)
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx2Kernels;

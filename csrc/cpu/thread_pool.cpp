@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kWorkerBits = 16;
 constexpr int kMaxWorkers = 1 << 10;
-// Layers of a model follow each other within microseconds: looking out for that long is cheaper than a wake-up.
+// Time that workers spin: layers follow each other within microseconds, and spinning that long is cheaper than a
+// wake-up.
 constexpr int kSpins = 1000;
 
 inline void pause() {
@@ -23,7 +24,7 @@ inline void pause() {
 #endif
 }
 
-// Emptied in a forked child, and what it pointed to left behind: the threads are gone and may have held the locks.
+// Reset in a forked child. The old pool is leaked: its threads are gone and may have held its locks.
 std::atomic<ThreadPool*> current_pool{nullptr};
 
 int workers_of(uint64_t job) { return static_cast<int>(job & ((uint64_t{1} << kWorkerBits) - 1)); }
@@ -35,7 +36,7 @@ ThreadPool& ThreadPool::instance() {
   if (pool != nullptr) return *pool;
   static const int registered = pthread_atfork(nullptr, nullptr, [] { current_pool.store(nullptr); });
   if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
-  // Where two threads come here at once, the slower one's pool is left behind too: it has no threads yet.
+  // If two threads race here, the slower one's pool is leaked; it has no threads yet.
   ThreadPool* fresh = new ThreadPool;
   return current_pool.compare_exchange_strong(pool, fresh, std::memory_order_acq_rel) ? *fresh : *pool;
 }
@@ -69,7 +70,7 @@ void ThreadPool::run_on_workers(int64_t count, int64_t split, int threads, Call 
 
 void ThreadPool::grow(int workers) {
   if (static_cast<int>(workers_.size()) >= workers) return;
-  // Signals belong to the threads of the embedding program.
+  // Signals are handled by the threads of the embedding program.
   sigset_t all, previous;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &previous);
@@ -89,7 +90,7 @@ void ThreadPool::worker(int index, uint64_t seen) {
     if (index >= workers_of(seen)) continue;
     draw((index + 1) % 2);
     if (busy_workers_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      std::lock_guard<std::mutex> lock(mutex_);  // the caller is either waiting or has not looked yet
+      std::lock_guard<std::mutex> lock(mutex_);  // the caller either waits or has not checked yet
       job_done_.notify_one();
     }
   }

@@ -1,4 +1,4 @@
-// Threads that outlive the calls they serve.
+// Persistent worker threads.
 #pragma once
 
 #include <atomic>
@@ -13,13 +13,13 @@ namespace prefixpack {
 
 class ThreadPool {
  public:
-  // The process's pool. A forked child gets a fresh one, because threads do not survive a fork.
+  // The process's pool. A forked child gets a new one, because threads do not survive a fork.
   static ThreadPool& instance();
 
-  // Calls body(index) for every index in [0, count), indices being drawn by `threads` threads, the caller among them.
-  // Every other thread begins with the indices from `split` on, and turns to those before it when there are no more:
-  // for work of two kinds that is better done at the same time than one after the other. Runs inline with threads <= 1.
-  // The first exception ends the drawing and is thrown to the caller. Callers queue up.
+  // Calls body(index) for every index in [0, count) on `threads` threads, the caller included. Every other thread
+  // starts with the indices from `split` on, and continues with those before it: compute-bound and memory-bound work
+  // then overlap. Runs inline with threads <= 1. The first exception stops the job and is rethrown to the caller.
+  // Concurrent callers wait for each other.
   template <typename Body>
   void run(int64_t count, int64_t split, int threads, const Body& body) {
     if (threads <= 1 || count <= 1) {
@@ -48,21 +48,21 @@ class ThreadPool {
   std::mutex callers_;
   std::vector<std::thread> workers_;
 
-  // Indices of the running job on either side of `split`.
+  // Indices of the running job on each side of `split`.
   struct alignas(64) Part {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
   };
 
-  // The running job; constant, but for what is drawn, while any of its workers is at it.
+  // The running job. Constant, except for the indices, while a worker runs it.
   Call call_ = nullptr;
   const void* context_ = nullptr;
   Part parts_[2];
   std::atomic<int> busy_workers_{0};
   std::exception_ptr error_;
 
-  // Job number in the upper bits, number of workers it is for in the lower: a worker that is not meant must not touch
-  // the job, so both have to be seen together.
+  // Job number in the upper bits, its number of workers in the lower: a worker beyond that number must not touch the
+  // job, so both are read at once.
   std::atomic<uint64_t> job_{0};
   std::mutex mutex_;  // guards sleeping, and error_
   std::condition_variable job_posted_;

@@ -1,19 +1,20 @@
-// Items with many rows. Rows lie along the vector lanes, so that the softmax needs no operation across lanes; keys and
-// values are converted once per block of positions and then only broadcast. Part of kernels.h; see isa.h.
+// Items of many rows. Rows lie along the vector lanes, so that the softmax needs no cross-lane operation. Keys and
+// values are converted once per block of positions and then broadcast. Part of kernels.h; see isa.h.
 
-constexpr int kTileKeys = 64;        // KV positions per block
-constexpr int kKvStride = 256 + 16;  // floats between converted rows; no power of two, for the sake of L1's sets
-constexpr int kRowsAhead = 6;        // are on their way while one is converted
-constexpr int kRowAlign = 16;        // rows are padded to this
+constexpr int kTileKeys = 64;  // KV positions per block
+constexpr int kKvStride =
+    256 + 16;                  // floats between converted rows; not a power of two, to spread rows over the sets of L1
+constexpr int kRowsAhead = 6;  // prefetch distance in rows
+constexpr int kRowAlign = 16;  // row padding
 
 struct TileState {
-  float* k;       // [kTileKeys][kKvStride] of the block of positions that is summed
+  float* k;       // [kTileKeys][kKvStride] of the current block of positions
   float* v;       // as k
-  float* next_k;  // as k, of the block after it
+  float* next_k;  // as k, of the next block
   float* next_v;
   float* q;        // by block of rows: [head_dim][rows of the block]
   float* acc;      // as q
-  float* largest;  // [rows] largest score so far, in units of log2
+  float* largest;  // [rows] running maximum, in units of log2
   float* sum;      // [rows] sum of exponentials
   int32_t* first;  // [rows] first visible position
   int32_t* last;   // [rows] last visible position
@@ -42,8 +43,8 @@ struct TileState {
   }
 };
 
-// KV rows that will be read soon: asked for a few at a time in the course of other work, because what is asked for at
-// once waits in line, and everything behind it too.
+// KV rows that will be read soon, prefetched a few at a time between other work: a burst of prefetches would stall the
+// loads behind it.
 struct KvAhead {
   KvRows keys;
   KvRows values;
@@ -59,13 +60,13 @@ struct KvAhead {
   }
 };
 
-// Some KV positions: [begin, end), converted.
+// Converted KV positions [begin, end).
 struct KeyBlock {
   int32_t begin;
   int32_t end;
 };
 
-// W * V rows.
+// Block of W * V rows.
 template <int W, int V>
 struct TileBlock {
   using S = Simd<W>;
@@ -136,7 +137,7 @@ struct TileBlock {
     F decay[V];
     for (int v = 0; v < V; ++v) {
       const F previous = S::load(state.largest + row + v * W);
-      const F base = largest[v] == -kInfinity ? F{} : largest[v];  // a row that has seen nothing yet
+      const F base = largest[v] == -kInfinity ? F{} : largest[v];  // row without visible keys so far
       decay[v] = S::exp2(previous - base);
       F sum = S::load(state.sum + row + v * W) * decay[v];
       for (int32_t i = 0; i < count; ++i) {
@@ -190,7 +191,7 @@ struct TileBlock {
   }
 
  private:
-  // Scores of K keys from `key` on; `largest` takes part in those that lie inside the block.
+  // Scores of K keys from `key` on; `largest` includes those inside the block.
   template <int K>
   static PREFIXPACK_INLINE void add_scores(const ItemTask& task, const TileState& state, int32_t row, KeyBlock keys,
                                            int32_t key, bool masked, float* scores, F* largest, KvAhead& ahead) {
@@ -206,7 +207,7 @@ struct TileBlock {
     }
     while (q != q_end) {
       ahead.ask();
-      // Narrow vectors have more calls to ask in, and loops so short would cost them more.
+      // Narrow vectors make more calls that prefetch; in such short loops prefetches would cost more.
       const float* const stop = W < 16 ? q_end : q + 16 * kRows;
       for (; q != stop; q += kRows, ++k) {
         F rows[V];
@@ -283,10 +284,10 @@ PREFIXPACK_INLINE void convert_row(const KvRows& rows, int32_t i, int32_t head_d
   }
 }
 
-// Calls visit(block type, first row, rows) for the blocks that a tile of `rows` rows is made of.
+// Calls visit(block type, first row, rows) for the blocks of a tile of `rows` rows.
 template <typename Visit>
 PREFIXPACK_INLINE void for_each_block(int32_t rows, Visit visit) {
-  constexpr int kHalf = kLanes == 16 ? 8 : kLanes;  // a last block of few rows takes a vector of half the width
+  constexpr int kHalf = kLanes == 16 ? 8 : kLanes;  // a last block of few rows uses vectors of half the width
   int32_t row = 0;
   while (rows - row > kLanes + (kHalf < kLanes ? kHalf : 0)) {
     const int32_t count = rows - row < 2 * kLanes ? rows - row : 2 * kLanes;
@@ -326,8 +327,8 @@ inline void run_tile(const ItemTask& task, Scratch& scratch) {
   for (int32_t begin = task.kv_begin; begin < task.kv_end; begin += kTileKeys) {
     const int32_t end = task.kv_end - begin < kTileKeys ? task.kv_end : begin + kTileKeys;
     state.turn_to_next_block();
-    // The next block of positions is converted piece by piece between the blocks of rows: its KV arrives while they are
-    // summed. After the last one that of the next task is asked for only.
+    // The next block of positions is converted in parts between the blocks of rows, so that its KV arrives meanwhile.
+    // After the last block the next task's KV is prefetched only.
     const bool is_last = end == task.kv_end;
     KvAhead next = is_last && task.next != nullptr ? rows_from(*task.next, task.next->kv_begin) : rows_from(task, end);
     const int32_t count = next.end;

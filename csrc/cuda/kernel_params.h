@@ -1,5 +1,5 @@
-// What the GPU kernels read: a plan, what a step makes of it, and one layer's tensors. Their partials differ from those
-// that AttentionParams describes in one thing: partial_lse is to base 2.
+// Parameters of the GPU kernels: the plan, the step's state, and one layer's tensors. Unlike AttentionParams states,
+// partial_lse is to base 2 here.
 #pragma once
 
 #include <cstdint>
@@ -11,31 +11,34 @@
 
 namespace prefixpack {
 
-// A plan as one block of 32-bit words, so that one copy brings it to the device: this header, then the arrays of
-// Plan in the order of the header, each beginning `*_at` words after the header. A captured launch reads whatever
-// plan lies there.
+// Header of the serialized plan: one array of 32-bit words, copied to the device at once. The arrays of Plan follow the
+// header in the order of its `*_at` fields, which are offsets in words. A captured graph reads whichever plan lies at
+// the address.
 struct PlanHeader {
   int32_t num_items, num_queries, num_merges;
   int32_t items_at;
-  int32_t item_slots_at;  // [num_items] where the item's KV slots begin in StepState::kv_slots; then [num_items] the
-                          // merge of its first query (its other queries have the next ones), if it has partials
+  // Four arrays of [num_items]: the item's first entry in StepState::kv_slots; then `list`, `parent` and `group_slot`
+  // of CombineLists.
+  int32_t item_slots_at;
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t merge_query_at, merge_offset_at, merge_slot_at;
-  int32_t num_block_items;  // the first items of the queue: those whose tile takes a whole block
-  int32_t active_warps;     // of each block of warps: those that take the others
-  int32_t narrow_prevails;  // whether most of the work is in the others
+  int32_t num_cta_items;                 // items at the front of the queue whose tile takes a whole CTA
+  int32_t active_warps;                  // warps per CTA of the warp kernel that take tiles
+  int32_t narrow_prevails;               // 1 if the warp kernel has more work than the CTA kernel
+  int32_t list_offset_at, list_slot_at;  // CombineLists; in a plan without groups the arrays of merge_offset_at and
+                                         // merge_slot_at
 };
 
 constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
-// Words behind the last array: a warp reads the first 32 entries of a merge list before it knows how many there are.
+// Padding behind the last array: a warp loads the first 32 entries of a partial list before it knows the list's length.
 constexpr int32_t kPlanPaddingWords = 32;
-constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 2;  // with its slots and its merge
+constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // with its words of item_slots_at
 
 struct DevicePlan {
-  const int32_t* words;
+  const int32_t* words;  // device address of the serialized plan
 };
 
-// Reads a plan. header: of its words, or a copy that is nearer.
+// Accessors of a serialized plan. header: the plan's own, or a copy in shared memory.
 struct PlanReader {
   const int32_t* words;
   const PlanHeader& header;
@@ -49,40 +52,49 @@ struct PlanReader {
     return reinterpret_cast<const WorkItem*>(words + header.items_at)[index];
   }
   PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header.item_slots_at + index]; }
-  PREFIXPACK_BOTH int32_t item_merge(int32_t index) const {
+  PREFIXPACK_BOTH int32_t item_list(int32_t index) const {
     return words[header.item_slots_at + header.num_items + index];
+  }
+  PREFIXPACK_BOTH int32_t item_parent(int32_t index) const {
+    return words[header.item_slots_at + 2 * header.num_items + index];
+  }
+  PREFIXPACK_BOTH int32_t item_group_slot(int32_t index) const {
+    return words[header.item_slots_at + 3 * header.num_items + index];
   }
   PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header.query_token_at + query]; }
   PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header.query_request_at + query]; }
   PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header.query_back_at + query]; }
-  PREFIXPACK_BOTH int32_t merge_query(int32_t merge) const { return words[header.merge_query_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_offset(int32_t merge) const { return words[header.merge_offset_at + merge]; }
-  PREFIXPACK_BOTH int32_t merge_slot(int32_t index) const { return words[header.merge_slot_at + index]; }
+  PREFIXPACK_BOTH int32_t list_offset(int32_t list) const { return words[header.list_offset_at + list]; }
+  PREFIXPACK_BOTH int32_t list_slot(int32_t index) const { return words[header.list_slot_at + index]; }
 };
 
-// A work item at this step's lengths, all that the layers need of it in one place.
+// A work item with the lengths of this step: all that a layer needs of it in one record.
 struct ItemRecord {
-  int32_t query_begin, query_count;
-  int32_t kv_begin, kv_end;
-  int32_t lowest;      // position of its earliest query
-  int32_t highest;     // position of its latest query
-  int32_t slot_begin;  // as in WorkItem
-  int32_t merge_begin;
-  int32_t merge_first;  // its first entry of merge_slot; those of the item's other queries follow
-  int32_t slots_at;
-  int32_t tile_rows;
+  int32_t query_begin, query_count;  // as in WorkItem
+  int32_t kv_begin, kv_end;          // KV positions
+  int32_t lowest;                    // position of the earliest query
+  int32_t highest;                   // position of the latest query
+  int32_t slot_begin;                // as in WorkItem
+  int32_t list;                      // combine list of the first query; those of the other queries follow
+  int32_t list_first;                // first entry of that list in the plan's list_slot
+  int32_t slots_at;                  // first entry in StepState::kv_slots
+  int32_t tile_rows;                 // as in WorkItem
+  int32_t parent;                    // as in CombineLists
+  int32_t group_slot;                // as in CombineLists
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
-// Written by the preparation kernel once per step and read by every layer, but for the counters.
+// Written by the prepare kernel once per step and read by all layers, except for the counters.
 struct StepState {
-  ItemRecord* items;        // [num_items], and room for as many as there are blocks
+  ItemRecord* items;        // [max(num_items, CTAs of the launch)]
   int32_t* query_position;  // [num_queries]
-  int32_t* kv_slots;        // KV slots of all items, gathered: layers never read the scheduler's tables
-  int32_t* tickets;         // [3] next unit of the blocks' queue, of the warps' queue, blocks that are done
-  int32_t* arrivals;        // [num_merges, unit heads] partials that are ready; all counters are 0 between launches
+  int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
+  int32_t* tile_counters;   // [3] next CTA tile, next warp tile, CTAs that have finished
+  int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
+                            // counters are
 };
 
+// All parameters of a launch.
 struct KernelParams {
   AttentionParams attention;
   Heads heads;

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   prepare_step(params);
 }
 
-// Calls run.operator()<HeadDim, Format>() for the instantiation that fits.
+// Calls run.operator()<HeadDim, Format>() for the matching instantiation.
 template <class Format, class Run>
 auto dispatch(int32_t head_dim, const Run& run) {
   switch (head_dim) {
@@ -65,8 +65,8 @@ LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
   return dispatch(head_dim, dtype, kv_dtype, Size{});
 }
 
-void launch_prepare(const KernelParams& params, int32_t blocks, void* stream) {
-  prepare_kernel<<<blocks, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+void launch_prepare(const KernelParams& params, int32_t ctas, void* stream) {
+  prepare_kernel<<<ctas, kPrepareThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   check_cuda(cudaGetLastError(), "preparation of the step");
 }
 

@@ -1,28 +1,27 @@
-// Host side of the GPU kernels. No CUDA headers, so that any C++ file may include it.
+// Host side of the GPU kernels. Without CUDA headers, so that any C++ file may include it.
 #pragma once
 
 #include "cuda/kernel_params.h"
 
 namespace prefixpack {
 
-// All launches go to `stream` (a cudaStream_t), allocate nothing, wait for nothing and may be captured into a graph.
-// They throw std::runtime_error with CUDA's words if a launch is refused.
+// All launches go to `stream` (a cudaStream_t). They allocate nothing, do not synchronize, and may be captured into a
+// CUDA graph. They throw std::runtime_error with CUDA's message if a launch fails.
 
-// Blocks of a packed launch: what fits on a device at once.
+// Grid of a packed launch: the CTAs that are resident on the device at once.
 struct LaunchSize {
-  int32_t blocks;  // that take units for blocks
-  int32_t
-      few_blocks;  // of these, where most of the work is for warps: one on each multiprocessor that has room for both
-  int32_t warp_blocks;  // whose warps take units for warps
-  bool beside;          // whether the second kernel may begin beside the first: compute capability 9.0 and later
+  int32_t ctas;       // CTAs of the CTA kernel
+  int32_t few_ctas;   // of these, those that take tiles where the warp kernel has most of the work
+  int32_t warp_ctas;  // CTAs of the warp kernel
+  bool overlap;       // the warp kernel starts beside the CTA kernel (programmatic dependent launch, sm_90)
 };
 
-// Of the current device. Asks the driver; call it once.
+// For the current device. Queries the driver; call it once.
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);
 
-void launch_prepare(const KernelParams& params, int32_t blocks, void* stream);
+void launch_prepare(const KernelParams& params, int32_t ctas, void* stream);
 
-// One layer: two kernels side by side. Supported: head_dim 64, 128, 256; bf16 and fp16, KV of the same type or in fp8
+// One layer: two kernels that run concurrently. head_dim 64, 128 or 256; bf16 and fp16; KV in the same dtype or fp8
 // e4m3.
 void launch_attention(const KernelParams& params, LaunchSize size, void* stream);
 

@@ -18,8 +18,8 @@ constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
 }  // namespace
 
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
-                              int32_t kv_heads, int32_t warp_blocks) {
-  const int32_t narrow = narrow_rows(group);
+                              int32_t kv_heads, int32_t warp_ctas, int32_t fan_in) {
+  const int32_t narrow = warp_item_rows(group);
   SerializedPlan result;
   std::vector<int32_t>& words = result.words;
   const size_t num_items = plan.items.size();
@@ -30,40 +30,43 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.num_merges = static_cast<int32_t>(plan.merge_query.size());
   header.items_at = kPlanHeaderWords;
   header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
-  std::vector<int32_t> merge_of(plan.num_queries, 0);
-  for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
-    merge_of[plan.merge_query[merge]] = static_cast<int32_t>(merge);
-  }
+  const CombineLists lists = make_combine_lists(plan, fan_in);
+  const bool grouped = !lists.offset.empty();
+  result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_merges;
   size_t place = 0;
-  const auto add_item = [&](const WorkItem& item) {
+  const auto add_item = [&](size_t index) {
+    const WorkItem& item = plan.items[index];
     const int32_t last = item.query_begin + item.query_count - 1;
     const int64_t end =
         item.kv_end == kOpenEnd ? seq_lens[plan.query_request[last]] - plan.query_back[last] + growth : item.kv_end;
     std::memcpy(words.data() + header.items_at + place * kWordsPerItem, &item, sizeof(WorkItem));
-    words[header.item_slots_at + place] = static_cast<int32_t>(result.kv_slots);
-    words[header.item_slots_at + num_items + place] = merge_of[item.query_begin];
+    int32_t* const more = words.data() + header.item_slots_at + place;
+    more[0] = static_cast<int32_t>(result.kv_slots);
+    more[num_items] = lists.list[index];
+    more[2 * num_items] = lists.parent[index];
+    more[3 * num_items] = lists.group_slot[index];
     ++place;
     result.kv_slots += end - item.kv_begin;
     if (result.kv_slots > INT32_MAX) {
       throw std::overflow_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
     }
   };
-  for (const WorkItem& item : plan.items) {
-    if (item.tile_rows > narrow) add_item(item);
+  for (size_t i = 0; i < num_items; ++i) {
+    if (plan.items[i].tile_rows > narrow) add_item(i);
   }
-  header.num_block_items = static_cast<int32_t>(place);
+  header.num_cta_items = static_cast<int32_t>(place);
   header.narrow_prevails = plan.narrow_prevails;
   int64_t shortest = INT32_MAX, longest = 0, items = 0;
-  for (const WorkItem& item : plan.items) {
-    if (item.tile_rows > narrow) continue;
+  for (size_t i = 0; i < num_items; ++i) {
+    if (plan.items[i].tile_rows > narrow) continue;
     const int64_t before = result.kv_slots;
-    add_item(item);
+    add_item(i);
     shortest = std::min(shortest, result.kv_slots - before);
     longest = std::max(longest, result.kv_slots - before);
     ++items;
   }
   const bool alike = longest <= shortest + shortest / 4;
-  header.active_warps = active_warps(items * kv_heads * units_of_group(group), alike ? longest : 0, warp_blocks);
+  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, warp_ctas);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());
@@ -75,6 +78,8 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.merge_query_at = append(plan.merge_query);
   header.merge_offset_at = append(plan.merge_offset);
   header.merge_slot_at = append(plan.merge_slot);
+  header.list_offset_at = grouped ? append(lists.offset) : header.merge_offset_at;
+  header.list_slot_at = grouped ? append(lists.slot) : header.merge_slot_at;
   words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));
   return result;

@@ -1,22 +1,25 @@
-// A plan as the block of words that DevicePlan describes. Host only, no CUDA.
+// Serializes a plan to the words that DevicePlan points to. Host only.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "cuda/combine_lists.h"
 #include "plan/plan.h"
 
 namespace prefixpack {
 
 struct SerializedPlan {
   std::vector<int32_t> words;
-  int64_t kv_slots = 0;  // entries that StepState::kv_slots needs
+  int32_t combine_lists = 0;  // entries per virtual KV head that StepState::semaphores needs
+  int64_t kv_slots = 0;       // entries of StepState::kv_slots
 };
 
-// seq_lens: [num_requests] the lengths the plan was made for. growth: tokens by which open ends may grow before the
-// words are made anew; their slots get that much room. group: query heads of each of the kv_heads. warp_blocks:
-// of a launch; if 0, all of their warps take part. Throws std::overflow_error beyond 2^31 - 1 slots.
+// seq_lens: [num_requests] lengths that the plan was made for. growth: tokens by which open-ended items may grow before
+// the plan is serialized again; room for their slots is reserved. group: query heads per KV head. warp_ctas: CTAs of
+// the warp kernel; 0: unknown, all warps take part. fan_in: see
+// CombineLists. Throws std::overflow_error beyond 2^31 - 1 slots.
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
-                              int32_t kv_heads, int32_t warp_blocks);
+                              int32_t kv_heads, int32_t warp_ctas, int32_t fan_in = kCombineFanIn);
 
 }  // namespace prefixpack

@@ -64,14 +64,15 @@ class StepBuffers:
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
         self.warp_blocks = 0  # of a launch, where some kernels have such
-        # Three words a query, as many for its merge and its end, and the slots that are merged.
+        # Three words a query, two for its combine list, and the slots of the lists. Lists of groups of KV splits, of
+        # which each has two slots or more, come on top.
         num_words = (
             _native.plan_header_words
             + _native.plan_padding_words
             + _native.plan_item_words * limits.items
-            + 5 * limits.queries
-            + limits.partial_slots
-            + 1
+            + 6 * limits.queries
+            + 4 * limits.partial_slots
+            + 2
         )
         self._words = self._ints(num_words)
         self._positions = self._ints(limits.queries)

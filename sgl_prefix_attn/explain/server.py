@@ -1,4 +1,4 @@
-"""What a running server says about its last packed batch and its counters, from GET /server_info."""
+"""State of a running server from GET /server_info: its counters and its last packed batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
 
 STATE_KEY = "prefixpack"
@@ -36,7 +37,7 @@ class Counters(BaseModel):
 
 
 class ServerState(BaseModel):
-    """State that the backend of one scheduler process reports; `batch` is the last one that ran packed, if any."""
+    """State of the backend in one scheduler process. batch: the last one that ran packed; None: none yet."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -59,7 +60,8 @@ class ServerState(BaseModel):
 def read_states(url: str, api_key: str | None = None) -> list[ServerState]:
     """States of every scheduler process of the server at `url` ("http://host:port"), in the server's order.
 
-    Raises InputError when the server does not answer, or answers something that is not our state.
+    Raises:
+        InputError: the server does not answer, or its answer has no usable state of prefixpack.
     """
     info = _server_info(url, api_key)
     internal = info.get("internal_states")
@@ -79,6 +81,10 @@ def _state(url: str, content: Any) -> ServerState:
     version = content.get("version") if isinstance(content, dict) else None
     if version != STATE_VERSION:
         raise InputError(f"{url}: {STATE_KEY} state of version {version!r}; this program reads version {STATE_VERSION}")
+    try:
+        content = deprecations.renamed(content, deprecations.SERVER_STATE_KEYS, f"{url}: {STATE_KEY} state: ")
+    except ValueError as error:
+        raise InputError(str(error)) from error
     try:
         return ServerState.model_validate(content)
     except ValidationError as error:

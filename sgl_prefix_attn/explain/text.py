@@ -162,8 +162,8 @@ def _balance_lines(explanation: Explanation) -> list[str]:
         f"Balance over {workers}: the busiest has {packed.max_over_mean:.2f}x the mean "
         f"(per request {per_request.max_over_mean:.2f}x)",
         f"Predicted attention time of a layer: {_duration(packed.seconds)} packed, "
-        f"{_duration(per_request.seconds)} per request, {explanation.predicted_speedup:.2f}x "
-        "(the planner's price model, nothing is measured)",
+        f"{_duration(per_request.seconds)} per request, {explanation.predicted_speedup:.2f}x",
+        "  (from the planner's price model; nothing is measured)",
     ]
 
 

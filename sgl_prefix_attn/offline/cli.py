@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,24 @@ from sgl_prefix_attn.offline.journal import JournalError, may_replace, unfinishe
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
+from sgl_prefix_attn.offline.temporary import temporary_folder
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from sgl_prefix_attn.settings import variable_name
+
+# Conditions of the machine, not of the arguments: disk full, quota used up, disk broken.
+_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class UsageError(ValueError):
-    """Arguments that cannot be used; the message says what to change."""
+    """Unusable arguments; the message says what to change."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the requests of a batch file (/v1/completions and /v1/chat/completions, OpenAI's format) offline: those "
-        "that share a prefix run together, and the prefix is computed once. Killed and started again with the same "
-        "arguments, it goes on where it was. Exit status: 0 all requests succeeded, 1 some are in the errors file or "
-        "an engine died, 2 unusable arguments."
+        "Run the requests of a batch file (/v1/completions and /v1/chat/completions, OpenAI's format) offline. "
+        "Requests that share a prefix run together, and the prefix is computed once. Run the same command again to "
+        "continue a killed run. Exit status: 0 all requests succeeded; 1 some are in the errors file, an engine died, "
+        "the disk is full or the journal is unusable; 2 unusable arguments."
     )
     parser.add_argument("input", type=Path, metavar="IN", help="batch file, one JSON request a line")
     parser.add_argument("output", type=Path, metavar="OUT", help="results, written when all requests are done")
@@ -52,40 +56,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--server-args", default="", help="more arguments for SGLang, as one quoted string")
     parser.add_argument(
-        "--log", type=Path, metavar="FOLDER", help="keep the engines' logs there (with --ray: on each engine's machine)"
+        "--log",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the engines' logs in this folder (with --ray: on each engine's machine)",
     )
     parser.add_argument("--no-grouping", action="store_true", help="leave order and admission to SGLang (to compare)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
-    # SGLang ends its processes by force, and Python's resource tracker complains about what they left.
+    # SGLang ends its processes by force, and Python's resource tracker complains about their remains.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    logs = args.log or Path(tempfile.mkdtemp(prefix="prefixpack-batch-"))
     try:
-        options = _options(args, logs)
-        start = _start(args, options)
-        encoder = PromptEncoder(args.model)
-        if not encoder.has_tokenizer:
-            options = _without_tokenizer(options)
-        from sgl_prefix_attn.sglang_plugin.offline import engine_process
-
-        progress = Progress(enabled=not args.quiet)
-        summary = run_batch(options, engine_process.main, encoder.encode, progress, start)
+        if args.log is not None:
+            return _run(args, args.log)
+        with temporary_folder("prefixpack-batch-") as logs:
+            return _run(args, logs)
     except (UsageError, RayMissingError, OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
-        return 2
+        if not isinstance(error, OSError) or error.errno not in _MACHINE_ERRORS:
+            return 2
+        print("batch: what had finished is in the journal; run the same command again to go on", file=sys.stderr)
+        return 1
     except (JournalError, EngineError) as error:
         print(f"batch: {error}", file=sys.stderr)
         return 1
-    if args.log is None:
-        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _run(args: argparse.Namespace, logs: Path) -> int:
+    options = _options(args, logs)
+    start = _start(args, options)
+    encoder = PromptEncoder(args.model)
+    if not encoder.has_tokenizer:
+        options = _without_tokenizer(options)
+    from sgl_prefix_attn.sglang_plugin.offline import engine_process
+
+    progress = Progress(enabled=not args.quiet)
+    summary = run_batch(options, engine_process.main, encoder.encode, progress, start)
     print(_report(summary, options))
     return 1 if summary.failed else 0
 
 
 def _start(args: argparse.Namespace, options: BatchOptions) -> StartEngines:
-    """What starts the engines: on this machine, or on a Ray cluster."""
+    """The function that starts the engines, on this machine or on a Ray cluster."""
     if args.ray is None:
         return EnginePool
     gpus = _gpus_per_engine(options.engines[0].arguments) if _device(args) == "cuda" else 0
@@ -103,18 +117,22 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
     device = _device(args)
     logs.mkdir(parents=True, exist_ok=True)
     arguments = ("--model-path", args.model, *_server_arguments(args.server_args, device))
-    # The tiny matrices of models that run on a CPU for tests are not worth sharing between threads.
-    environment = (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1")) if device == "cpu" else ()
+    # Models on a CPU are for tests; their matrices are too small for several threads.
+    environment: tuple[tuple[str, str], ...] = ()
+    if device == "cpu":
+        environment = (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1"))
+    if args.no_grouping:
+        environment += ((variable_name("group_scheduling"), "0"),)
     engines = []
     for number in range(args.engines):
         log = logs / f"engine-{number}.log"
         log.unlink(missing_ok=True)
         more = (
             ("--base-gpu-id", str(number * _gpus_per_engine(arguments)))
-            if device == "cuda" and args.engines > 1 and args.ray is None  # Ray gives each its own
+            if device == "cuda" and args.engines > 1 and args.ray is None  # Ray assigns the GPUs
             else ()
         )
-        engines.append(EngineArguments(arguments + more, environment, log))
+        engines.append(EngineArguments(arguments + more, environment, log, keep_log=args.log is not None))
     return BatchOptions(
         args.input,
         args.output,
@@ -128,7 +146,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
 
 
 def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> None:
-    """Raises UsageError when a run would replace or delete what it was not asked to."""
+    """Raises UsageError if the run would replace or delete a file that it was not asked to replace."""
     files = {
         "IN": source,
         "OUT": output,
@@ -142,13 +160,13 @@ def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> N
         other = names.setdefault(path.resolve(), name)
         if other != name:
             raise UsageError(f"{path} is both {other} and {name}; IN, OUT and errors must be three different files")
-    # With a journal next to it, OUT is one that this run has still to replace.
+    # With a journal next to it, OUT belongs to this job.
     journal = files["the journal"]
     for path, is_the_jobs in ((output, journal.exists()), (errors, may_replace(journal, errors))):
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent}: no such folder")
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no regular file")
+            raise UsageError(f"{path} is not a regular file")
         if path.exists() and not (overwrite or is_the_jobs):
             raise UsageError(f"{path} exists; --overwrite replaces it")
 

@@ -26,11 +26,19 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """What to start. `arguments`: as for `python -m sglang.launch_server`. `environment`: variables to add."""
+    """An engine to start.
+
+    Attributes:
+        arguments: as for `python -m sglang.launch_server`.
+        environment: variables to add.
+        log: file for the engine's output; None: the output of this process.
+        keep_log: whether the log's folder stays when the machine's last process with it ends (Ray).
+    """
 
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     log: Path | None = None
+    keep_log: bool = True
 
 
 @dataclass(frozen=True)

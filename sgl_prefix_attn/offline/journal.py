@@ -1,6 +1,6 @@
-"""The checkpoint of a batch run: an append-only file with every finished request, on disk before it counts.
+"""The checkpoint of a batch run: an append-only file of finished requests, each written to disk before it counts.
 
-Killed at any moment, a run leaves at most one torn line at the end, which is cut off when the next run opens the file.
+A killed run leaves at most one incomplete line at the end. The next run cuts it off when it opens the file.
 """
 
 from __future__ import annotations
@@ -9,26 +9,34 @@ import fcntl
 import hashlib
 import itertools
 import os
+import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 _VERSION = 1
-# Begins the line of a run with another errors file than the first one's, which the header has.
+FieldT = TypeVar("FieldT")
+# Start of the line that a run with another errors file than the header's writes.
 _ERRORS = b'{"errors":'
 
 
 class JournalError(Exception):
-    """The journal cannot be used; the message says why and what to do."""
+    """The journal cannot be used; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished request: its line in the input, whether it succeeded, and what to write for it."""
+    """A finished request.
+
+    Attributes:
+        line: its line in the input, from 1.
+        ok: whether it succeeded.
+        record: the line of the output or of the errors file.
+    """
 
     line: int
     ok: bool
@@ -36,19 +44,20 @@ class Finished:
 
 
 class Journal:
-    """Opens the journal at `path`, or starts one, for the input file `source` and `model`.
+    """Opens the journal at `path`, or starts one, for an input file and a model.
 
-    One without results is rewritten if it is another input's or model's.
+    A journal of another input or model that has no results is overwritten.
 
     Args:
-        errors: the errors file that this run writes, so that a later one may replace it.
+        source: the input file.
+        errors: the errors file of this run; a later run may replace it.
 
     Attributes:
-        finished: lines of the input that are done.
-        created: when the job was started first, in seconds since 1970.
+        finished: lines of the input that are finished.
+        created: start of the job's first run, in seconds since 1970.
 
     Raises:
-        JournalError: it is another run's, broken, or in use by a process that runs.
+        JournalError: the journal belongs to another run, is damaged, or is in use by a running process.
     """
 
     def __init__(self, path: Path, source: Path, model: str, errors: Path | None = None) -> None:
@@ -75,7 +84,7 @@ class Journal:
         self.finished.update(result.line for result in results)
 
     def read(self) -> Iterator[tuple[int, Finished]]:
-        """The finished requests with the offset of each, in the order in which they finished."""
+        """The finished requests and their byte offsets, in the order in which they finished."""
         with self.path.open("rb") as file:
             offset = len(file.readline())
             for text in file:
@@ -84,7 +93,7 @@ class Journal:
                 offset += len(text)
 
     def read_at(self, offsets: Sequence[int]) -> Iterator[Finished]:
-        """The finished requests at these offsets, in this order."""
+        """The finished requests at these byte offsets, in this order."""
         with self.path.open("rb") as file:
             for offset in offsets:
                 file.seek(offset)
@@ -94,13 +103,16 @@ class Journal:
         os.close(self._fd)
 
     def remove(self) -> None:
-        """To be called when everything it holds has been written elsewhere."""
+        """Deletes the file. Call it when all results have been written to the output."""
         self.path.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fsync(self._fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _open(self, digest: str, model: str) -> None:
         if self._cut_torn_line() == 0:
@@ -115,7 +127,7 @@ class Journal:
             )
             wrong = next((what for key, value, what in expected if header.get(key) != value), None)
             first = file.readline()
-            # A run that never got to a result, for a mistake in its input or model, has nothing to lose.
+            # A run without results, because of an error in its input or model, has nothing to lose.
             empty = not first and header.get("version") == _VERSION and "input_sha256" in header
             if empty and (wrong is not None or header.get("errors") != self._errors):
                 os.ftruncate(self._fd, 0)
@@ -125,11 +137,17 @@ class Journal:
                 raise JournalError(
                     f"{self.path} was written {wrong}; delete it to start anew, or choose another output"
                 )
-            self.created = int(header["created"])
+            self.created = self._field(header, "created", int, 1)
+            if "errors" in header:
+                self._field(header, "errors", str, 1)
             for number, text in enumerate(itertools.chain([first] if first else [], file), 2):
                 entry = self._parsed(text, number)
-                if not _is_errors_line(text):
-                    self.finished.add(int(entry["line"]))
+                if _is_errors_line(text):
+                    self._field(entry, "errors", str, number)
+                    continue
+                self._field(entry, "ok", bool, number)
+                self._field(entry, "record", dict, number)
+                self.finished.add(self._field(entry, "line", int, number))
         if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
             self._write(orjson.dumps({"errors": self._errors}) + b"\n")
 
@@ -144,14 +162,25 @@ class Journal:
 
     def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
         try:
-            return dict(orjson.loads(text))
-        except (orjson.JSONDecodeError, TypeError, ValueError) as error:
-            raise JournalError(
-                f"{self.path}, line {number}: not readable ({error}); delete the file to start anew"
-            ) from error
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise self._damaged(number, str(error)) from error
+        if not isinstance(value, dict):
+            raise self._damaged(number, f"a JSON {type(value).__name__}, expected an object")
+        return value
+
+    def _field(self, entry: dict[str, Any], name: str, kind: type[FieldT], number: int) -> FieldT:
+        """The value of a field. Raises JournalError unless it is of this type."""
+        value = entry.get(name)
+        if type(value) is not kind:
+            raise self._damaged(number, f"{name} = {reprlib.repr(value)}, expected a value of type {kind.__name__}")
+        return value
+
+    def _damaged(self, number: int, reason: str) -> JournalError:
+        return JournalError(f"{self.path}, line {number}: not readable ({reason}); delete the file to start anew")
 
     def _cut_torn_line(self) -> int:
-        """Cuts off what follows the last line end; returns the length that is left."""
+        """Cuts off the bytes after the last line end; returns the length of the rest."""
         size = os.fstat(self._fd).st_size
         end, block = size, 1 << 16
         while end > 0:
@@ -167,7 +196,7 @@ class Journal:
 
 
 def may_replace(journal: Path, errors: Path) -> bool:
-    """Whether `errors` is an errors file of the job with this journal, if there is one. Older ones do not say."""
+    """Whether `errors` is an errors file of the job with this journal. True for a journal that names no errors file."""
     if not journal.exists():
         return False
     files = _errors_files(journal)
@@ -175,12 +204,12 @@ def may_replace(journal: Path, errors: Path) -> bool:
 
 
 def _errors_files(journal: Path) -> list[str] | None:
-    """The errors files of a job's runs so far, None if its journal does not say."""
+    """The errors files of a job's runs; None if the journal names none."""
     with journal.open("rb") as file:
         try:
             found = [orjson.loads(file.readline())["errors"]]
             return found + [orjson.loads(text)["errors"] for text in file if _is_errors_line(text)]
-        except (orjson.JSONDecodeError, TypeError, KeyError):  # torn, or none: whoever opens it sees what it is
+        except (orjson.JSONDecodeError, TypeError, KeyError):  # incomplete or damaged: opening it gives the error
             return None
 
 
@@ -193,20 +222,24 @@ def _name(path: Path) -> str:
 
 
 def unfinished(path: Path) -> Path:
-    """What `write_lines` calls the file until it is whole."""
+    """The name of a file while `write_lines` writes it."""
     return path.with_name(path.name + ".unfinished")
 
 
 def write_lines(path: Path, lines: Iterator[bytes]) -> int:
-    """Writes a file so that it is there whole or not at all; returns the number of lines."""
+    """Writes a file atomically: it is complete, or not written at all. Returns the number of lines."""
     scratch = unfinished(path)
     count = 0
-    with scratch.open("wb") as file:
-        for line in lines:
-            file.write(line + b"\n")
-            count += 1
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with scratch.open("wb") as file:
+            for line in lines:
+                file.write(line + b"\n")
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        scratch.unlink(missing_ok=True)  # a full disk needs the room
+        raise
     scratch.replace(path)
     _sync_folder(path)
     return count

@@ -18,6 +18,7 @@ from sgl_prefix_attn.offline.engines import (
     Ready,
     Task,
 )
+from sgl_prefix_attn.offline.temporary import RemovedAtEnd
 
 _WAIT_SECONDS = 10.0  # an actor's answer about outcomes, at the latest
 _STOP_SECONDS = 20.0
@@ -54,8 +55,10 @@ class _Actor:
     """Runs one engine; what `EnginePool` does, on another machine."""
 
     def __init__(self, main: EngineMain, arguments: EngineArguments) -> None:
-        if arguments.log is not None:
+        if arguments.log is not None and not arguments.log.parent.exists():
             arguments.log.parent.mkdir(parents=True, exist_ok=True)
+            if not arguments.keep_log:
+                self._temporary = RemovedAtEnd(arguments.log.parent)
         self._pool = EnginePool(main, [arguments])
 
     def wait_ready(self) -> Ready:

@@ -1,5 +1,6 @@
-"""Which kernel a decode step should run on: ours (packed) or the stock backend's, by predicted cost.
+"""The choice of kernels for a decode step, packed or the stock backend's, by predicted cost.
 
-`features` says what is known of a step before it is planned, `cost` predicts times from that, `profile` holds the
-measured coefficients, `policy` decides. `fit` makes profiles from benchmark results and `compare` judges them.
+`features` describes a step before it is planned, `cost` predicts times from that, `profile` holds measured
+coefficients, `policy` decides. `conservative` is the rule without a profile. `fit` makes profiles from benchmark
+results, and `compare` evaluates policies.
 """

@@ -15,24 +15,24 @@ from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.measured import read_results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Decision, Route
+from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
 
 BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
   %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
-      fit a profile to what `python -m benchmarks.kernel.gpu_attention` measured; use it with PREFIXPACK_ROUTE_PROFILE
+      fit a profile to the results of `python -m benchmarks.kernel.gpu_attention`; set PREFIXPACK_ROUTE_PROFILE to it
   %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --stock fa3
-      A/B test: what each policy would have cost over the measured steps, against an oracle and the stock backend
+      time of each policy over the measured steps, against an oracle and the stock backend
   %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --stock flashinfer
-      both predicted times of a batch, by term, and the route
+      predicted times of a batch by term, and its route
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Routing of decode steps between packed kernels and the stock backend's, by predicted cost: fit the cost "
-        "models, test policies against measurements, and see why a batch goes where."
+        "Routing of decode steps between packed and stock kernels by predicted cost: fit the cost models, compare "
+        "policies over measured steps, and explain the route of a batch."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -40,18 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     fit = commands.add_parser("fit", help="fit a profile to measured steps")
     fit.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
-    fit.add_argument("--out", required=True, type=Path, metavar="PROFILE.json", help="where to write the profile")
+    fit.add_argument("--out", required=True, type=Path, metavar="PROFILE.json", help="file to write")
     fit.set_defaults(act=_fit)
 
-    compare = commands.add_parser("compare", help="A/B test of policies over measured steps")
+    compare = commands.add_parser("compare", help="compare policies over measured steps")
     compare.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
     compare.add_argument(
         "policies",
         nargs="+",
         metavar="POLICY",
-        help="packed or stock for every step; batch>=N or reuse>=X: packed from so many requests on, or if a position "
-        "is used X times on average; PROFILE[@MARGIN]: a profile's file, or shipped, and the route_margin in percent "
-        "(default: the profile's own); left-out[@MARGIN]: every family of steps by a profile fitted on all others",
+        help="packed or stock for every step; conservative: the rule without a profile; batch>=N or reuse>=X: packed "
+        "from N requests on, or if a KV token is read X times on average; PROFILE[@MARGIN]: a profile's file, or "
+        "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
+        "by a profile fitted on all others",
     )
     compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     _add_kernels(compare)
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
     explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
     explain.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
-    explain.add_argument("--profile", metavar="FILE", help="default: the shipped one")
+    explain.add_argument("--profile", metavar="FILE", help="default: the package's, of an NVIDIA H200")
     explain.add_argument("--margin", type=int, metavar="PERCENT", help="default: the profile's own")
     _add_kernels(explain)
     explain.set_defaults(act=_explain, partial_dtype=None)
@@ -90,11 +91,11 @@ def _fit(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out}: cannot write the profile: {error.strerror}") from error
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"{args.out}: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
-    print("error: root mean square of log(predicted / measured); then of each family, left out of the fit")
+    print("error: root mean square of log(predicted / measured), of the fit and of each family left out of it")
     for kind, fits in (("packed", profile.packed), ("stock", profile.stock)):
         for kernel, fitted in fits.items():
             print(_fit_line(f"{kind} {kernel}", fitted))
-    print("margins in percent by which packed has to be predicted faster, as far as unknown families of steps show")
+    print("margins: percent by which packed must be predicted to be faster, from families left out of the fit")
     for packed, margins in profile.margins.items():
         print(f"  packed {packed:15} {'  '.join(f'{stock} {margin}' for stock, margin in margins.items())}")
 
@@ -118,7 +119,7 @@ def _compare(args: argparse.Namespace) -> None:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(
-        "regret: time lost against an oracle, of the total; mean: geometric, each step counting alike; worst: of one "
+        "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
         "step"
     )
 
@@ -160,9 +161,11 @@ def _explain(args: argparse.Namespace) -> None:
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
-    _print_parts(args.packed, packed, step, shape, decision.packed_us)
-    _print_parts(kernel, stock, step, shape, decision.stock_us)
-    print(f"route:   {decision.route.value}{_why(decision, margin)}")
+    packed_us = _print_parts(args.packed, packed, step, shape)
+    stock_us = _print_parts(kernel, stock, step, shape)
+    close = decision.route is Route.STOCK and packed_us < stock_us
+    why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
+    print(f"route:   {decision.route.value}{why}")
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
@@ -173,14 +176,11 @@ def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
     return cost
 
 
-def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape, total: float) -> None:
+def _print_parts(kernel: str, cost: CostModel, step: StepFeatures, shape: ModelShape) -> float:
+    """Prints the predicted time of a step and its parts; returns the time in microseconds of one layer."""
+    total = cost.microseconds(step, shape)
     print(f"{cost.kind} ({kernel}): {total:.1f} us a layer")
     for name, microseconds in sorted(cost.parts(step, shape).items(), key=lambda part: -part[1]):
         if microseconds >= 0.05:
             print(f"  {microseconds:9.1f}  {name}: {TERMS[cost.kind][name][0]}")
-
-
-def _why(decision: Decision, margin: int) -> str:
-    if decision.route is Route.STOCK and decision.packed_us < decision.stock_us:
-        return f" (packed is not faster by {margin} %; a batch that runs packed already would stay so)"
-    return ""
+    return total

@@ -1,4 +1,4 @@
-"""How much time routing policies would have taken over measured steps: the A/B test of thresholds and profiles."""
+"""The time that routing policies would have taken over measured steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.margins import margins_of
@@ -15,8 +16,10 @@ from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 Choose = Callable[[MeasuredCase], Route]
-POLICIES = "packed, stock, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
-# Single features that a threshold may stand on: to see what a cost model is better by.
+POLICIES = (
+    "packed, stock, conservative, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
+)
+# Features for threshold policies, the baselines of the cost models.
 THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
     "batch": lambda step: step.requests,
     "reuse": lambda step: step.tokens / step.unique_tokens,
@@ -33,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step under a policy: microseconds it took, and what the two routes take."""
+    """One step under a policy, and the measured microseconds of both routes."""
 
     case: MeasuredCase
     route: Route
@@ -54,11 +57,13 @@ class Verdict:
     """A policy over many steps. Losses are ratios minus one: 0.1 is 10 % slower.
 
     Attributes:
-        regret: total time over the total of an oracle that knows both times.
-        mean_regret: the same as a geometric mean over steps, where small steps count as much as long ones.
-        worst_regret: of one step, against the oracle.
-        worst_loss: of one step, against the stock backend: what a user loses by turning packing on.
-        packed, wrong: steps that ran packed; that ran on the slower route.
+        steps: number of steps.
+        regret: total time against the total of an oracle that knows both times.
+        mean_regret: geometric mean of the steps' times against the oracle.
+        worst_regret: largest loss of a step against the oracle, and the step's key.
+        worst_loss: largest loss of a step against the stock backend, and the step's key.
+        packed: number of steps that ran packed.
+        wrong: number of steps that ran on the slower route.
     """
 
     steps: int
@@ -71,25 +76,28 @@ class Verdict:
 
 
 def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
-    """A policy from what a user wrote.
+    """A policy from its name on the command line.
 
-    `packed` or `stock` for every step; `batch>=N`: packed from N requests on; `reuse>=X`: packed if a position is used
-    X times on average; PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost; `left-out[@MARGIN]`: each
-    family of steps by a profile that is fitted on all other families, to see what a profile does with unknown steps.
-    Without a margin it is the profile's; for `left-out`, the one that all families together suggest: costs are left
-    out, margins are not.
+    - `packed`, `stock`: the same route for every step.
+    - `conservative`: the rule for a GPU without a profile.
+    - `batch>=N`: packed from N requests on. `reuse>=X`: packed if a KV token is read X times on average.
+    - PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost. The default margin is the profile's.
+    - `left-out[@MARGIN]`: each family of steps by a profile fitted on all other families. The default margin is fitted
+      on all families.
 
     Args:
-        packed: kernels of packed steps, as profiles name them.
+        packed: name of the packed kernels in profiles.
         backend: the stock SGLang backend.
         results: what `left-out` is fitted on.
 
     Raises:
-        ValueError: not of that form; an unusable profile, or one without these kernels.
+        ValueError: another form, an unusable profile, or a profile without these kernels.
     """
     if text in ("packed", "stock"):
         route = Route(text)
         return Candidate(text, lambda case: route)
+    if text == "conservative":
+        return Candidate(text, lambda case: ConservativePolicy(case.shape).decide(case.step).route)
     feature, threshold, bound = text.partition(">=")
     if threshold:
         return Candidate(text, _threshold(text, feature, bound))
@@ -132,7 +140,11 @@ def _threshold(text: str, feature: str, bound: str) -> Choose:
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:
-    """What a profile decides about a step that comes after one on the stock backend. margin: percent; None: its own."""
+    """The decisions of a profile for steps that follow one on the stock backend.
+
+    Args:
+        margin: percent; None: the profile's.
+    """
     packed_cost = profile.cost("packed", packed)
     if packed_cost is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
@@ -149,7 +161,7 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
 
 
 def outcomes(cases: Sequence[MeasuredCase], chosen: Candidate, packed: str, backend: str) -> list[Outcome]:
-    """The measured steps that have both times, as the policy would have run them."""
+    """The measured steps with times of both routes, as the policy would have run them."""
     found = []
     for case in cases:
         packed_us, stock_us = case.packed.get(packed), case.stock_us(backend)
@@ -159,10 +171,10 @@ def outcomes(cases: Sequence[MeasuredCase], chosen: Candidate, packed: str, back
 
 
 def judge(steps: Sequence[Outcome]) -> Verdict:
-    """Sums outcomes up.
+    """Totals of outcomes.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no outcomes.
     """
     if not steps:
         raise ValueError("no measured step has both times")

@@ -1,7 +1,7 @@
-"""Predicted time of one layer's attention in a decode step: a sum of terms that each stand for something a kernel does.
+"""Cost models: the predicted time of one layer's attention in a decode step, as a sum of terms.
 
-Coefficients are fitted (`fit`) and kept in a profile. They are microseconds per unit of their term and never negative,
-so that a model cannot predict less time for more work.
+Coefficients are microseconds per unit of their term, fitted by `fit` and stored in a profile. They are never negative,
+so a model never predicts less time for more work.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ Term = Callable[[StepFeatures, ModelShape], float]
 
 
 def _kv_megabytes(tokens: int, shape: ModelShape) -> float:
-    """K and V of one layer, all KV heads."""
+    """MB of K and V of one layer, all KV heads."""
     return 2e-6 * tokens * shape.kv_heads * shape.head_dim * shape.kv_bytes
 
 
 def _gigaflop(tokens: int, shape: ModelShape) -> float:
-    """Of the two products of one query each with `tokens` positions, all query heads."""
+    """Gflop of both products of one query with `tokens` positions, all query heads."""
     return 4e-9 * tokens * shape.q_heads * shape.head_dim
 
 
-# What a packed step does: read every position once, multiply shared ones with many rows, hand partial results on.
+# Packed kernels read every position once, multiply shared positions with many rows and combine partial results.
 PACKED_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch, whatever it does", lambda step, shape: 1.0),
+    "launch": ("a launch", lambda step, shape: 1.0),
     "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
     "own_mb": (
-        "MB of KV that only one request has",
+        "MB of KV of a single request",
         lambda s, shape: _kv_megabytes(s.tokens - s.linked_tokens, shape),
     ),
     "shared_gflop": ("Gflop over shared KV", lambda s, shape: _gigaflop(s.linked_tokens, shape)),
-    "tails": ("thousand own tails times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
+    "tails": ("thousand tails times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
     "nodes": ("thousand shared ranges times KV heads", lambda s, shape: 1e-3 * s.nodes * shape.kv_heads),
     "links": (
         "thousand requests below shared ranges times KV heads",
         lambda s, shape: 1e-3 * s.links * shape.kv_heads,
     ),
     "row_mb": (
-        "MB of fp32 rows that are stored or merged",
+        "MB of fp32 rows stored or combined",
         lambda s, shape: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
     ),
     "longest_range": ("thousand tokens of the longest range", lambda s, shape: 1e-3 * s.longest_range),
 }
-# What request-wise attention does: read each request's positions, some of them again from the L2 cache.
+# Stock kernels read the positions of each request; repeated reads may hit the L2 cache.
 STOCK_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch, whatever it does", lambda step, shape: 1.0),
+    "launch": ("a launch", lambda step, shape: 1.0),
     "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
     "repeated_mb": (
-        "MB of KV that another request has read",
+        "MB of KV read again",
         lambda s, shape: _kv_megabytes(s.tokens - s.unique_tokens, shape),
     ),
     "gflop": ("Gflop", lambda s, shape: _gigaflop(s.tokens, shape)),
@@ -66,7 +66,7 @@ class CostModel:
     """Microseconds of one layer by a kernel.
 
     Args:
-        coefficients: microseconds per unit, by term; a term that is absent costs nothing.
+        coefficients: microseconds per unit, by term; an absent term costs nothing.
 
     Raises:
         ValueError: an unknown term or a negative coefficient.
@@ -78,7 +78,7 @@ class CostModel:
             raise ValueError(f"no term {unknown[0]!r} in the cost of {kind} steps; there are {', '.join(TERMS[kind])}")
         for name, value in coefficients.items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"term {name!r} costs {value} us; it has to be a finite number from 0 on")
+                raise ValueError(f"term {name!r} costs {value} us; expected a finite number from 0 on")
         self.kind = kind
         self.coefficients = dict(coefficients)
         self._used = [(TERMS[kind][name][1], value) for name, value in coefficients.items() if value]

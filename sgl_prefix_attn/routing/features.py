@@ -1,4 +1,4 @@
-"""What is known of a decode step from its forest and lengths alone, before anything is planned."""
+"""Features of a decode step from its forest and lengths, before it is planned. Tokens count per layer and KV head."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 
 @dataclass(frozen=True)
 class ForestFacts:
-    """The part that stays while the batch's forest does: tokens are KV positions, per layer and KV head.
+    """Features that depend on the forest only.
 
     Attributes:
-        nodes: shared ranges.
-        links: requests below each shared range, summed: what a request's partial results are merged from.
+        requests: number of requests.
+        nodes: number of shared ranges.
+        links: pairs of a shared range and a request below it; each is one partial result.
         shared_tokens: tokens of the shared ranges, each counted once.
-        linked_tokens: the same, each counted once for every request below.
+        linked_tokens: tokens of the shared ranges, each counted once per request below.
         longest_shared: tokens of the longest shared range.
-        tail_begin: [requests] where each request's own tokens start, in the dtype of lengths.
+        tail_begin: int64 [requests], first position of each request's own tokens.
     """
 
     requests: int
@@ -51,15 +52,16 @@ class ForestFacts:
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """A decode step, as far as its cost depends on it: tokens are KV positions, per layer and KV head.
+    """The features of a decode step that its cost depends on.
 
     Attributes:
-        tokens: of all requests; shared ones as often as they are used.
-        unique_tokens: each position once.
-        linked_tokens: tokens that lie in shared ranges, as often as they are used.
-        longest_range: the longest shared range or own tail: the longest that one unit of packed work can be.
-        longest_request: tokens of the longest request.
+        requests: number of requests.
+        tokens: KV tokens of all requests, shared ones counted once per request.
+        unique_tokens: distinct KV tokens.
+        linked_tokens: tokens in shared ranges, counted once per request.
         nodes, links: see `ForestFacts`.
+        longest_range: tokens of the longest shared range or tail.
+        longest_request: tokens of the longest request.
     """
 
     requests: int
@@ -73,13 +75,13 @@ class StepFeatures:
 
     @classmethod
     def of(cls, facts: ForestFacts, seq_lens: Int64Array) -> StepFeatures:
-        """Of a step whose forest has these facts.
+        """Features of a step whose forest has these facts.
 
         Args:
-            seq_lens: [requests] int64 KV lengths by batch index, the step's own tokens included.
+            seq_lens: int64 [requests] KV lengths, including the tokens of this step.
 
         Raises:
-            ValueError: lengths of another batch size than the forest's.
+            ValueError: the number of lengths is not the number of requests in the forest.
         """
         if len(seq_lens) != facts.requests:
             raise ValueError(f"seq_lens has {len(seq_lens)} entries for a forest of {facts.requests} requests")

@@ -1,4 +1,4 @@
-"""Fits costs: least squares with coefficients that are not negative, on relative errors."""
+"""Fits cost models: non-negative least squares on relative errors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _DIGITS = 6
 
 
 def fits_of(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
+    """Fits of all kernels that were measured on at least as many cases as their cost has terms."""
     kernels = dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind))
     fits = {}
     for kernel in kernels:
@@ -32,7 +33,7 @@ def fits_of(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
 
 
 def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
-    """One kernel's cost, with its error and the error of families that were left out of the fit."""
+    """Fits the cost of a kernel. Also computes the error of each family of cases by a fit on all other families."""
     terms = np.array([term_values(kind, case.step, case.shape) for case in cases])
     times = np.array([getattr(case, kind)[kernel] for case in cases])
     families = np.array([case.family for case in cases])
@@ -51,7 +52,10 @@ def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
 
 
 def fit_coefficients(terms: Array, times: Array) -> Array:
-    """Coefficients whose logarithmic errors are small: (p - t)^2 / (p t) is the square of log(p / t) for small ones."""
+    """Coefficients with small logarithmic errors.
+
+    For small errors, (p - t)^2 / (p t) approximates log(p / t)^2; the weights 1 / (p t) are refined iteratively.
+    """
     weights = 1.0 / times
     for _ in range(_REFINEMENTS):
         coefficients = non_negative_least_squares(terms * weights[:, None], times * weights)
@@ -65,7 +69,7 @@ def _error(predicted: Array, times: Array) -> float:
 
 
 def non_negative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 that minimises |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    """The x >= 0 with the least |matrix @ x - target|, by the active-set method of Lawson and Hanson."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale

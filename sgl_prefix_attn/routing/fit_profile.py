@@ -1,4 +1,4 @@
-"""A profile of a machine from what was measured on it."""
+"""Builds a profile from the measured steps of a machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sgl_prefix_attn.routing.profile import VERSION, Profile
 
 
 def fit_profile(results: Results, margins: Mapping[str, Mapping[str, int]] | None = None) -> Profile:
-    """A profile of everything that was measured on enough cases.
+    """A profile of all kernels that were measured on enough cases.
 
     Args:
-        margins: instead of those that the results suggest, see `margins_of`.
+        margins: replaces the margins that `margins_of` finds.
 
     Raises:
-        ValueError: no kernel of ours, or no stock backend, was measured on as many cases as its cost has terms.
+        ValueError: no packed kernel, or no stock kernel, was measured on as many cases as its cost has terms.
     """
     packed = fits_of("packed", results.cases)
     stock = fits_of("stock", results.cases)

@@ -1,4 +1,4 @@
-"""How much faster packed has to be predicted before a step runs packed: measured, like the costs themselves."""
+"""Route margins: how much faster packed must be predicted to be before a step runs packed. Fitted to measurements."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sgl_prefix_attn.routing.fit import Array, fit_coefficients
 from sgl_prefix_attn.routing.measured import MeasuredCase
 
 MOST_PERCENT = 30
-TOLERATED_LOSS = 0.02  # of a step, against the stock backend
+TOLERATED_LOSS = 0.02  # fraction of a step's time on the stock backend
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one kernel, microseconds of the same steps, [steps]: `predicted` is nan where no prediction could be made."""
+    """Microseconds of one kernel, float64 [steps]. predicted: NaN where no prediction was possible."""
 
     predicted: Array
     measured: Array
 
 
 def margins_of(cases: Sequence[MeasuredCase]) -> dict[str, dict[str, int]]:
-    """For each pair of kernels, packed and stock, the margin in percent that `fitting_margin` finds."""
+    """Margins in percent by packed and stock kernel, see `fitting_margin`."""
     packed_kernels = dict.fromkeys(kernel for case in cases for kernel in case.packed)
     stock_kernels = dict.fromkeys(kernel for case in cases for kernel in case.stock)
     margins: dict[str, dict[str, int]] = {}
@@ -38,11 +38,12 @@ def margins_of(cases: Sequence[MeasuredCase]) -> dict[str, dict[str, int]]:
 
 
 def fitting_margin(packed: Times, stock: Times) -> int | None:
-    """The smallest margin with which no step that runs packed takes more than 2 % longer than on the stock backend; if
-    none up to 30 % is that safe, the smallest of those with which the worst step loses least.
+    """Smallest margin with at most 2 % loss of any step that runs packed, in leave-one-family-out validation.
+
+    If no margin up to 30 % has that, the smallest margin with the least loss of the worst step.
 
     Returns:
-        Percent; None if no step could be predicted.
+        Percent; None without any prediction.
     """
     known = ~np.isnan(packed.predicted) & ~np.isnan(stock.predicted)
     if not known.any():
@@ -57,7 +58,7 @@ def fitting_margin(packed: Times, stock: Times) -> int | None:
 
 
 def _unknown_steps(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Times:
-    """Steps of each family predicted by a fit on the other families; nan where these are too few for one."""
+    """Times of each family's steps, predicted by a fit on the other families; NaN where these are too few."""
     measured = np.array([getattr(case, kind)[kernel] for case in cases])
     predicted = np.full(len(cases), np.nan)
     terms = np.array([term_values(kind, case.step, case.shape) for case in cases])

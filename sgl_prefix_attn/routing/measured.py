@@ -1,4 +1,4 @@
-"""Measured decode steps: what `benchmarks.kernel.gpu_attention` writes, as features and times."""
+"""Measured decode steps from results files of `benchmarks.kernel.gpu_attention`: features and times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
-# Ways in the results -> kernels in a profile.
+# Way in the results -> kernel in a profile.
 PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
-# By way of the benchmark, the SGLang backend and whether it uses tensor cores.
+# Way in the results -> SGLang backend and whether it uses tensor cores.
 STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
     "fa3": ("fa3", None),
     "flashinfer_decode_tc": ("flashinfer", True),
     "flashinfer_decode_cc": ("flashinfer", False),
     "triton": ("triton", None),
 }
-# Bytes of an element by the results' name for the type of KV.
+# KV type in the results -> bytes of an element.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
-# Layers are far apart in a model, so nothing of their KV is in the L2 cache when their turn comes.
+# In a model the L2 cache holds none of a layer's KV when the layer starts.
 TIME = "cold_us"
 
 
@@ -35,7 +35,7 @@ class MeasuredCase:
     """One decode step of one layer.
 
     Attributes:
-        packed, stock: measured microseconds, by kernel as profiles name them; absent if it failed.
+        packed, stock: measured microseconds by kernel name of profiles; absent if the measurement failed.
     """
 
     key: str
@@ -46,7 +46,7 @@ class MeasuredCase:
     stock: Mapping[str, float]
 
     def stock_us(self, backend: str) -> float | None:
-        """The time of an SGLang backend, None if it was not measured."""
+        """Microseconds of an SGLang backend; None if it was not measured."""
         return self.stock.get(stock_kernel(backend, self.shape))
 
 
@@ -63,12 +63,12 @@ class Results:
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
-    """The name in profiles of what an SGLang backend runs decode steps with.
+    """The name in profiles of an SGLang backend's decode kernel.
 
     Args:
-        tensor_cores: whether flashinfer uses them; None: as SGLang chooses.
+        tensor_cores: whether flashinfer uses tensor cores; None: as SGLang chooses.
     """
-    if backend == "triton":  # one kernel for groups of query heads, another where each has a KV head of its own
+    if backend == "triton":  # one kernel for groups of query heads, another for one query head for each KV head
         return "triton_gqa" if shape.group > 1 else "triton_mha"
     if backend != "flashinfer":
         return backend
@@ -81,7 +81,7 @@ def read_results(path: str | Path) -> Results:
     """Reads a results file of `python -m benchmarks.kernel.gpu_attention`.
 
     Raises:
-        ResultsError: unreadable, or not such a file.
+        ResultsError: the file cannot be read or is not such a file.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def read_results(path: str | Path) -> Results:
         for row in rows:
             if "step" not in row:
                 raise ResultsError(
-                    f"{path}: row {row['key']} does not say what its step looks like: measure again with this version"
+                    f"{path}: row {row['key']} has no features of its step: measure again with this version"
                 )
         cases = [
             _case(row, row.get("head_dim", head_dim), KV_BYTES[row["kv_dtype"]] if "kv_dtype" in row else kv_bytes)

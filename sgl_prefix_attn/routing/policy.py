@@ -1,13 +1,14 @@
-"""The decision: packed, or request by request on the stock backend.
+"""The route of a decode step: packed, or on the stock backend.
 
-It depends on the step's forest and lengths, and on the decision before, never on clocks or free memory: all
-tensor-parallel ranks have the same of all that and decide alike.
+A decision depends on the step's forest, its lengths and the last decision only. All tensor-parallel ranks have the same
+values of these and decide alike.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
@@ -16,7 +17,7 @@ from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 
 
 class Route(enum.Enum):
-    """Which kernels run a decode step."""
+    """The kernels that run a decode step."""
 
     PACKED = "packed"
     STOCK = "stock"
@@ -24,23 +25,30 @@ class Route(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision and what it rests on: predicted microseconds of one layer."""
+    """A route and the predicted times behind it, in microseconds of one layer; None: no prediction."""
 
     route: Route
-    packed_us: float
-    stock_us: float
+    packed_us: float | None = None
+    stock_us: float | None = None
+
+
+class Policy(Protocol):
+    """Decides single steps."""
+
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The decision for a step that follows one with the route `before`."""
 
 
 @dataclass(frozen=True)
 class CostPolicy:
     """Compares predicted times.
 
-    A step takes the packed route if that is predicted to be faster by `margin` at least, because predictions err and
-    who turns packing on must not lose by it. Once packed, steps stay so until the stock backend is predicted to be
-    the faster one: so batches at the border do not go back and forth, which would cost a plan each time.
+    A step changes to packed if the prediction for packed is lower by `margin`, so that prediction errors do not cost
+    time. It changes back if the prediction for the stock backend is lower. The difference keeps batches near the border
+    from changing routes in each step, which would cost a plan each time.
 
     Args:
-        margin: share, 0.1 for 10 %.
+        margin: as a fraction, 0.1 for 10 %.
     """
 
     packed: CostModel
@@ -49,6 +57,7 @@ class CostPolicy:
     margin: float
 
     def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The decision for a step that follows one with the route `before`."""
         packed_us = self.packed.microseconds(step, self.shape)
         stock_us = self.stock.microseconds(step, self.shape)
         bound = stock_us if before is Route.PACKED else stock_us / (1.0 + self.margin)
@@ -56,9 +65,9 @@ class CostPolicy:
 
 
 class Router:
-    """A policy over the decode steps of a server: remembers the forest's facts and the last decision."""
+    """A policy over the decode steps of a server. Keeps the facts of the forest and the last decision."""
 
-    def __init__(self, policy: CostPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.last: Decision | None = None
         self._forest: PrefixForest | None = None
@@ -68,8 +77,8 @@ class Router:
         """The route of a decode step.
 
         Args:
-            forest: the batch's forest; the same object while membership does not change.
-            seq_lens: [requests] int64 KV lengths by batch index, the step's own tokens included.
+            forest: of the batch; the same object while the batch has the same requests.
+            seq_lens: int64 [requests] KV lengths, including the tokens of this step.
         """
         facts = self._facts
         if facts is None or forest is not self._forest:

@@ -1,4 +1,4 @@
-"""Measured profiles: the coefficients of cost models, and where they come from. One JSON file each."""
+"""Routing profiles: measured coefficients of the cost models of one machine, as a JSON file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 
 VERSION = 1
-DEFAULT_MARGIN = 10  # percent, for kernels of which a profile has none
-SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # by the bytes of a KV element
+DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
+SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # bytes of a KV element -> file
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -28,9 +29,9 @@ class Fit(BaseModel):
 
     Attributes:
         us: microseconds per unit, by term of `cost.TERMS`.
-        cases: measured steps that it was fitted on.
-        error: root mean square of log(predicted / measured) over these.
-        error_left_out: the same by family of cases, each predicted by a fit on all other families.
+        cases: number of measured steps in the fit.
+        error: root mean square of log(predicted / measured) over these steps.
+        error_left_out: the same for each family of cases, predicted by a fit on all other families.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,13 +46,13 @@ class Profile(BaseModel):
     """Fitted costs of one machine.
 
     Attributes:
-        packed: by the kernels that run packed steps: native, triton, cpu.
-        stock: by way to run a step request by request: the name of an SGLang backend; for flashinfer, with
-            `_tc` or `_cc` behind it, since SGLang chooses between tensor and CUDA cores by the model's heads; for
-            triton with `_gqa` or `_mha`, its kernel for groups of query heads or the other one.
-        source: what it was fitted on.
-        kv_bytes: of a KV element of the steps that it was fitted on.
-        margins: by packed and stock kernel, the percent by which packed has to be predicted faster, see `margins.py`.
+        machine: CUDA's name of the GPU.
+        packed: cost by packed kernels: native, triton, cpu.
+        stock: cost by kernel of the stock backend: fa3, flashinfer_tc (tensor cores), flashinfer_cc (CUDA cores),
+            triton_gqa (groups of query heads), triton_mha.
+        source: results file of the fit.
+        kv_bytes: size of a KV element of the measured steps, in bytes.
+        margins: route margin in percent by packed and stock kernel, see `margins.py`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,7 +72,7 @@ class Profile(BaseModel):
     @classmethod
     def _known_version(cls, value: int) -> int:
         if value != VERSION:
-            raise ValueError(f"profiles of version {VERSION} are understood")
+            raise ValueError(f"this release reads profiles of version {VERSION}")
         return value
 
     @field_validator("packed")
@@ -85,12 +86,12 @@ class Profile(BaseModel):
         return _checked("stock", fits)
 
     def cost(self, kind: Kind, kernel: str) -> CostModel | None:
-        """The cost of a kernel, None if it was not measured."""
+        """The cost model of a kernel; None if the profile has none."""
         fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.stock
         return CostModel(kind, fits[kernel].us) if kernel in fits else None
 
     def margin(self, packed: str, stock: str) -> int:
-        """Percent by which these packed kernels have to be predicted faster than that stock one."""
+        """Route margin of a pair of kernels, in percent."""
         return self.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
     def save(self, path: Path) -> None:
@@ -109,7 +110,7 @@ def load_profile(path: str | Path) -> Profile:
     """Reads a profile.
 
     Raises:
-        ProfileError: the file cannot be read or is none.
+        ProfileError: the file cannot be read or is not a profile.
     """
     try:
         return _parsed(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
@@ -120,22 +121,43 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def shipped_profile(kv_bytes: int = 2) -> Profile:
-    """The profile that comes with the package, of an NVIDIA H200. kv_bytes: of a KV element, 2 or 1."""
+    """The package's profile of an NVIDIA H200.
+
+    Args:
+        kv_bytes: size of a KV element in bytes, 2 or 1.
+    """
     name = SHIPPED[kv_bytes]
     return _parsed(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
 
 
 def shipped_profile_of(packed: str, stock: str, kv_bytes: int) -> Profile:
-    """The shipped profile of these kernels: of KV elements of that size, if it knows both; else that of 16-bit KV."""
+    """The package's profile for these kernels: for this KV size if it has both kernels, else for 16-bit KV."""
     profile = shipped_profile(kv_bytes if kv_bytes in SHIPPED else 2)
     known = packed in profile.packed and stock in profile.stock
     return profile if known else shipped_profile()
 
 
+def shipped_profile_for(gpu: str, packed: str, stock: str, kv_bytes: int) -> Profile | None:
+    """As `shipped_profile_of`, for this GPU; None if the package has no profile of it.
+
+    Args:
+        gpu: CUDA's device name. Variants of a GPU ("NVIDIA H200 NVL", a MIG slice) have names and costs of their own.
+    """
+    profile = shipped_profile_of(packed, stock, kv_bytes)
+    return profile if profile.machine == gpu else None
+
+
 def _parsed(text: str, name: str) -> Profile:
     try:
-        return Profile.model_validate_json(text)
+        content = json.loads(text)
+        if isinstance(content, dict):
+            content = deprecations.renamed(content, deprecations.PROFILE_KEYS, f"{name}: ")
+        return Profile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ProfileError(f"{name}: not a routing profile: {place}: {first['msg']}") from error
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{name}: not a routing profile: the file is not JSON: {error}") from error
+    except ValueError as error:
+        raise ProfileError(str(error)) from error

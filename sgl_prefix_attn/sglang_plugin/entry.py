@@ -1,7 +1,7 @@
 """Entry point of the SGLang plug-in (group `sglang.srt.plugins`): SGLang calls `register` in each of its processes.
 
-It has to be quick and must never take the server down. In the main process it only makes the name `prefixpack` known;
-the hooks, whose targets drag half of SGLang in, are registered in scheduler processes alone.
+`register` must be quick and must never take the server down. In the main process it only adds the name `prefixpack`.
+Hooks are registered in scheduler processes only, because their targets import half of SGLang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "prefixpack"
 
 
 def register() -> None:
-    """Registers the attention backend, or says in the log why not."""
+    """Registers the attention backend, or logs why it is not available."""
     try:
         settings = load_settings()
         version = versions.installed_version()
@@ -30,12 +30,12 @@ def register() -> None:
         return
     register_name(settings)
     if in_scheduler_process():
-        register_hooks(settings)
+        register_hooks(settings, version)
     register_pinning(settings)
 
 
 def register_name(settings: Settings) -> None:
-    """Makes the name known to the command line options and to the registry of backends."""
+    """Adds the name to the command line options and to the registry of backends."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
@@ -52,18 +52,23 @@ def register_name(settings: Settings) -> None:
         return create_backend(runner, settings)
 
 
-def register_hooks(settings: Settings) -> None:
-    """Hands our hooks to SGLang's registry; they do nothing until a prefixpack backend is built in this process."""
+def register_hooks(settings: Settings, version: str) -> None:
+    """Adds our hooks to SGLang's registry. They do nothing until a prefixpack backend is built in this process."""
     import torch
 
     from sgl_prefix_attn.sglang_plugin import hook_table
+    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks
+    from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 
+    state = plugin_state.of_process(settings, version)
     wanted = hook_table.OTHER_HOOKS
+    if settings.group_scheduling:
+        wanted += hook_table.GROUP_HOOKS
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
     if not torch.cuda.is_available():
-        wanted += hook_table.cpu_hooks()
+        wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     elif settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
     hooks.register(wanted)
@@ -77,8 +82,8 @@ def register_pinning(settings: Settings) -> None:
 
 
 def in_scheduler_process() -> bool:
-    """Whether this is a process that SGLang spawned to run a scheduler, or a server that is a child process itself.
+    """Whether SGLang spawned this process to run a scheduler. Also true of a server that is a child process itself.
 
-    A launcher that runs the scheduler otherwise is no loss: the backend's factory applies what is missing.
+    With a launcher that runs the scheduler in another way, the backend's factory applies the missing hooks.
     """
     return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules

@@ -1,4 +1,4 @@
-"""Makes the backend behind the name `prefixpack` for a model runner."""
+"""Builds the backend behind the name `prefixpack` for a model runner."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import hook_table
-from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask
-from sgl_prefix_attn.sglang_plugin.backend import runtime as runtime_module
+from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
-from sgl_prefix_attn.sglang_plugin.compat import cpu_fallbacks, hooks, versions
+from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
+from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
@@ -23,9 +23,9 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     """The factory behind the name `prefixpack`.
 
     Raises:
-        ValueError: an MLA model, a stock backend that cannot work here, `handover=patch` without the patch or where
-            it does not reach our backend, a draft model that cannot be given another backend, or a `route_profile`
-            that is none.
+        ValueError: an MLA model; a stock backend that cannot work here; `handover=patch` without the patch, or where
+            the patch does not reach our backend; a draft model whose backend cannot be chosen; or a `route_profile`
+            that is not a profile.
     """
     version = versions.installed_version()
     if runner.use_mla_backend:
@@ -36,16 +36,19 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     name = stock_name(runner, settings.stock_backend)
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
-    runtime = runtime_module.start(settings, version, handover_kind(settings, version, runner), runner)
-    if not runner.is_draft_worker:  # it comes after its target, which is what the process tells about
-        runtime.stock_backend = name
-    kind = runtime.handover.kind
+    state = plugin_state.of_process(settings, version)
+    kind = state.serve(handover_kind(settings, version, runner), runner).kind
+    if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
+        state.stock_backend = name
     wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
     if is_cpu(runner):
-        cpu_fallbacks.note_cpu_backend()
-        wanted += hook_table.cpu_hooks()
+        fallbacks = state.own(CpuFallbacks)
+        fallbacks.has_cpu_backend = True
+        wanted += hook_table.cpu_hooks(fallbacks)
     elif settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
+    if settings.group_scheduling:
+        wanted += hook_table.GROUP_HOOKS
     if masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.activate(settings)
@@ -58,13 +61,13 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
             version,
             versions.TREE_CORE_VARIABLE,
         )
-    backend = PrefixPackBackend(runner, build_stock(runner, name), runtime)
+    backend = PrefixPackBackend(runner, build_stock(runner, name), state)
     logger.info("prefixpack: stock backend %s, paths through %s, SGLang %s", name, kind, version)
     return backend
 
 
 def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
-    """Lets the steps of a draft model run on the stock backend itself, unless the user has named another."""
+    """Makes SGLang run the steps of a draft model on the stock backend, unless the user has named another."""
     if not versions.set_draft_backend(runner, name):
         raise ValueError(
             f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
@@ -73,7 +76,7 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
 
 
 def masks_images(runner: Any, name: str, settings: Settings) -> bool:
-    """Whether images of the model have masks of their own, which the stock backend reads."""
+    """Whether images of the model have attention masks of their own that the stock backend reads."""
     if name != gemma3_image_mask.BACKEND or gemma3_image_mask.ARCHITECTURE not in versions.architectures(runner):
         return False
     if settings.pack_extend is True:
@@ -86,7 +89,7 @@ def masks_images(runner: Any, name: str, settings: Settings) -> bool:
 
 
 def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
-    """How paths are handed over under these settings with the installed SGLang and the runner's model."""
+    """How paths reach the backend under these settings, the installed SGLang and the runner's model."""
     patched = versions.has_native_seam()
     if settings.handover == "patch" and not patched:
         raise ValueError(

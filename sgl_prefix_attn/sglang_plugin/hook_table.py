@@ -1,11 +1,12 @@
-"""Table of the hooks on SGLang: target, function of ours, kind, consequence if it is missing."""
+"""Tables of the hooks on SGLang: target, function, kind, and the consequence if the hook is missing."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, server_info
-from sgl_prefix_attn.sglang_plugin.compat import cpu_fallbacks, targets
+from sgl_prefix_attn.sglang_plugin.compat import targets
+from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
@@ -18,10 +19,13 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
+)
+# For servers with the setting group_scheduling: the hook on calc_priority reads the whole waiting queue.
+GROUP_HOOKS: tuple[Hook, ...] = (
     Hook(targets.CALC_PRIORITY, group_scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
     Hook(targets.ADD_ONE_REQ, group_scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
 )
-# Where decode steps may go either way.
+# For servers whose decode steps may be routed either way.
 GRAPH_HOOKS: tuple[Hook, ...] = (
     Hook(
         targets.MAKE_GRAPH_KEY,
@@ -36,8 +40,7 @@ GRAPH_HOOKS: tuple[Hook, ...] = (
         "all steps of decode graphs run packed",
     ),
 )
-
-# For models whose images have masks of their own, over the backend that reads them.
+# For models whose images have attention masks of their own, over the stock backend that reads them.
 IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
     Hook(
         targets.PREPARE_ATTN_MASKS,
@@ -48,19 +51,19 @@ IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
 )
 
 
-def cpu_hooks() -> tuple[Hook, ...]:
-    """Hooks for runners on the CPU; which module has `get_last_loc` depends on the SGLang version."""
+def cpu_hooks(fallbacks: CpuFallbacks) -> tuple[Hook, ...]:
+    """Hooks for runners on the CPU. The module of `get_last_loc` depends on the SGLang version."""
     has_late = importlib.util.find_spec("sglang.srt.mem_cache.allocation") is not None
     return (
         Hook(
             targets.SUPPORT_TRITON,
-            cpu_fallbacks.around_support_triton,
+            fallbacks.around_support_triton,
             "AROUND",
             "SGLang tries to run Triton kernels on the CPU",
         ),
         Hook(
             targets.GET_LAST_LOC if has_late else targets.GET_LAST_LOC_EARLY,
-            cpu_fallbacks.around_get_last_loc,
+            fallbacks.around_get_last_loc,
             "AROUND",
             "SGLang tries to run Triton kernels on the CPU with a page size above 1",
         ),

@@ -40,6 +40,7 @@ def emulation() -> ModuleType:
                 *(f"-I{path}" for path in includes),
                 str(EMULATION / "module.cpp"),
                 str(ROOT / "csrc/cuda/serialize_plan.cpp"),
+                str(ROOT / "csrc/cuda/combine_lists.cpp"),
                 "-o",
                 str(partial),
             ],

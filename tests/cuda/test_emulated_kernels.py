@@ -6,8 +6,7 @@ only a GPU shows: speed, memory ordering, that the compiler and the hardware agr
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,42 +14,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from tests.cuda.cases import Case, Result, check, make_case
-
-GROWTH = 5
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.view(torch.uint8).numpy()
-    return tensor.view(torch.int16).numpy().view(np.uint16)
-
-
-def emulate(
-    emulation: ModuleType, case: Case, *, blocks: int = 3, late_copies: bool = True, warps_first: bool = False
-) -> Result:
-    out = torch.full_like(case.q, torch.nan)
-    lse = torch.full(case.q.shape[:2], torch.nan)
-    pool, sinks = case.pool, case.variant["sinks"]
-    emulation.attention(
-        case.plan,
-        bits(case.q),
-        bits(pool.k_cache),
-        bits(pool.v_cache),
-        bits(out),
-        lse.numpy(),
-        pool.req_to_token.numpy(),
-        pool.req_pool_indices.numpy(),
-        case.planned_lens,
-        pool.seq_lens.numpy(),
-        growth=GROWTH,
-        bfloat16=case.q.dtype == torch.bfloat16,
-        blocks=blocks,
-        late_copies=late_copies,
-        warps_first=warps_first,
-        **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
-    )
-    return out, lse
+from tests.cuda.cases import Case, check, make_case
+from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -155,13 +120,8 @@ def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
-    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
-    plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
-    plan.items = plan.items.copy()
-    tile_rows = plan.items[:, 6]
-    assert tile_rows.max() > 8
-    tile_rows[tile_rows > 8] = 128
-    return replace(case, plan=plan)
+    assert case.plan.items[:, 6].max() > 8
+    return with_tile_rows(case, 128)
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -209,14 +169,14 @@ def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleTyp
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
     case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=264)
     assert case.plan.num_slots > _native.merge_room
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
     assert case.plan.num_slots > 100
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,53 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     room = np.where(items[:, 4] == -1, ends, items[:, 4]) - items[:, 3]
     np.testing.assert_array_equal(words[at[1] : at[1] + num_items], np.cumsum(room) - room)
     assert kv_slots == room.sum()
+
+
+def combine_lists(words: np.ndarray, num_lists: int) -> list[list[int]]:
+    offset_at, slot_at = words[HEADER + 2 : HEADER + 4]
+    offset = words[offset_at : offset_at + num_lists + 1]
+    return [words[slot_at + first : slot_at + end].tolist() for first, end in itertools.pairwise(offset)]
+
+
+def item_columns(words: np.ndarray) -> np.ndarray:
+    """[4, num_items]: first KV slot, list, parent, group slot."""
+    return words[words[4] : words[4] + 4 * words[0]].reshape(4, -1)
+
+
+def test_many_splits_of_an_item_form_groups() -> None:
+    """Every partial is summed exactly once, through its group or in its query's list, and groups are even."""
+    tokens, requests = 4000, 6
+    lens = tokens + np.arange(1, requests + 1)
+    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    case = make_case(1, heads=(8, 1), batch=batch, multiprocessors=60)
+    plan = case.plan
+    words, _ = _native.serialize_plan(plan, lens, 0, 8)
+    _, lists, parents, group_slots = item_columns(words)
+    grouped = parents >= 0
+    assert grouped.any()
+    lists_of_queries = combine_lists(words, len(plan.merge_query))
+    groups = combine_lists(words, int(lists[grouped].max()) + requests)[len(plan.merge_query) :]
+    assert {len(group) for group in groups[:-requests]} == {8}  # the next multiple of four after the root of some 50
+    summed = {group[0]: group for group in groups}
+    for merge, roots in enumerate(lists_of_queries):
+        slots = [slot for root in roots for slot in summed.get(root, [root])]
+        assert slots == plan.merge_slot[plan.merge_offset[merge] : plan.merge_offset[merge + 1]].tolist()
+        assert len(roots) <= 16
+    items = words[words[3] : words[3] + 7 * words[0]].reshape(-1, 7)
+    for item, index, parent, slot in zip(
+        items[grouped], lists[grouped], parents[grouped], group_slots[grouped], strict=True
+    ):
+        group = groups[index - len(plan.merge_query)]
+        assert group[0] == slot
+        assert item[5] in group
+        assert slot in lists_of_queries[parent]
+
+
+def test_few_splits_form_no_groups() -> None:
+    case = make_case(1, heads=(8, 2), requests=12, levels=4)
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, 0, 4)
+    assert (item_columns(words)[2] == -1).all()
+    assert words[HEADER + 2 : HEADER + 4].tolist() == words[9:11].tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The comparison of two backends: what counts as identical, what is reported."""
+"""The comparison of two backends: identical tokens, latencies, KV reads, table and record."""
 
 from __future__ import annotations
 
@@ -24,22 +24,16 @@ def comparison(packed: list[int], stock: list[int]) -> Comparison:
     return Comparison("work", measurement("stock", [5], stock), measurement("packed", [5], packed, kv=kv))
 
 
-def test_equal_tokens_are_identical() -> None:
-    same = comparison([1, 2, 3], [1, 2, 3])
-    assert same.tokens() == (4, 4)
-    assert same.identical
-    assert same.differences() == []
-
-
 @pytest.mark.parametrize(
     ("packed", "same", "total", "position"),
-    [([1, 9, 3], 3, 4, 1), ([1, 2], 3, 4, 2), ([1, 2, 3, 4], 4, 5, 3), ([], 1, 4, 0)],
+    [([1, 2, 3], 4, 4, None), ([1, 9, 3], 3, 4, 1), ([1, 2], 3, 4, 2), ([1, 2, 3, 4], 4, 5, 3), ([], 1, 4, 0)],
 )
-def test_a_difference_is_counted_and_located(packed: list[int], same: int, total: int, position: int) -> None:
-    differing = comparison(packed, [1, 2, 3])
-    assert differing.tokens() == (same, total)
-    assert not differing.identical
-    assert differing.differences() == [f"r1, sample 0: from generated token {position} on"]
+def test_a_difference_is_counted_and_located(packed: list[int], same: int, total: int, position: int | None) -> None:
+    compared = comparison(packed, [1, 2, 3])
+    assert compared.tokens() == (same, total)
+    assert compared.identical == (position is None)
+    located = [] if position is None else [f"r1, sample 0: from generated token {position} on"]
+    assert compared.differences() == located
 
 
 def test_latencies_are_in_milliseconds() -> None:
@@ -57,14 +51,12 @@ def test_kv_reads_are_counted_between_two_states() -> None:
     assert KVReads(0, 0, 0).saved == 0.0
 
 
-def test_the_table_shows_tokens_and_savings() -> None:
-    lines = table([comparison([1, 2, 3], [1, 2, 3])]).splitlines()
+def test_table_and_record() -> None:
+    same = comparison([1, 2, 3], [1, 2, 3])
+    lines = table([same]).splitlines()
     assert len(lines) == 4
     assert "4/4" in lines[3]
     assert "25.0% (300 of 400)" in lines[3]
-
-
-def test_the_record_is_json() -> None:
-    record = json.loads(json.dumps(comparison([1, 2, 3], [1, 2, 3]).as_json()))
+    record = json.loads(json.dumps(same.as_json()))
     assert record["tokens_identical"] == record["tokens"] == 4
     assert record["runs"][1]["kv_tokens"]["saved"] == 0.25

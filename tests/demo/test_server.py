@@ -1,7 +1,8 @@
-"""The launcher with stand-ins for SGLang: failures show the log, and nothing survives."""
+"""The server launcher with stand-ins for SGLang: failures show the log, and no process is left."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -33,48 +34,39 @@ class StandIn(ServerOptions):
         return [sys.executable, "-c", self.model, str(port)]
 
 
-def child_of(server: Server) -> psutil.Process:
-    return psutil.Process(int(server.log_text().split()[1]))
+def processes_of(server: Server) -> list[psutil.Process]:
+    """The server and its child."""
+    return [psutil.Process(server.process.pid), psutil.Process(int(server.log_text().split()[1]))]
 
 
-def test_the_whole_process_tree_ends_with_the_block(tmp_path: Path) -> None:
-    with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_the_process_tree_ends_with_the_block(tmp_path: Path, error: type[Exception] | None) -> None:
+    with contextlib.suppress(ZeroDivisionError), serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server:
         assert server.get("/health") == "answer"
-        parent, child = psutil.Process(server.process.pid), child_of(server)
-        assert child.is_running()
-    assert psutil.wait_procs([parent, child], timeout=60)[1] == []
+        with pytest.raises(ServerError, match="418: answer"):
+            server.get("/tea")
+        tree = processes_of(server)
+        assert all(process.is_running() for process in tree)
+        if error is not None:
+            raise error
+    assert psutil.wait_procs(tree, timeout=60)[1] == []
     assert server.log.exists()
 
 
-def test_it_ends_after_an_error_in_the_block(tmp_path: Path) -> None:
-    children = []
-
-    def fail() -> None:
-        with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server:
-            children.extend([psutil.Process(server.process.pid), child_of(server)])
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert len(children) == 2
-    assert psutil.wait_procs(children, timeout=60)[1] == []
-
-
-def test_it_ends_when_this_process_is_killed() -> None:
+def test_the_process_tree_ends_when_its_owner_is_killed() -> None:
     owner = """
 import time
-from tests.demo.test_server import HEALTHY, StandIn, child_of, serve
+from tests.demo.test_server import HEALTHY, StandIn, processes_of, serve
 with serve(StandIn(HEALTHY, None)) as server:
-    print(server.process.pid, child_of(server).pid, flush=True)
+    print(*[process.pid for process in processes_of(server)], flush=True)
     time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
         orphans = [psutil.Process(int(pid)) for pid in killed.stdout.readline().split()]
         killed.kill()
-    _, alive = psutil.wait_procs(orphans, timeout=60)
     assert len(orphans) == 2
-    assert alive == []
+    assert psutil.wait_procs(orphans, timeout=60)[1] == []
 
 
 def test_the_log_is_removed_unless_a_folder_is_given() -> None:
@@ -92,7 +84,7 @@ def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path: Path) -> No
         pass
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_an_error_with_its_log(tmp_path: Path) -> None:
     waited: list[float] = []
     code = "import time; print('thinking', flush=True); time.sleep(600)"
     options = StandIn(code, None, start_seconds=1.0, log_folder=tmp_path)
@@ -109,11 +101,6 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     assert waited[-1] > 1.0
 
 
-def test_an_error_status_is_an_error_that_quotes_the_answer(tmp_path: Path) -> None:
-    with serve(StandIn(HEALTHY, None, log_folder=tmp_path)) as server, pytest.raises(ServerError, match="418: answer"):
-        server.get("/tea")
-
-
 def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("first\nTraceback (most recent call last):\n  cause\n" + "later\n" * 100 + "end\n")
@@ -121,7 +108,7 @@ def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> Non
     assert shown[1:] == ["Traceback (most recent call last):", "  cause", "later", "...", "later", "later", "end"]
 
 
-def test_free_ports_can_be_listened_on() -> None:
+def test_a_free_port_can_be_bound() -> None:
     port = free_port()
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))

@@ -55,29 +55,26 @@ def test_lengths_keep_their_proportions_and_fit_the_context() -> None:
     assert all(len(request.prompt) + request.max_new_tokens <= 138 for request in requests)
 
 
-def test_blocks_are_never_larger_than_in_the_trace() -> None:
-    assert len(trace_requests([row(1, 2)], VOCABULARY, 100_000)[0].prompt) == 1024
-
-
-def test_arrivals_begin_at_zero_and_are_divided_by_the_speed() -> None:
-    requests = trace_requests([row(1, at=4000), row(2, at=10_000)], VOCABULARY, 1000, speed=4)
+def test_blocks_outputs_and_arrivals_are_scaled() -> None:
+    assert len(trace_requests([row(1, 2)], VOCABULARY, 100_000)[0].prompt) == 1024, "at most the trace's block"
+    requests = trace_requests([row(1, at=4000), row(2, at=10_000)], VOCABULARY, 1000, speed=4, output_scale=0.001)
     assert [request.arrival_seconds for request in requests] == [0.0, 1.5]
+    assert [request.max_new_tokens for request in requests] == [1, 1]
 
 
-def test_output_is_scaled_but_never_nothing() -> None:
-    (request,) = trace_requests([row(1)], VOCABULARY, 1000, output_scale=0.001)
-    assert request.max_new_tokens == 1
-
-
-@pytest.mark.parametrize(("option", "value"), [("speed", 0.0), ("speed", float("nan")), ("output_scale", -1.0)])
-def test_factors_must_be_positive(option: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "context"),
+    [
+        ("speed", 0.0, 1000),
+        ("speed", float("nan"), 1000),
+        ("output_scale", -1.0, 1000),
+        ("context_length=20", None, 20),
+    ],
+)
+def test_unusable_factors_and_context_length(option: str, value: float | None, context: int) -> None:
+    options = {} if value is None else {option: value}
     with pytest.raises(ValueError, match=option):
-        trace_requests([row(1)], VOCABULARY, 1000, **{option: value})
-
-
-def test_a_context_too_short_for_the_longest_request_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_length=20"):
-        trace_requests([row(1), row(*range(11))], VOCABULARY, 20)
+        trace_requests([row(1), row(*range(11))], VOCABULARY, context, **options)
 
 
 def test_a_sample_group_is_one_request_for_n_samples() -> None:

@@ -1,7 +1,7 @@
-"""Real servers for the end-to-end tests, shared by as many tests as possible: starting one takes most of the time.
+"""Real servers for the end-to-end tests. Tests share them, because a start takes 10 to 25 seconds.
 
-Every comparison is with the stock `torch_native` backend on one server with SGLang's default schedule, whatever the
-schedule of the server under test: greedy tokens must not depend on it. `test_reference.py` checks that server.
+All tests compare with one `torch_native` server with SGLang's default schedule. Greedy tokens do not depend on the
+schedule of the server under test. `test_reference.py` checks the `torch_native` server itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKEND = "prefixpack"
 STOCK = "torch_native"
 CONTEXT_LENGTH = 4096
 POOL_TOKENS = 16384
-# A prefill of which no request has a cached prefix reads no KV twice, and an idle step reads none: nothing to pack.
+# Such steps read no KV twice, so there is nothing to pack.
 NOTHING_TO_PACK = {"no_cached_prefix", "idle"}
 
 Tokens = list[list[list[int]]]  # of each request, of each sample
@@ -37,7 +37,7 @@ def tokens_of(answers: Sequence[Answer]) -> Tokens:
 
 
 def replay_while_decoding(url: str, decoding: Sequence[Request], late: Sequence[Request]) -> list[Answer]:
-    """Send `late` once every request of `decoding` has some tokens, so that prefill meets decode."""
+    """Sends `late` once every request of `decoding` has four tokens, so that prefill meets decode."""
     started = {request.name: threading.Event() for request in decoding}
 
     def note(request: Request, sample: Sample) -> None:
@@ -53,7 +53,7 @@ def replay_while_decoding(url: str, decoding: Sequence[Request], late: Sequence[
 
 @dataclasses.dataclass
 class Packing:
-    """What the server reports to have done between two moments."""
+    """What the server reports about the steps between two moments."""
 
     steps: Counter[str]
     fallbacks: Counter[str]
@@ -69,7 +69,7 @@ class Packing:
 
 @contextlib.contextmanager
 def packing(server: Server) -> Iterator[Packing]:
-    """Fills the yielded Packing, at the end of the block, with what the server did in it."""
+    """Yields a Packing that describes the steps of the block once the block ends."""
     before = server.packing_state()
     assert before is not None, "the server does not report prefixpack's state"
     result = Packing(Counter(), Counter())
@@ -126,8 +126,15 @@ def stock(launch: Launch) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def packed(launch: Launch) -> Iterator[Server]:
+    """The backend under test, with SGLang's default schedule and without a routing profile."""
+    with launch(BACKEND) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def expected(stock: Server) -> Callable[[Sequence[Request]], Tokens]:
-    """Tokens the stock backend generates for requests; asked for once per session."""
+    """Tokens that the stock backend generates for requests, computed once per session."""
     known: dict[tuple[Request, ...], Tokens] = {}
 
     def ask(requests: Sequence[Request]) -> Tokens:

@@ -23,7 +23,7 @@ import torch
 from sgl_prefix_attn.core.forest import PrefixForest, Segment
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import entry
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
@@ -47,7 +47,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _registered() -> Iterator[None]:
     entry.register_name(Settings())
     yield
-    runtime.stop()
+    plugin_state.reset()
 
 
 def paths_of(case: Any, shared: int) -> StepPaths:
@@ -82,8 +82,9 @@ def run_packed(
         unittest.TestCase(), case, dtype=dtype, device="cpu", loc_layout=layout, head_dim=kit.DEFAULT_HEAD_DIM
     )
     share_beginning(fixture, shared)
-    current = runtime.active()
+    current = plugin_state.active()
     assert current is not None
+    assert current.handover is not None
     steps, fallbacks = sum(current.counters.steps_packed.values()), dict(current.counters.fallbacks)
     with current.handover.handed_over(Handed(paths_of(case, shared), fixture.forward_batch.req_pool_indices)):
         actual = kit.run_dense_fixture_eager(fixture)

@@ -7,31 +7,27 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sgl_prefix_attn.demo.client import Answer, Sample, replay
+from sgl_prefix_attn.demo.client import Sample, replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, replay_while_decoding, tokens_of
+from tests.e2e.conftest import Tokens, packing, replay_while_decoding, tokens_of
 
 pytestmark = pytest.mark.e2e
 
 Expected = Callable[[Sequence[Request]], Tokens]
 
 
-@pytest.fixture(scope="module")
-def server(launch: Launch) -> Iterator[Server]:
-    with launch(BACKEND) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(server: Server) -> None:
-    server.flush_cache()
+@pytest.fixture
+def server(packed: Server) -> Server:
+    """The shared server with an empty cache."""
+    packed.flush_cache()
+    return packed
 
 
 @pytest.mark.versions
@@ -45,34 +41,29 @@ def test_prompts_that_share_three_levels(server: Server, expected: Expected, voc
     done.assert_packed("decode", "extend")
 
 
-@pytest.mark.versions
-def test_32_parallel_requests_of_ragged_lengths(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.ragged(vocabulary, 32)
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        pytest.param("ragged", ("decode",), marks=pytest.mark.versions),
+        pytest.param("samples", ("decode", "extend"), marks=pytest.mark.versions),
+        ("diverging", ("decode",)),
+    ],
+)
+def test_requests_sent_together(
+    server: Server, expected: Expected, vocabulary: Vocabulary, name: str, modes: tuple[str, ...]
+) -> None:
+    requests = workloads.ALL[name](vocabulary)
     with packing(server) as done:
         answers = replay(server.url, requests)
+    assert [answer.request for answer in answers] == requests
     assert tokens_of(answers) == expected(requests)
-    done.assert_packed("decode")
-
-
-@pytest.mark.versions
-def test_16_samples_of_one_prompt(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.samples(vocabulary)
-    with packing(server) as done:
-        answers = replay(server.url, requests)
-    assert tokens_of(answers) == expected(requests)
-    assert len(answers[0].samples) == 16
-    done.assert_packed("decode", "extend")
+    done.assert_packed(*modes)
     assert done.kv is not None
-    assert done.kv.saved > 0.5
-
-
-def test_16_samples_that_diverge(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.diverging(vocabulary)
-    with packing(server) as done:
-        answers = replay(server.url, requests)
-    assert tokens_of(answers) == expected(requests)
-    assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
-    done.assert_packed("decode")
+    if name == "samples":
+        assert len(answers[0].samples) == 16
+        assert done.kv.saved > 0.5
+    if name == "diverging":
+        assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
 
 
 def test_a_late_request_splits_a_node_that_others_run_on(
@@ -90,7 +81,7 @@ def test_a_late_request_splits_a_node_that_others_run_on(
 def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
     requests = workloads.to_abort(vocabulary)
     victims = {f"sample-{number}" for number in (0, 3, 4, 15)}
-    # These would run for ten seconds more, so that whatever delays the abort, it is in time.
+    # Long enough that a late abort still finds them running.
     endless = [dataclasses.replace(r, max_new_tokens=3600) if r.name in victims else r for r in requests]
     told: set[str] = set()
 
@@ -112,7 +103,7 @@ def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expec
 def test_a_flushed_cache_is_filled_with_other_prompts(
     server: Server, expected: Expected, vocabulary: Vocabulary
 ) -> None:
-    """Slots and node ids come back for other content; nothing remembered from before the flush may be used."""
+    """KV slots and node ids are used again for other content, so that stale paths would give wrong tokens."""
     first, second = workloads.three_levels(vocabulary), workloads.diverging(vocabulary)
     with packing(server) as done:
         for requests in (first, second, first):
@@ -174,11 +165,3 @@ def _metrics(text: str) -> dict[str, float]:
     for name, value in re.findall(r"^([a-z_:]+)(?:\{.*\})? (\S+)$", text, flags=re.MULTILINE):
         totals[name] = totals.get(name, 0.0) + float(value)
     return totals
-
-
-def test_answers_name_their_requests(server: Server, vocabulary: Vocabulary) -> None:
-    """The client's own bookkeeping, on which all comparisons rest: answers come in the order of the requests."""
-    requests = [Request(f"r{i}", vocabulary.tokens(20, 12, i), 1 + i) for i in range(6)]
-    answers: list[Answer] = replay(server.url, requests)
-    assert [answer.request for answer in answers] == requests
-    assert [len(answer.samples[0].tokens) for answer in answers] == [1, 2, 3, 4, 5, 6]

@@ -58,18 +58,21 @@ def tiny_server(*backend: str, **environment: str) -> ServerOptions:
 
 
 @pytest.fixture(scope="module")
-def stock_tokens() -> list[list[int]]:
-    with serve(tiny_server("--attention-backend", "torch_native")) as server:
-        return generate(server)
+def stock_tokens(stock: Server) -> list[list[int]]:
+    return generate(stock)
 
 
 @pytest.mark.parametrize(
     ("backend", "packs_extend"),
     [
-        (("--attention-backend", "prefixpack"), True),
-        (("--prefill-attention-backend", "torch_native", "--decode-attention-backend", "prefixpack"), False),
+        pytest.param(("--attention-backend", "prefixpack"), True, id="alone"),
+        pytest.param(
+            ("--prefill-attention-backend", "torch_native", "--decode-attention-backend", "prefixpack"),
+            False,
+            id="decode half of a hybrid backend",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["alone", "decode half of a hybrid backend"],
 )
 def test_paths_come_through_the_seam_and_tokens_are_those_of_the_stock_backend(
     patched_sglang: Path, stock_tokens: list[list[int]], backend: tuple[str, ...], packs_extend: bool

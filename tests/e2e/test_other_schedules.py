@@ -34,7 +34,10 @@ def test_chunked_prefill_without_overlap(launch: Launch, expected: Expected, voc
 
 @pytest.mark.parametrize(
     "overlap",
-    [pytest.param(True, marks=pytest.mark.versions, id="overlap"), pytest.param(False, id="no-overlap")],
+    [
+        pytest.param(True, marks=pytest.mark.versions, id="overlap"),
+        pytest.param(False, marks=pytest.mark.slow, id="no-overlap"),
+    ],
 )
 def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary, overlap: bool) -> None:
     decoding, arriving = workloads.prefill_beside_decode(vocabulary)
@@ -47,7 +50,7 @@ def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary,
 
 
 def test_requests_retracted_mid_run(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
-    """The pool holds a third of what 16 requests need in the end: SGLang takes running ones back and restarts them."""
+    """The pool holds a third of what 16 requests need at their end, so SGLang retracts and restarts some."""
     requests = workloads.to_retract(vocabulary)
     with launch(BACKEND, "--schedule-conservativeness", "0.01", pool_tokens=1100) as server:
         with packing(server) as done:
@@ -60,7 +63,7 @@ def test_requests_retracted_mid_run(launch: Launch, expected: Expected, vocabula
 
 @pytest.mark.slow
 def test_pages_of_16_tokens(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
-    """SGLang allocates pages with Triton kernels, which a CPU can only interpret."""
+    """SGLang allocates pages with Triton kernels. A CPU interprets them."""
     requests = workloads.three_levels(vocabulary)
     with launch(BACKEND, "--page-size", "16", environment={"TRITON_INTERPRET": "1"}) as server:
         replay(server.url, workloads.level_seeds(requests))

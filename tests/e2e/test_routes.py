@@ -1,4 +1,4 @@
-"""The real server with a routing profile: the stock backend's tokens, whichever way each decode step takes."""
+"""The real server with a routing profile: the stock backend's tokens on both routes of a decode step."""
 
 from __future__ import annotations
 
@@ -58,10 +58,9 @@ def routed_steps(server: Server) -> Counter[str]:
     return Counter(state["counters"]["routed_steps"])
 
 
-def test_without_a_profile_a_cpu_runs_packed(launch: Launch, vocabulary: Vocabulary) -> None:
-    with launch(BACKEND) as server:
-        replay(server.url, workloads.samples(vocabulary))
-        state = server.packing_state()
+def test_without_a_profile_a_cpu_runs_packed(packed: Server, vocabulary: Vocabulary) -> None:
+    replay(packed.url, workloads.samples(vocabulary))
+    state = packed.packing_state()
     assert state is not None
     assert state["counters"]["steps_packed"]["decode"] > 0
     assert state["counters"]["routed_steps"] == {"packed": 0, "stock": 0}

@@ -1,4 +1,4 @@
-"""A small local server that answers GET /server_info as SGLang does."""
+"""A local server that answers GET /server_info as SGLang does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ import pytest
 from sgl_prefix_attn.explain import server as server_module
 
 RECORDED = Path(__file__).parent / "data" / "server_info.json"
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_TIMEOUT_SECONDS", 120.0)
-
-
-Answers = dict[str, tuple[int, bytes]]
+Answers = dict[str, tuple[int, Any]]
 
 
 @pytest.fixture
@@ -31,16 +24,18 @@ def server_info() -> dict[str, Any]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
-    """serve({path: (status, body)}) -> URL; with api_key, requests without it get 401."""
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """serve({path: (status, JSON value or bytes)}) -> URL. With api_key, requests without it get 401."""
+    monkeypatch.setattr(server_module, "_TIMEOUT_SECONDS", 120.0)  # a loaded machine answers late
     servers: list[ThreadingHTTPServer] = []
 
     def start(answers: Answers, api_key: str | None = None) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                status, body = answers.get(self.path, (404, b'{"detail":"Not Found"}'))
+                status, content = answers.get(self.path, (404, {"detail": "Not Found"}))
                 if api_key and self.headers.get("Authorization") != f"Bearer {api_key}":
-                    status, body = 401, b'{"error":"Unauthorized"}'
+                    status, content = 401, {"error": "Unauthorized"}
+                body = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -1,4 +1,4 @@
-"""A batch is described by a uniform tree in one word or by paths in a JSON file; what is wrong is named."""
+"""Batches of `explain`: a uniform tree in one word, or paths in a JSON file. Errors name the wrong value."""
 
 from __future__ import annotations
 
@@ -17,28 +17,22 @@ def batch_file(tmp_path: Path, content: Any) -> str:
     return str(path)
 
 
-def test_tree_of_one_prompt() -> None:
+def test_a_tree_is_a_batch_of_requests() -> None:
     batch = parse_tree("1,3/4096,416")
     assert batch.paths == [[(0, 0, 4096)]] * 3
     assert batch.seq_lens.tolist() == [4512] * 3
     assert batch.is_decode
+    assert parse_tree("4/128").paths == [[], [], [], []]
+    extend = parse_tree("1,2/64,16", query_len=16)
+    assert extend.query_lens.tolist() == [16, 16]
+    assert not extend.is_decode
 
 
-def test_tree_parents_are_spread_evenly() -> None:
+def test_children_of_a_tree_are_spread_evenly() -> None:
     batch = parse_tree("2,3,5/10,20,30")
     assert [[node for node, _, _ in path] for path in batch.paths] == [[0, 2], [0, 2], [0, 3], [0, 3], [1, 4]]
     assert batch.paths[4] == [(1, 0, 10), (4, 10, 30)]
     assert batch.seq_lens.tolist() == [60] * 5
-
-
-def test_tree_of_one_level_shares_nothing() -> None:
-    assert parse_tree("4/128").paths == [[], [], [], []]
-
-
-def test_tree_with_new_tokens_is_an_extend_batch() -> None:
-    batch = parse_tree("1,2/64,16", query_len=16)
-    assert batch.query_lens.tolist() == [16, 16]
-    assert not batch.is_decode
 
 
 @pytest.mark.parametrize(
@@ -62,11 +56,16 @@ def test_unusable_tree(tree: str, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_more_new_tokens_than_own_tokens() -> None:
-    with pytest.raises(InputError, match="17 query tokens a request, but its own tokens are 16"):
-        parse_tree("1,2/64,16", query_len=17)
-    with pytest.raises(InputError, match=r"query_lens\[0\] is 0; expected 1 to its seq_len, 80"):
-        parse_tree("1,2/64,16", query_len=0)
+@pytest.mark.parametrize(
+    ("query_len", "expected"),
+    [
+        (17, "17 query tokens a request, but its own tokens are 16"),
+        (0, r"query_lens\[0\] is 0; expected 1 to its seq_len, 80"),
+    ],
+)
+def test_unusable_query_length(query_len: int, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        parse_tree("1,2/64,16", query_len=query_len)
 
 
 def test_batch_file(tmp_path: Path) -> None:
@@ -103,11 +102,8 @@ def test_unusable_batch_file(tmp_path: Path, content: Any, expected: str) -> Non
     assert expected in str(caught.value)
 
 
-def test_batch_file_that_is_not_there(tmp_path: Path) -> None:
+def test_no_batch_file_and_too_many_requests(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the batch: No such file or directory"):
         read_batch_file(str(tmp_path / "none.json"))
-
-
-def test_too_many_requests() -> None:
     with pytest.raises(InputError, match="70000 requests; at most 65536 can be explained"):
         describe("many", [[] for _ in range(70_000)], [1] * 70_000)

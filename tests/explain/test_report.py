@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,13 +42,10 @@ def test_nothing_shared_is_nothing_gained() -> None:
     assert "Forest: nothing is shared\n  16 private tails of 1,024 tokens\n" in render(explanation, full=False)
 
 
-def test_a_batch_that_is_no_forest_is_an_input_error() -> None:
+def test_unusable_batch_and_shape() -> None:
     batch = describe("mine", [[(1, 0, 8)], [(1, 0, 9)]], [10, 10])
     with pytest.raises(InputError, match=r"^mine: request 1, segment 0 .* another request has this node"):
         explain(batch, SHAPE, H200)
-
-
-def test_a_shape_the_planner_refuses_is_an_input_error() -> None:
     with pytest.raises(InputError):
         explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200)
 
@@ -83,36 +82,38 @@ def test_many_different_nodes_are_cut_short_with_their_count() -> None:
     assert "... " not in render(explanation, full=True)
 
 
-def test_extend_batch_says_how_many_tokens_are_new() -> None:
+def test_extend_batch_has_its_new_tokens() -> None:
     assert "each 16 new tokens; KV 80 tokens" in render(explained("1,2/64,16", query_len=16), full=False)
 
 
-@pytest.mark.parametrize("name", ["tree.png", "tree.svg", "tree.pdf"])
-def test_picture(tmp_path: Path, name: str) -> None:
+@pytest.fixture
+def plot() -> ModuleType:
     pytest.importorskip("matplotlib")
-    from sgl_prefix_attn.explain import plot
-
-    path = tmp_path / name
-    plot.draw(explained("1,4,16/300,200,50"), str(path))
-    magic = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[path.suffix[1:]]
-    assert path.read_bytes().startswith(magic)
+    return importlib.import_module("sgl_prefix_attn.explain.plot")
 
 
-def test_picture_of_a_batch_without_sharing_and_of_an_extend_batch(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from sgl_prefix_attn.explain import plot
+@pytest.mark.parametrize(
+    ("name", "magic", "tree", "query_len"),
+    [
+        ("tree.png", b"\x89PNG", "1,4,16/300,200,50", 1),
+        ("tree.svg", b"<?xml", "3/100", 1),
+        ("tree.pdf", b"%PDF", "1,3/100,60", 50),
+    ],
+)
+def test_picture(plot: ModuleType, tmp_path: Path, name: str, magic: bytes, tree: str, query_len: int) -> None:
+    plot.draw(explained(tree, DeviceModel.cpu(2), query_len), str(tmp_path / name))
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(magic)
+    assert len(content) > 4_000
 
-    plot.draw(explained("3/100"), str(tmp_path / "a.png"))
-    plot.draw(explained("1,3/100,60", DeviceModel.cpu(2), query_len=50), str(tmp_path / "b.png"))
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    assert (tmp_path / "b.png").stat().st_size > 10_000
 
-
-def test_picture_with_an_unusable_name(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from sgl_prefix_attn.explain import plot
-
-    with pytest.raises(InputError, match=r"expected a file name that ends in \.png, \.svg, \.pdf"):
-        plot.draw(explained("1,2/64,16"), str(tmp_path / "tree.bmp"))
-    with pytest.raises(InputError, match="No such file or directory"):
-        plot.draw(explained("1,2/64,16"), str(tmp_path / "none" / "tree.png"))
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tree.bmp", r"expected a file name that ends in \.png, \.svg, \.pdf"),
+        ("none/a.png", "No such file"),
+    ],
+)
+def test_picture_with_an_unusable_name(plot: ModuleType, tmp_path: Path, name: str, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        plot.draw(explained("1,2/64,16"), str(tmp_path / name))

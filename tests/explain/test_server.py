@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,11 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.server import ServerState, read_states
 from sgl_prefix_attn.explain.text import render_state
+from tests.explain.conftest import Answers
 
 Serve = Callable[..., str]
-
-
-def body(content: Any) -> bytes:
-    return json.dumps(content).encode()
+Info = dict[str, Any]
+Capture = pytest.CaptureFixture[str]
 
 
 def failure(url: str, api_key: str | None = None) -> str:
@@ -28,9 +28,13 @@ def failure(url: str, api_key: str | None = None) -> str:
     return str(caught.value).removeprefix(url)
 
 
-def test_recorded_answer(serve: Serve, server_info: dict[str, Any]) -> None:
-    (state,) = read_states(serve({"/server_info": (200, body(server_info))}))
-    recorded = server_info["internal_states"][0]["prefixpack"]
+def own_state(server_info: Info) -> Info:
+    return server_info["internal_states"][0]["prefixpack"]
+
+
+def test_recorded_answer(serve: Serve, server_info: Info) -> None:
+    (state,) = read_states(serve({"/server_info": (200, server_info)}) + "/")
+    recorded = own_state(server_info)
     assert state.sglang == server_info["version"]
     assert state.counters.model_dump() == recorded["counters"]
     batch = state.described_batch("last")
@@ -39,38 +43,27 @@ def test_recorded_answer(serve: Serve, server_info: dict[str, Any]) -> None:
     assert batch.paths[0][0][1] == 0
 
 
-def test_slash_at_the_end_of_the_address(serve: Serve, server_info: dict[str, Any]) -> None:
-    assert len(read_states(serve({"/server_info": (200, body(server_info))}) + "/")) == 1
+def test_the_state_of_the_previous_release_is_read_with_a_warning(
+    serve: Serve, server_info: Info, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = own_state(server_info)
+    state["inner_backend"] = state.pop("stock_backend")
+    url = serve({"/server_info": (200, server_info)})
+    assert read_states(url)[0].stock_backend == state["inner_backend"]
+    assert "'inner_backend' is deprecated" in caplog.text
 
 
-def test_older_servers_answer_under_the_older_name(serve: Serve, server_info: dict[str, Any]) -> None:
-    assert len(read_states(serve({"/get_server_info": (200, body(server_info))}))) == 1
+def test_each_data_parallel_rank_has_a_state_before_its_first_packed_batch(serve: Serve, server_info: Info) -> None:
+    server_info["internal_states"].append(copy.deepcopy(server_info["internal_states"][0]))
+    own_state(server_info)["batch"] = None
+    states = read_states(serve({"/get_server_info": (200, server_info)}))  # the path of older servers
+    assert [state.described_batch("last") is None for state in states] == [True, False]
 
 
-def test_every_data_parallel_rank_has_a_state(serve: Serve, server_info: dict[str, Any]) -> None:
-    server_info["internal_states"] *= 2
-    assert len(read_states(serve({"/server_info": (200, body(server_info))}))) == 2
-
-
-def test_state_before_the_first_packed_batch(serve: Serve, server_info: dict[str, Any]) -> None:
-    server_info["internal_states"][0]["prefixpack"]["batch"] = None
-    (state,) = read_states(serve({"/server_info": (200, body(server_info))}))
-    assert state.described_batch("last") is None
-
-
-def test_api_key(serve: Serve, server_info: dict[str, Any]) -> None:
-    url = serve({"/server_info": (200, body(server_info))}, api_key="secret")
+def test_api_key(serve: Serve, server_info: Info) -> None:
+    url = serve({"/server_info": (200, server_info)}, api_key="secret")
     assert len(read_states(url, "secret")) == 1
     assert failure(url) == "/server_info: HTTP 401 Unauthorized; pass --api-key"
-
-
-def test_server_without_prefixpack(serve: Serve, server_info: dict[str, Any]) -> None:
-    del server_info["internal_states"][0]["prefixpack"]
-    server_info |= {"version": "0.5.20", "attention_backend": "torch_native"}
-    assert failure(serve({"/server_info": (200, body(server_info))})) == (
-        ": SGLang 0.5.20 with attention backend torch_native reports no prefixpack state; "
-        "start it with --attention-backend prefixpack"
-    )
 
 
 @pytest.mark.parametrize(
@@ -79,26 +72,26 @@ def test_server_without_prefixpack(serve: Serve, server_info: dict[str, Any]) ->
         ({}, "/get_server_info: HTTP 404 Not Found"),
         ({"/server_info": (503, b"busy")}, "/server_info: HTTP 503 Service Unavailable"),
         ({"/server_info": (200, b"<html>")}, "/server_info: the answer is not JSON: "),
-        ({"/server_info": (200, b"[1]")}, ": the answer is not a JSON object; is this an SGLang server?"),
-        ({"/server_info": (200, b"{}")}, ": the answer has no internal_states; is this an SGLang server?"),
+        ({"/server_info": (200, [1])}, ": the answer is not a JSON object; is this an SGLang server?"),
+        ({"/server_info": (200, {})}, ": the answer has no internal_states; is this an SGLang server?"),
+        (
+            {"/server_info": (200, {"internal_states": [{}], "version": "0.5.20", "attention_backend": "fa3"})},
+            ": SGLang 0.5.20 with attention backend fa3 reports no prefixpack state; "
+            "start it with --attention-backend prefixpack",
+        ),
     ],
 )
-def test_answer_that_is_not_sglangs(serve: Serve, answers: dict[str, tuple[int, bytes]], expected: str) -> None:
+def test_answer_of_another_server(serve: Serve, answers: Answers, expected: str) -> None:
     assert failure(serve(answers)).startswith(expected)
 
 
-def test_state_of_another_version(serve: Serve, server_info: dict[str, Any]) -> None:
-    server_info["internal_states"][0]["prefixpack"]["version"] = 2
-    assert failure(serve({"/server_info": (200, body(server_info))})) == (
-        ": prefixpack state of version 2; this program reads version 1"
-    )
-
-
-def test_state_with_a_key_missing(serve: Serve, server_info: dict[str, Any]) -> None:
-    del server_info["internal_states"][0]["prefixpack"]["counters"]["plans_made"]
-    assert failure(serve({"/server_info": (200, body(server_info))})) == (
-        ": prefixpack state: counters.plans_made: Field required"
-    )
+def test_state_of_another_version_or_with_a_key_missing(serve: Serve, server_info: Info) -> None:
+    state = own_state(server_info)
+    url = serve({"/server_info": (200, server_info)})
+    del state["counters"]["plans_made"]
+    assert failure(url) == ": prefixpack state: counters.plans_made: Field required"
+    state["version"] = 2
+    assert failure(url) == ": prefixpack state of version 2; this program reads version 1"
 
 
 def test_nobody_answers() -> None:
@@ -106,61 +99,53 @@ def test_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
-def test_address_that_is_none(url: str) -> None:
+def test_unusable_address(url: str) -> None:
     with pytest.raises(InputError, match=f"server {url!r}: expected http://HOST:PORT"):
         read_states(url)
 
 
-def test_counters_as_text(server_info: dict[str, Any]) -> None:
-    state = ServerState.model_validate(
-        server_info["internal_states"][0]["prefixpack"]
-        | {
-            "counters": {
-                "plans_made": 10,
-                "plans_reused": 90,
-                "plan_seconds": 0.0005,
-                "host_seconds": 0.002,
-                "kv_tokens_read": 2500,
-                "kv_tokens_per_request": 10000,
-                "kv_tokens_unique": 2000,
-                "steps_packed": {"decode": 98, "extend": 2, "mixed": 0},
-                "fallbacks": {"no_paths": 3},
-            },
-        }
-    )
-    lines = [line.split(maxsplit=1) for line in render_state(state).splitlines()]
-    text = "\n".join(" ".join(line) for line in lines)
-    assert "steps packed  decode 98, extend 2" in text
-    assert "fallbacks no_paths 3" in text
-    assert "plans 10 made, 90 reused (90%)" in text
-    assert "2.00 ms, of which planning 500.0 us, 20.0 us a step" in text
-    assert "25% of per-request, limit 20%" in text
+def test_counters_as_text(server_info: Info) -> None:
+    counters = {
+        **{"plans_made": 10, "plans_reused": 90, "plan_seconds": 0.0005, "host_seconds": 0.002},
+        **{"kv_tokens_read": 2500, "kv_tokens_per_request": 10000, "kv_tokens_unique": 2000},
+        **{"steps_packed": {"decode": 98, "extend": 2, "mixed": 0}, "fallbacks": {"no_paths": 3}},
+    }
+    state = ServerState.model_validate(own_state(server_info) | {"counters": counters})
+    text = "\n".join(" ".join(line.split(maxsplit=1)) for line in render_state(state).splitlines())
+    for expected in (
+        "steps packed  decode 98, extend 2",
+        "fallbacks no_paths 3",
+        "plans 10 made, 90 reused (90%)",
+        "2.00 ms, of which planning 500.0 us, 20.0 us a step",
+        "25% of per-request, limit 20%",
+    ):
+        assert expected in text
 
 
 def explain(*arguments: str) -> int:
     return main(["explain", "--server", *arguments])
 
 
-def test_explain_prints_counters_and_last_batch(
-    serve: Serve, server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = serve({"/server_info": (200, body(server_info))})
+def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info, capsys: Capture) -> None:
+    url = serve({"/server_info": (200, server_info)})
     assert explain(url) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{url} rank 0 since its start\n  sglang ")
     assert f"last packed batch: {url} rank 0\n  batch " in text
-    shape = server_info["internal_states"][0]["prefixpack"]["shape"]
+    shape = own_state(server_info)["shape"]
     assert f"{shape['q_heads']}/{shape['kv_heads']} heads, head_dim {shape['head_dim']}" in text
     assert "Predicted attention time of a layer" in text
+    assert explain(url, "--device", "h200", "--heads", "32/4") == 0
+    text = capsys.readouterr().out
+    assert "264 workers" in text
+    assert "32/4 heads" in text
 
 
-def test_explain_as_json_for_one_rank_of_two(
-    serve: Serve, server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    idle = json.loads(json.dumps(server_info["internal_states"][0]))
+def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
+    idle = copy.deepcopy(server_info["internal_states"][0])
     idle["prefixpack"]["batch"] = None
     server_info["internal_states"].append(idle)
-    url = serve({"/server_info": (200, body(server_info))})
+    url = serve({"/server_info": (200, server_info)})
     assert explain(url, "--json", "--rank", "1") == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert (rank["rank"], rank["last_packed_batch"]) == (1, None)
@@ -174,32 +159,17 @@ def test_explain_as_json_for_one_rank_of_two(
     assert f"--rank 2: {url} reports ranks 0 to 1" in capsys.readouterr().err
 
 
-def test_explain_for_another_device_than_the_servers(
-    serve: Serve, server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = serve({"/server_info": (200, body(server_info))})
-    assert explain(url, "--device", "h200", "--heads", "32/4") == 0
-    text = capsys.readouterr().out
-    assert "264 workers" in text
-    assert "32/4 heads" in text
-
-
-def test_explain_draws_one_batch_only(
-    serve: Serve, server_info: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_explain_draws_one_batch_only(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     server_info["internal_states"] *= 2
-    url = serve({"/server_info": (200, body(server_info))})
+    url = serve({"/server_info": (200, server_info)})
     assert explain(url, "--plot", str(tmp_path / "out.png")) == 2
     assert "--plot draws one batch and there are 2; choose one with --rank" in capsys.readouterr().err
     assert explain(url, "--rank", "1", "--plot", str(tmp_path / "out.png")) == 0
     assert (tmp_path / "out.png").exists()
 
 
-def test_device_that_is_no_device(
-    serve: Serve, server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    del server_info["internal_states"][0]["prefixpack"]["device"]["workers"]
-    url = serve({"/server_info": (200, body(server_info))})
-    assert explain(url) == 2
+def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> None:
+    del own_state(server_info)["device"]["workers"]
+    assert explain(serve({"/server_info": (200, server_info)})) == 2
     assert "the server's device: workers: " in capsys.readouterr().err

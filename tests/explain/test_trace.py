@@ -32,12 +32,9 @@ def test_shared_blocks_have_one_node(tmp_path: Path) -> None:
     assert first[2] != second[2]
 
 
-def test_a_block_is_shared_only_below_the_same_blocks(tmp_path: Path) -> None:
+def test_blocks_below_others_and_of_other_length_are_not_shared(tmp_path: Path) -> None:
     first, second = window(tmp_path, [line(1024, [1, 3]), line(1024, [2, 3])]).paths
     assert {node for node, _, _ in first}.isdisjoint(node for node, _, _ in second)
-
-
-def test_partial_blocks_of_different_length_are_not_shared(tmp_path: Path) -> None:
     first, second = window(tmp_path, [line(600, [1, 2]), line(601, [1, 2])]).paths
     assert first[0] == second[0]
     assert first[1][0] != second[1][0]
@@ -50,36 +47,28 @@ def test_progress_is_the_share_of_the_output_generated(tmp_path: Path, progress:
     assert batch.is_decode
 
 
-def test_window_selects_by_order(tmp_path: Path) -> None:
-    batch = window(tmp_path, [line(1, [0]), line(2, [0]), line(3, [0])], "1:2", 0.0)
+def test_a_window_selects_by_order_and_reads_no_further(tmp_path: Path) -> None:
+    batch = window(tmp_path, [line(1, [0]), line(2, [0]), line(3, [0]), "garbage"], "1:2", 0.0)
     assert batch.seq_lens.tolist() == [3, 4]
     assert batch.title.endswith("trace.jsonl requests 1 to 2")
 
 
-def test_lines_after_the_window_are_not_read(tmp_path: Path) -> None:
-    assert window(tmp_path, [line(1, [0]), "garbage"], "0:1").num_requests == 1
+BAD_LINE = r"trace.jsonl, line 2: input_length 513 is 2 blocks of 512 tokens, but hash_ids has 1"
 
 
-def test_bad_line_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as caught:
-        window(tmp_path, [line(5, [1]), line(513, [1])])
-    assert "trace.jsonl, line 2: input_length 513 is 2 blocks of 512 tokens, but hash_ids has 1" in str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["5", "a:b", "1:0", "-1:2", "1:-2", ":", "0:2.5"])
-def test_unusable_window(tmp_path: Path, where: str) -> None:
-    with pytest.raises(InputError, match=r"expected START:COUNT, for example 0:64"):
-        window(tmp_path, [line(5, [1])], where)
-
-
-def test_window_beyond_the_end(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="window 1:3 ends at request 4; the file has 2"):
-        window(tmp_path, [line(5, [1]), line(5, [1])], "1:3")
-
-
-def test_unusable_progress(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"progress 1.5: expected a share from 0 to 1"):
-        window(tmp_path, [line(5, [1])], "0:1", 1.5)
+@pytest.mark.parametrize(
+    ("second_line", "where", "progress", "expected"),
+    [
+        (513, "0:2", 0.5, BAD_LINE),
+        (5, "1:3", 0.5, "window 1:3 ends at request 4; the file has 2"),
+        (5, "0:1", 1.5, r"progress 1.5: expected a share from 0 to 1"),
+        *[(5, where, 0.5, "expected START:COUNT, for example 0:64") for where in ("5", "a:b", "1:0", "-1:2", ":")],
+        *[(5, where, 0.5, "expected START:COUNT, for example 0:64") for where in ("1:-2", "0:2.5")],
+    ],
+)
+def test_unusable_window(tmp_path: Path, second_line: int, where: str, progress: float, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        window(tmp_path, [line(5, [1]), line(second_line, [1])], where, progress)
 
 
 def test_trace_that_cannot_be_read(tmp_path: Path) -> None:

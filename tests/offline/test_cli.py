@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +18,8 @@ from sgl_prefix_attn.offline import cli
 from sgl_prefix_attn.offline.journal import Journal
 from sgl_prefix_attn.offline.runner import journal_of
 from tests.offline import batches
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def parsed(*arguments: object) -> argparse.Namespace:
@@ -23,6 +31,52 @@ def parsed(*arguments: object) -> argparse.Namespace:
 @pytest.fixture
 def source(tmp_path):
     return batches.write(tmp_path / "in.jsonl", [batches.line(0, [1])])
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory, monkeypatch):
+    """The system's folder for temporary files; whatever happens, a command leaves nothing there."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def test_a_killed_process_leaves_no_temporary_folder(temporary):
+    code = (
+        "import os, signal; from sgl_prefix_attn.offline.temporary import temporary_folder; "
+        "folder = temporary_folder('killed-').folder; (folder / 'log').touch(); print(folder, flush=True); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGKILL
+    folder = Path(done.stdout.strip())
+    assert folder.parent == temporary
+    for _ in range(200):
+        if not folder.exists():
+            break
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EACCES, 2)])
+def test_a_full_disk_is_not_an_unusable_argument(number, status, source, tmp_path, capsys, monkeypatch):
+    def run_batch(*_):
+        raise OSError(number, os.strerror(number), "out.journal")
+
+    monkeypatch.setattr(cli, "run_batch", run_batch)
+    args = parsed(source, tmp_path / "out.jsonl", "--quiet")
+    args.model = str(tmp_path)  # a model folder without a tokenizer
+    assert cli.run(args) == status
+    message = capsys.readouterr().err
+    assert f"{os.strerror(number)}: 'out.journal'" in message
+    assert ("run the same command again to go on" in message) == (status == 1)
+
+
+def test_without_grouping_no_scheduler_has_our_hooks(source, tmp_path):
+    (engine,) = cli._options(parsed(source, tmp_path / "o", "--no-grouping"), tmp_path).engines
+    assert dict(engine.environment)["PREFIXPACK_GROUP_SCHEDULING"] == "0"
 
 
 def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
@@ -49,9 +103,9 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
         ([source, tmp_path / "new", "--errors", existing], "existing.jsonl exists; --overwrite replaces it"),
         ([source, tmp_path / "new", "--errors", tmp_path / "none" / "errors"], "none: no such folder"),
         ([source, tmp_path / "none" / "out"], "none: no such folder"),
-        ([source, fifo, "--overwrite"], "fifo is no regular file"),
-        ([source, tmp_path / "new", "--errors", fifo, "--overwrite"], "fifo is no regular file"),
-        ([source, tmp_path / "new", "--errors", folder, "--overwrite"], "folder is no regular file"),
+        ([source, fifo, "--overwrite"], "fifo is not a regular file"),
+        ([source, tmp_path / "new", "--errors", fifo, "--overwrite"], "fifo is not a regular file"),
+        ([source, tmp_path / "new", "--errors", folder, "--overwrite"], "folder is not a regular file"),
     ):
         assert cli.run(parsed(*arguments)) == 2
         assert message in capsys.readouterr().err

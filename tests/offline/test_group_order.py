@@ -56,26 +56,20 @@ def groups(*sizes: tuple[int, int, int]) -> list[list[int]]:
     ]
 
 
-def test_equal_outputs_mean_that_short_prefills_come_first():
-    # Equation 4 with a constant output: a group's ratio is 1 / (prefix + sum of the distinct parts).
-    prompts = groups((50, 2, 5), (10, 2, 5), (30, 2, 5))
-    assert order_of(prompts) == [2, 3, 4, 5, 0, 1]
-
-
-def test_more_decoding_comes_first():
-    prompts = groups((20, 2, 5), (20, 2, 5), (20, 2, 5))
-    assert order_of(prompts, [5, 5, 50, 50, 20, 20]) == [2, 3, 4, 5, 0, 1]
-
-
-def test_the_prefix_counts_once_for_its_group():
-    # 40 + 4 x 5 = 60 prefill tokens for 4 outputs beat 20 + 5 = 25 for one.
-    prompts = groups((40, 4, 5), (25, 1, 0))
-    assert order_of(prompts) == [0, 1, 2, 3, 4]
-
-
-def test_members_of_a_group_are_ordered_by_ratio_too():
-    prompts = [[7] * 10 + [1] * 9, [7] * 10 + [2] * 3, [7] * 10 + [3] * 6]
-    assert order_of(prompts) == [1, 2, 0]
+@pytest.mark.parametrize(
+    ("prompts", "decode", "expected"),
+    [
+        # Equation 4 with a constant output: a group's ratio is 1 / (prefix + sum of the distinct parts).
+        (groups((50, 2, 5), (10, 2, 5), (30, 2, 5)), None, [2, 3, 4, 5, 0, 1]),
+        (groups((20, 2, 5), (20, 2, 5), (20, 2, 5)), [5, 5, 50, 50, 20, 20], [2, 3, 4, 5, 0, 1]),
+        # 40 + 4 x 5 = 60 prefill tokens for 4 outputs come before 25 for one: a prefix counts once.
+        (groups((40, 4, 5), (25, 1, 0)), None, [0, 1, 2, 3, 4]),
+        ([[7] * 10 + [1] * 9, [7] * 10 + [2] * 3, [7] * 10 + [3] * 6], None, [1, 2, 0]),
+    ],
+    ids=["short prefills", "much decoding", "prefix once", "members"],
+)
+def test_most_decoding_per_prefill_token_comes_first(prompts, decode, expected):
+    assert order_of(prompts, decode) == expected
 
 
 def test_new_estimates_reorder_what_is_left_but_keep_the_open_group_together():
@@ -126,29 +120,12 @@ def test_limits_that_are_what_prompts_leave_of_the_context_are_few_kinds():
     assert (np.abs(lengths.estimates() - 200) < 40).all()
 
 
-def test_limits_that_users_name_are_a_kind_each():
-    lengths = OutputLengths(np.array([100, 101]))
-    for _ in range(50):
-        lengths.learn(0, 5)
-        lengths.learn(1, 90)
-    short, long = lengths.estimates()
-    assert short < 10
-    assert long > 80
-
-
 def test_output_lengths_never_leave_what_is_possible():
     lengths = OutputLengths(np.array([100, 100]), np.array([0, 100]))
     for _ in range(20):
         lengths.learn(0, 1)
     assert lengths.estimates()[1] == 100  # it ignores the end of text
     assert lengths.estimates()[0] < 20
-
-
-def test_output_lengths_publish_only_news():
-    lengths = OutputLengths(np.full(4, 64))
-    for _ in range(100):
-        lengths.learn(0, 64)
-    assert lengths.version == 0
 
 
 def test_impossible_output_lengths_are_named():

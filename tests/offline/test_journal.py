@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 from sgl_prefix_attn.offline.journal import Finished, Journal, JournalError, may_replace, write_lines
@@ -144,6 +147,44 @@ def test_damage_in_the_middle_is_refused_not_skipped(source):
         open_journal(source)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["7", "[1, 2]", '"x"', "null", '[["line", 3]]', '{"line": 3}', '{"line": "3", "ok": true, "record": {}}',
+     '{"line": true, "ok": true, "record": {}}', '{"line": 3, "ok": 1, "record": {}}', '{"errors": 5}',
+     '{"line": 3, "ok": true, "record": []}', '{"ok": true, "record": {}}'],
+)  # fmt: skip
+def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
+    journal = open_journal(source)
+    journal.append(results(1))
+    journal.close()
+    with journal.path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(JournalError, match=r"line 3: not readable .*; delete the file to start anew"):
+        open_journal(source)
+
+
+@pytest.mark.parametrize("change", [{"created": None}, {"created": "today"}, {"created": True}, {"errors": 7}])
+def test_a_header_of_another_shape_is_refused(source, change):
+    journal = open_journal(source)
+    journal.append(results(1))
+    journal.close()
+    header, entry = journal.path.read_text().splitlines()
+    journal.path.write_text(f"{json.dumps(json.loads(header) | change)}\n{entry}\n")
+    with pytest.raises(JournalError, match="line 1: not readable"):
+        open_journal(source)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(source):
+    journal = open_journal(source)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, journal._fd)
+    os.close(full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        journal.append(results(1))
+    assert error.value.filename == str(journal.path)
+    journal.close()
+
+
 def test_two_runs_at_once_are_refused(source):
     journal = open_journal(source)
     with pytest.raises(JournalError, match="another process is running this batch"):
@@ -163,5 +204,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="the disk is full"):
         write_lines(path, lines())
     assert path.read_text() == "before\n"
+    assert list(tmp_path.iterdir()) == [path]
     assert write_lines(path, iter([b"one", b"two"])) == 2
     assert path.read_text() == "one\ntwo\n"

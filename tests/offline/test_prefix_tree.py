@@ -43,6 +43,9 @@ def test_nodes_are_those_of_a_brute_force_trie(prompts):
         members = tree.order[tree.node_first[node] : tree.node_last[node]].tolist()
         found[tuple(prompts[members[0]][: tree.node_end[node]])] = frozenset(members)
     assert found == trie_nodes(prompts)
+    edges = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+    assert tree.unique_tokens == len(edges)
+    assert [prompts[r] for r in tree.order] == sorted(prompts)
 
 
 @settings(max_examples=200, deadline=None)
@@ -60,15 +63,6 @@ def test_parents_come_first_and_segments_join(prompts):
     for number, tail in enumerate(tree.tail_node.tolist()):
         depth = max((len(prefix) for prefix, members in expected.items() if number in members), default=0)
         assert depth == (0 if tail < 0 else tree.node_end[tail])
-
-
-@settings(max_examples=200, deadline=None)
-@given(BATCHES)
-def test_unique_tokens_are_the_trie_edges(prompts):
-    tree = tree_of(prompts)
-    edges = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
-    assert tree.unique_tokens == len(edges)
-    assert [prompts[r] for r in tree.order] == sorted(prompts)
 
 
 def test_long_prompts_that_differ_late_or_not_at_all():
@@ -170,12 +164,6 @@ def test_a_part_of_the_tree_is_the_tree_of_that_part(prompts, data):
     assert part.saving == alone.saving
 
 
-def test_an_empty_batch_has_an_empty_tree():
-    tree = tree_of([])
-    assert tree.num_nodes == 0
-    assert tree.saving == 0
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -190,9 +178,11 @@ def test_offsets_that_do_not_fit_the_tokens(offsets, message):
         PrefixTree(Prompts(np.zeros(4, dtype=np.int32), np.array(offsets, dtype=np.int64)))
 
 
-def test_no_silent_conversion_of_tokens():
+def test_arrays_of_other_types_and_other_prompts_are_refused():
     with pytest.raises(TypeError, match="tokens must be a contiguous array of int32, not of int64"):
         Prompts(np.zeros(4, dtype=np.int64), np.array([0, 4], dtype=np.int64))
+    with pytest.raises(ValueError, match=r"sequence\[1\] is 2; expected a prompt from 0 to 1"):
+        consecutive_sharing(Prompts.from_lists([[1], [2]]), np.array([0, 2], dtype=np.int64))
 
 
 @pytest.mark.parametrize("token", [-1, 2**31, "x", None, 1.5])
@@ -204,8 +194,3 @@ def test_a_bad_token_is_named_and_nothing_of_its_prompt_is_kept(token):
     builder.append([5])
     prompts = builder.finish()
     assert [prompts[r].tolist() for r in range(len(prompts))] == [[1, 2], [5]]
-
-
-def test_a_sequence_number_that_is_no_prompt():
-    with pytest.raises(ValueError, match=r"sequence\[1\] is 2; expected a prompt from 0 to 1"):
-        consecutive_sharing(Prompts.from_lists([[1], [2]]), np.array([0, 2], dtype=np.int64))

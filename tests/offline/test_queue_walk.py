@@ -81,16 +81,6 @@ def test_a_number_far_away_takes_no_longer_than_one_nearby(far):
     assert [turn.request for turn in queue.arrange([distant])] == ["far"]
 
 
-def test_the_next_number_after_a_gap_shares_with_its_neighbour_again():
-    entries = [Waiting(str(number), Place("job", number, 80, 1), 100) for number in (3, 1000, 1001)]
-    turns = QueueOrder[str]().arrange(entries)
-    assert [(turn.request, turn.coming, turn.waits) for turn in turns] == [
-        ("3", 0, False),
-        ("1000", 0, False),
-        ("1001", 80, True),
-    ]
-
-
 def kept(queue: QueueOrder) -> int:
     return sum(len(job.shared) + len(job.computed) for job in queue._jobs.values())
 

@@ -32,28 +32,28 @@ def encoder(tmp_path_factory) -> PromptEncoder:
     return PromptEncoder(str(folder))
 
 
+def message(content: object, role: str = "user") -> dict[str, object]:
+    return {"role": role, "content": content}
+
+
 def request(url: str, **body: object):
     return parse_line(3, json.dumps({"custom_id": "x", "url": url, "body": body}).encode())
 
 
-def test_text_of_a_completion(encoder):
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"prompt": "hello world"}, [3, 4]),
+        ({"prompt": [9, 8, 7]}, [9, 8, 7]),
+        ({"messages": [message("hello"), message("world", "assistant")]}, [1, 3, 2, 4, 2]),
+        ({"messages": [message([{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}])]}, [1, 3, 4, 2]),
+    ],
+    ids=["text", "token ids", "messages with the generation prompt", "parts of text"],
+)
+def test_prompts_become_token_ids(encoder, body, tokens):
     assert encoder.has_tokenizer
-    assert encoder.encode(request("/v1/completions", prompt="hello world")) == [3, 4]
-
-
-def test_token_ids_of_a_completion_stay(encoder):
-    assert encoder.encode(request("/v1/completions", prompt=[9, 8, 7])) == [9, 8, 7]
-
-
-def test_messages_are_rendered_with_the_generation_prompt(encoder):
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
-    assert encoder.encode(request("/v1/chat/completions", messages=messages)) == [1, 3, 2, 4, 2]
-
-
-def test_content_in_parts_is_their_text(encoder):
-    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
-    messages = [{"role": "user", "content": parts}]
-    assert encoder.encode(request("/v1/chat/completions", messages=messages)) == [1, 3, 4, 2]
+    url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    assert encoder.encode(request(url, **body)) == tokens
 
 
 def test_a_template_that_refuses_is_an_error_of_the_line(encoder):

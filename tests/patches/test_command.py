@@ -1,4 +1,4 @@
-"""The patch command: what it refuses, what it repairs, and that it changes all files or none."""
+"""The patch command: refusals, repairs, and that it changes all files or none."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sgl_prefix_attn.patching.diffs import load_patches, patches_for
 from sgl_prefix_attn.patching.errors import PatchError
 from tests.patches.conftest import UnpackedWheel, unpacked_wheel
 
+Capture = pytest.CaptureFixture[str]
 BASE = "sglang/srt/layers/attention/base_attn_backend.py"
 WORKER = "sglang/srt/managers/tp_worker.py"
 
@@ -42,7 +43,7 @@ def remove_metadata(wheel: UnpackedWheel) -> None:
             path.unlink()
 
 
-def test_apply_twice_and_revert_twice_are_no_errors(wheel: UnpackedWheel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_apply_twice_and_revert_without_apply_are_no_errors(wheel: UnpackedWheel, capsys: Capture) -> None:
     assert wheel.patch("revert") == 0
     assert "was not applied" in capsys.readouterr().out
     assert wheel.patch("apply") == 0
@@ -53,8 +54,8 @@ def test_apply_twice_and_revert_twice_are_no_errors(wheel: UnpackedWheel, capsys
 
 
 @pytest.mark.parametrize("action", ["apply", "revert"])
-def test_dry_run_names_the_files_and_changes_nothing(
-    wheel: UnpackedWheel, action: str, capsys: pytest.CaptureFixture[str]
+def test_dry_runs_and_files_changed_by_others_change_nothing(
+    wheel: UnpackedWheel, action: str, capsys: Capture
 ) -> None:
     if action == "revert":
         assert wheel.patch("apply") == 0
@@ -66,13 +67,6 @@ def test_dry_run_names_the_files_and_changes_nothing(
     assert all(file in output for file in wheel.files)
     assert wheel.contents() == before
 
-
-@pytest.mark.parametrize("action", ["apply", "revert"])
-def test_a_file_changed_by_somebody_else_is_refused_and_named(
-    wheel: UnpackedWheel, action: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if action == "revert":
-        assert wheel.patch("apply") == 0
     append(wheel, WORKER, "\n# changed far away from the diff\n")
     before = wheel.contents()
     assert wheel.patch("check") == 3
@@ -85,7 +79,7 @@ def test_a_file_changed_by_somebody_else_is_refused_and_named(
     assert wheel.contents() == before
 
 
-def test_a_missing_file_is_refused_and_named(wheel: UnpackedWheel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused_and_named(wheel: UnpackedWheel, capsys: Capture) -> None:
     (wheel.root / BASE).unlink()
     assert wheel.patch("check") == 3
     assert f"missing: {BASE}" in capsys.readouterr().out
@@ -94,7 +88,7 @@ def test_a_missing_file_is_refused_and_named(wheel: UnpackedWheel, capsys: pytes
 
 @pytest.mark.parametrize(("action", "state"), [("apply", 0), ("revert", 1)])
 def test_a_half_applied_diff_is_seen_and_finished_or_removed(
-    wheel: UnpackedWheel, action: str, state: int, capsys: pytest.CaptureFixture[str]
+    wheel: UnpackedWheel, action: str, state: int, capsys: Capture
 ) -> None:
     published = (wheel.root / WORKER).read_bytes()
     assert wheel.patch("apply") == 0
@@ -109,7 +103,7 @@ def test_a_half_applied_diff_is_seen_and_finished_or_removed(
 
 @pytest.mark.parametrize("failing_call", [1, 3])
 def test_when_a_file_cannot_be_written_no_file_is(
-    wheel: UnpackedWheel, failing_call: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wheel: UnpackedWheel, failing_call: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     before = wheel.contents()
     replace, calls = os.replace, []
@@ -127,35 +121,29 @@ def test_when_a_file_cannot_be_written_no_file_is(
 
 
 def test_without_published_hashes_the_quoted_lines_decide(wheel: UnpackedWheel) -> None:
-    """An editable install: metadata does not list the files, so changes elsewhere in them are not seen and survive."""
+    """An editable install lists no files in its metadata: changes elsewhere in a file are not seen and survive."""
     remove_metadata(wheel)
     append(wheel, WORKER, "\n# local work\n")
     before = wheel.contents()
-    assert wheel.patch("check") == 1
-    assert wheel.patch("apply") == 0
-    assert wheel.patch("check") == 0
-    assert wheel.patch("revert") == 0
+    assert [wheel.patch(action) for action in ("check", "apply", "check", "revert")] == [1, 0, 0, 0]
     assert wheel.contents() == before
-
-
-def test_without_published_hashes_changed_lines_are_refused(wheel: UnpackedWheel) -> None:
-    remove_metadata(wheel)
     text = (wheel.root / BASE).read_text("utf-8")
     (wheel.root / BASE).write_text(text.replace("    def init_forward_metadata(", "    def renamed("), "utf-8")
-    assert wheel.patch("check") == 3
-    assert wheel.patch("apply") == 3
+    assert [wheel.patch(action) for action in ("check", "apply")] == [3, 3]
 
 
-def test_a_version_without_diff_is_refused_with_the_versions_there_are(
-    wheel: UnpackedWheel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_without_diff_and_an_unknown_version_are_refused(wheel: UnpackedWheel, capsys: Capture) -> None:
     remove_metadata(wheel)
-    (wheel.root / "sglang" / "_version.py").write_text("__version__ = version = '0.5.9'\n", "utf-8")
+    version = wheel.root / "sglang" / "_version.py"
+    version.write_text("__version__ = version = '0.5.9'\n", "utf-8")
     for action in ("apply", "revert", "check"):
         assert wheel.patch(action) == 2
         message = capsys.readouterr().err
         assert "no diff for sglang 0.5.9" in message
         assert "0.5.14 0.5.15 0.5.15.post1 0.5.16" in message
+    version.unlink()
+    assert wheel.patch("check") == 2
+    assert "cannot tell the version" in capsys.readouterr().err
 
 
 def test_a_local_version_is_its_public_version() -> None:
@@ -163,9 +151,7 @@ def test_a_local_version_is_its_public_version() -> None:
     assert patches_for("0.5.20+cu129", patches) == patches_for("0.5.20", patches)
 
 
-def test_no_sglang_is_a_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_sglang_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert main(["patch", "check", "--sglang-path", str(tmp_path)]) == 2
     assert f"--sglang-path {tmp_path}" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -173,14 +159,7 @@ def test_no_sglang_is_a_clear_error(
     assert "SGLang is not installed" in capsys.readouterr().err
 
 
-def test_unknown_version_is_a_clear_error(wheel: UnpackedWheel, capsys: pytest.CaptureFixture[str]) -> None:
-    remove_metadata(wheel)
-    (wheel.root / "sglang" / "_version.py").unlink()
-    assert wheel.patch("check") == 2
-    assert "cannot tell the version" in capsys.readouterr().err
-
-
-def test_the_installed_sglang_is_looked_at_without_importing_it() -> None:
+def test_the_installed_sglang_is_found_without_an_import() -> None:
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs an installed SGLang to look at")
     program = (
@@ -223,7 +202,7 @@ def test_compiled_files_go_stale_with_each_change(wheel: UnpackedWheel) -> None:
     assert not has_seam()
 
 
-def test_list_gives_versions_reason_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_gives_versions_reason_and_files(capsys: Capture) -> None:
     assert main(["patch", "list"]) == 0
     output = capsys.readouterr().out
     assert "prepare_schedule_batch: sglang 0.5.14 0.5.15 0.5.15.post1" in output

@@ -1,12 +1,13 @@
-"""What the patched code does, run from its source with stubs around it, for every supported wheel."""
+"""The patched methods of every supported wheel, run from their source with stubs around them."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,9 +20,9 @@ WORKER = "sglang/srt/managers/tp_worker.py"
 ATTENTION = "sglang/srt/layers/attention"
 
 
+@dataclass
 class Mode:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def is_decode(self) -> bool:
         return self.name == "decode"
@@ -31,6 +32,17 @@ class Mode:
 
     def is_target_verify(self) -> bool:
         return self.name == "target_verify"
+
+
+@dataclass(eq=False)
+class Batch:
+    """The fields of ScheduleBatch that the patched methods read."""
+
+    forward_mode: Mode
+    hicache_consumer_index: int = 0
+    split_index: int = 0
+    split_forward_count: int = 1
+    split_forward_batch: Any = None
 
 
 class Backend:
@@ -90,15 +102,15 @@ def worker_of(wheel: UnpackedWheel, log: list[tuple[str, Any]]) -> Any:
     worker.model_runner.attn_backend = Backend(log)
     worker.model_runner.decode_attn_backend = None
     worker.set_hicache_consumer = MagicMock()
-    # A diffusion LLM's step returns right after the ForwardBatch is built; what follows is not the seam's business.
+    # A diffusion LLM's step returns right after the ForwardBatch is built.
     worker.is_dllm = lambda: True
     worker._forward_batch_generation_dllm = MagicMock()
     worker._maybe_finalize_elastic_cuda_graph_scale = MagicMock()
     return worker
 
 
-def batch_in(mode: str) -> Any:
-    return SimpleNamespace(forward_mode=Mode(mode), hicache_consumer_index=0, split_index=0, split_forward_count=1)
+def batch_in(mode: str) -> Batch:
+    return Batch(Mode(mode))
 
 
 @pytest.fixture(scope="module", params=SUPPORTED_VERSIONS)
@@ -129,19 +141,16 @@ def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_ann
     assert log == []
 
 
-def test_pd_multiplexing_shows_decode_batches_to_the_decode_backend(patched: UnpackedWheel) -> None:
+def test_pd_multiplexing_and_a_runner_without_attention_backend(patched: UnpackedWheel) -> None:
     worker = worker_of(patched, [])
-    worker.model_runner.attn_backend, worker.model_runner.decode_attn_backend = Backend(), Backend()
+    runner = worker.model_runner
+    runner.attn_backend, runner.decode_attn_backend = Backend(), Backend()
     decode, extend = batch_in("decode"), batch_in("extend")
     worker.forward_batch_generation(decode)
     worker.forward_batch_generation(extend)
-    assert worker.model_runner.decode_attn_backend.batches == [decode]
-    assert worker.model_runner.attn_backend.batches == [extend]
-
-
-def test_a_runner_without_attention_backend_is_left_alone(patched: UnpackedWheel) -> None:
-    worker = worker_of(patched, [])
-    worker.model_runner.attn_backend = None
+    assert runner.decode_attn_backend.batches == [decode]
+    assert runner.attn_backend.batches == [extend]
+    runner.attn_backend = runner.decode_attn_backend = None
     worker.forward_batch_generation(batch_in("decode"))
 
 
@@ -154,7 +163,7 @@ def test_folded_replay_shows_the_batch_that_is_really_run(tmp_path: Path, monkey
     function_globals["get_exec"].return_value.features.enable_encoder_swa_bounded_replay = True
     worker.model_runner.attn_backend.folds_encoder_swa_replay = True
     replay: Any = ModuleType("sglang.srt.model_executor.encoder_swa_replay")
-    replay.fold_encoder_swa_replay = lambda *_: SimpleNamespace(batch=folded)
+    replay.fold_encoder_swa_replay = lambda *_: MagicMock(batch=folded)
     replay.apply_folded_extend = replay.run_encoder_swa_replay = MagicMock()
     monkeypatch.setitem(sys.modules, replay.__name__, replay)
     worker.forward_batch_generation(batch)
@@ -183,8 +192,5 @@ def test_two_batch_overlap_passes_the_batch_to_the_primary_only(patched: Unpacke
     overlap.prepare_schedule_batch(batch)
     assert overlap.primary.batches == [batch]
     assert [child.batches for child in overlap.children] == [[], []]
-
-
-def test_default_does_nothing(patched: UnpackedWheel) -> None:
-    partial, _ = methods_of(patched, f"{ATTENTION}/base_attn_backend.py", "prepare_schedule_batch")
-    assert partial().prepare_schedule_batch(batch_in("decode")) is None
+    default, _ = methods_of(patched, f"{ATTENTION}/base_attn_backend.py", "prepare_schedule_batch")
+    assert default().prepare_schedule_batch(batch) is None

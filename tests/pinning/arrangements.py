@@ -42,12 +42,12 @@ def factory() -> dict[str, Any]:
     from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
     from sgl_prefix_attn.sglang_plugin.factory import create_backend
     from sgl_prefix_attn.sglang_plugin.pinning import hooks
-    from tests.sglang_plugin.attention_world import World
+    from tests.sglang_plugin.fixture import Fixture
 
-    runner = World([[]], [9]).runner
+    runner = Fixture([[]], [9]).runner
     for _ in range(2):
-        create_backend(runner, Settings(metrics=False, pin_budget_percent=10))
-    ours = (*hook_table.OTHER_HOOKS, *hooks.PINNING_HOOKS)
+        create_backend(runner, Settings(metrics=False, pin_budget_percent=10, group_scheduling=True))
+    ours = (*hook_table.OTHER_HOOKS, *hook_table.GROUP_HOOKS, *hooks.PINNING_HOOKS)
     registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
     return {
         "missing": [hook.target.path for hook in ours if not compat_hooks.is_applied(hook)],

@@ -6,9 +6,11 @@ import pytest
 
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import PINNING_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
-from tests.sglang_plugin.test_contract import problem, table
+from tests.sglang_plugin.compat.test_contract import problem, table
 from tests.support.sglang_contract import SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
+
+pytestmark = pytest.mark.xdist_group("wheels")
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)

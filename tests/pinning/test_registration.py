@@ -93,16 +93,15 @@ class TestInTheBackendsFactory:
     @pytest.fixture
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
         from sgl_prefix_attn.sglang_plugin import factory
-        from sgl_prefix_attn.sglang_plugin.backend import runtime
-        from tests.sglang_plugin.attention_world import World
+        from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+        from tests.sglang_plugin.fixture import Fixture
 
         asked: list[Hook] = []
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        monkeypatch.setattr(factory.cpu_fallbacks, "note_cpu_backend", lambda: None)
-        self.runner = World([[]], [9]).runner
-        runtime.stop()
+        self.runner = Fixture([[]], [9]).runner
+        plugin_state.reset()
         yield asked
-        runtime.stop()
+        plugin_state.reset()
         hooks.activate(None)
 
     def create(self, settings: Settings) -> None:
@@ -117,7 +116,7 @@ class TestInTheBackendsFactory:
 
     def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
         # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
-        self.create(Settings(metrics=False, retention="reuse"))
+        self.create(Settings(metrics=False, retention="reuse", group_scheduling=True))
         queue = [hook for hook in applied if hook.target == hooks.CALC_PRIORITY]
         assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduler", "hooks"]
 

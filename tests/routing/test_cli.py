@@ -12,11 +12,11 @@ RESULTS = str(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "
 
 
 def test_compare_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "compare", RESULTS, "packed", "stock", "batch>=64", "shipped@5", "--stock", "fa3"]) == 0
+    assert main(["route", "compare", RESULTS, "packed", "stock", "conservative", "shipped@5", "--stock", "fa3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
                                 "stock"]  # fmt: skip
-    assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "batch>=64", "shipped@5"]
+    assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "conservative", "shipped@5"]
     steps, packed = lines[2].split()[1:3]
     assert steps == packed
 
@@ -36,11 +36,32 @@ def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nroute:   " in out
 
 
+class TestDeprecatedNames:
+    @pytest.mark.parametrize("option", [["--inner", "triton"], ["--inner=triton"]])
+    def test_an_option_is_read_with_a_warning(
+        self, option: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert main(["route", "explain", "--tree", "4/8", *option]) == 0
+        assert "stock (triton_gqa): " in capsys.readouterr().out
+        assert "--inner is deprecated and will not be read by the next release; use --stock" in caplog.text
+
+    def test_so_is_a_policy(self, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+        assert main(["route", "compare", RESULTS, "inner"]) == 0
+        assert capsys.readouterr().out.splitlines()[2].split()[0] == "stock"
+        assert "inner is deprecated" in caplog.text
+
+    def test_old_and_new_together_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as left:
+            main(["route", "explain", "--tree", "4/8", "--inner", "fa3", "--stock=triton"])
+        assert left.value.code == 2
+        assert "--inner is the deprecated name of --stock, and both are given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, batch>=N"),
-        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, stock, batch>=N"),
+        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, conservative"),
+        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, stock, conservative"),
         (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, stock"),
         (["compare", RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
         (["compare", "nowhere.json", "packed"], "nowhere.json: cannot read the results"),

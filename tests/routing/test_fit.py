@@ -103,6 +103,13 @@ class TestMeasuredSteps:
     def test_what_a_user_of_a_hopper_gpu_may_lose(self, measured: Results, backend: str) -> None:
         assert self.verdict(measured, "shipped", backend).worst_loss[0] < 0.1
 
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+    def test_the_conservative_rule_loses_little_and_gains(self, measured: Results, backend: str) -> None:
+        verdict = self.verdict(measured, "conservative", backend)
+        assert verdict.worst_loss[0] <= 0.02
+        assert verdict.packed > 20
+        assert verdict.regret < self.verdict(measured, "stock", backend).regret / 4
+
     def test_steps_without_sharing_never_lose(self, measured: Results) -> None:
         steps = outcomes(measured.cases, candidate("shipped", "native", "fa3", measured), "native", "fa3")
         alone = [step for step in steps if step.case.family == "none"]
@@ -183,7 +190,7 @@ class TestResultsFile:
         assert case.shape.kv_bytes == kv_bytes
 
     def test_a_row_that_does_not_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
-        with pytest.raises(ResultsError, match=r"row .* does not say what its step looks like: measure again"):
+        with pytest.raises(ResultsError, match=r"row .* has no features of its step: measure again"):
             read_results(self.write(tmp_path, self.ROW))
 
     def test_too_few_cases_are_said_to_be(self, tmp_path: Path) -> None:

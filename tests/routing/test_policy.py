@@ -16,7 +16,14 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, shipped_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import (
+    Profile,
+    ProfileError,
+    load_profile,
+    shipped_profile,
+    shipped_profile_for,
+    shipped_profile_of,
+)
 from tests.routing.profiles import profile
 
 LLAMA_8B = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
@@ -190,7 +197,7 @@ class TestProfileFile:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"version": 2}, "version: Value error, profiles of version 1 are understood"),
+            ({"version": 2}, "version: Value error, this release reads profiles of version 1"),
             ({"packed": {"native": {"us": {"lunch": 1.0}}}}, "packed: Value error, native: no term 'lunch'"),
             ({"stock": {"fa3": {"us": {"launch": -1.0}}}}, r"stock\.fa3\.us\.launch: Input should be greater"),
             ({"more": 1}, "more: Extra inputs are not permitted"),
@@ -204,8 +211,29 @@ class TestProfileFile:
 
     def test_something_else_than_json(self, tmp_path: Path) -> None:
         (tmp_path / "p.json").write_text("launch: 3", encoding="utf-8")
-        with pytest.raises(ProfileError, match=r"not a routing profile: the file: Invalid JSON"):
+        with pytest.raises(ProfileError, match=r"not a routing profile: the file is not JSON"):
             load_profile(tmp_path / "p.json")
+
+    def test_the_deprecated_key_is_read_with_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path, made = tmp_path / "p.json", profile({"launch": 3.0}, {"unique_mb": 0.25})
+        content = made.model_dump()
+        content["inner"] = content.pop("stock")
+        path.write_text(json.dumps(content), encoding="utf-8")
+        assert load_profile(path) == made
+        assert f"{path}: 'inner' is deprecated" in caplog.text
+        path.write_text(json.dumps(content | {"stock": content["inner"]}), encoding="utf-8")
+        with pytest.raises(ProfileError, match="'inner' is the deprecated name of 'stock', and both are given"):
+            load_profile(path)
+
+    @pytest.mark.parametrize(
+        ("gpu", "found"), [("NVIDIA H200", True), ("NVIDIA H200 NVL", False), ("NVIDIA H200 MIG 1g.18gb", False),
+                           ("NVIDIA H100 80GB HBM3", False), ("", False)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("kv_bytes", [1, 2])
+    def test_the_packages_profiles_are_for_the_h200_alone(self, gpu: str, found: bool, kv_bytes: int) -> None:
+        shipped = shipped_profile_for(gpu, "native", "flashinfer_tc", kv_bytes)
+        assert (shipped is not None) == found
+        assert shipped is None or shipped.kv_bytes == kv_bytes
 
     def test_a_kernel_that_was_not_measured_has_no_cost(self) -> None:
         made: Profile = profile({}, {})

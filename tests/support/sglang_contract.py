@@ -1,20 +1,22 @@
-"""Looks names up in the source of an SGLang, by `ast`, without importing it."""
+"""Finds names in the source of an SGLang with `ast`, without an import."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Definition:
-    """Where a name is defined: the node (a statement, or a whole module) and the dotted name of its module."""
+    """A definition: its node (a statement or a module) and the dotted name of its module."""
 
     node: ast.AST
     module: str
@@ -66,11 +68,16 @@ class Signature:
 
 
 class SourceTree:
-    """The Python source of one SGLang: a wheel, or a folder that holds the package `sglang`."""
+    """The Python source of one SGLang: a wheel, or a folder that holds the package `sglang`.
+
+    All trees of one path share their parsed modules, so that each module of a wheel is parsed once per process.
+    """
+
+    _parsed: ClassVar[dict[Path, dict[str, ast.Module | None]]] = {}
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._modules: dict[str, ast.Module | None] = {}
+        self._modules = self._parsed.setdefault(path, {})
 
     @cached_property
     def _archive(self) -> zipfile.ZipFile | None:
@@ -89,7 +96,7 @@ class SourceTree:
             source = self._read(f"{base}.py")
             if source is None:
                 source = self._read(f"{base}/__init__.py")
-            self._modules[name] = None if source is None else ast.parse(source)
+            self._modules[name] = None if source is None else _parse(source)
         return self._modules[name]
 
     def find(self, path: str) -> Definition | None:
@@ -142,13 +149,13 @@ class SourceTree:
         return None
 
     def bases(self, owner: Definition, seen: frozenset[str] = frozenset()) -> list[Definition]:
-        """The base classes of a class, as far as they are SGLang's."""
+        """The base classes of a class that are SGLang's."""
         assert isinstance(owner.node, ast.ClassDef)
         found = [self._find(f"{owner.module}.{ast.unparse(base)}", seen) for base in owner.node.bases]
         return [base for base in found if base is not None and base.is_class]
 
     def signature(self, definition: Definition) -> Signature | None:
-        """Parameters of a function, or of a class's `__init__` without `self`; None when there are none to be seen."""
+        """Parameters of a function, or of a class's `__init__` without `self`; None if it has none."""
         if isinstance(definition.node, FunctionNode):
             return Signature.of(definition.node)
         if isinstance(definition.node, ast.ClassDef):
@@ -165,8 +172,23 @@ class SourceTree:
         return None
 
     def members(self, definition: Definition) -> dict[str, ast.stmt]:
-        """What the body of a class itself defines, by name: methods, properties and class variables."""
+        """Methods, properties and class variables in the body of a class, by name."""
         return {name: statements[0] for name, statements in _bindings(definition.node).items()}
+
+
+def _parse(source: bytes) -> ast.Module:
+    """`ast.parse`; the garbage collector never visits the result.
+
+    With its millions of nodes each collection of the rest of the session would take a second or more.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 @cache

@@ -1,7 +1,6 @@
-"""SGLang's real requests, pools and radix trees, moved by the same calls as its scheduler makes, without a server.
+"""SGLang's requests, pools and radix trees, driven by the calls of its scheduler, without a server or a model.
 
-Written for sglang 0.5.20. What is simplified: no tensors are computed, and a batch is a plain object with the fields of
-ScheduleBatch that the tracker reads.
+Written for sglang 0.5.20. A batch is a plain object with the fields of ScheduleBatch that the tracker reads.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 @dataclass
 class NodeInfo:
-    """As `TreePathNodeInfo` of later versions."""
+    """`TreePathNodeInfo` of later SGLang versions."""
 
     node_id: int
     parent_id: int
@@ -36,7 +35,7 @@ class NodeInfo:
 
 
 class PathInfoCore:
-    """What later versions' tree cores offer instead of nodes, on top of a real tree: ids in, paths out."""
+    """The interface of later tree cores on top of a real tree: node ids in, paths out."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -64,7 +63,7 @@ class PathInfoCore:
 
 
 class PathInfoTree:
-    """A tree that shows itself only through `collect_path_info`."""
+    """A tree that is readable only through `collect_path_info`."""
 
     def __init__(self, tree: UnifiedRadixCache) -> None:
         self.tree_core = PathInfoCore(tree.tree_core)
@@ -120,8 +119,6 @@ class SmallScheduler:
         self.lengths: dict[int, int] = {}  # KV length by id(request)
         self._count = 0
 
-    # Steps ------------------------------------------------------------------------------------------------------------
-
     def request(self, tokens: list[int], extra_key: str | None = None) -> Req:
         self._count += 1
         sampling = SamplingParams(max_new_tokens=1 << 20)
@@ -154,7 +151,7 @@ class SmallScheduler:
         return batch
 
     def prefill_done(self, request: Req, *, chunked: bool = False) -> None:
-        """The prefill's result is processed: its tokens enter the tree."""
+        """Inserts the tokens of a finished prefill into the tree."""
         self.tree.cache_unfinished_req(request, chunked=chunked)
 
     def next_chunk(self, request: Req, size: int) -> None:
@@ -167,7 +164,7 @@ class SmallScheduler:
         self.lengths[id(request)] = end
 
     def decode(self) -> None:
-        """One more token for every running request."""
+        """Appends one token to each running request."""
         for request in self.running:
             position = self.lengths[id(request)]
             self.pool.req_to_token[request.kv.req_pool_idx, position] = self._alloc(1)[0]
@@ -179,7 +176,7 @@ class SmallScheduler:
         return self._batch(self.running, ForwardMode.DECODE)
 
     def finish(self, request: Req, *, insert: bool = True) -> None:
-        """The request ends: its KV goes to the tree or back to the pool. It stays in `running` until `filter`."""
+        """Ends a request and gives its KV to the tree or the pool. It stays in `running` until `filter`."""
         request.finished_reason = FINISH_LENGTH(length=1)
         self._release(request, insert=insert)
 
@@ -200,10 +197,8 @@ class SmallScheduler:
         self.pool.clear()
         self.allocator.clear()
 
-    # Truth ------------------------------------------------------------------------------------------------------------
-
     def path(self, request: Req) -> list[tuple[int, int, int]]:
-        """(node id, start, end) from the root to the request's node, straight from the tree."""
+        """(node id, start, end) of each node from the root to the request's node, read from the tree."""
         node = request.last_node
         if isinstance(node, int):
             node = self.tree.tree_core.node_by_id(node)
@@ -216,8 +211,6 @@ class SmallScheduler:
             path.append((link.id, position, position + len(link.key)))
             position += len(link.key)
         return path
-
-    # Details ----------------------------------------------------------------------------------------------------------
 
     def _batch(self, requests: list[Req], mode: ForwardMode) -> Batch:
         return Batch(

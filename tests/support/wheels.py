@@ -7,11 +7,13 @@ Python source, so one platform and one CPython do for every machine.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Collection
 from functools import cache
@@ -42,25 +44,30 @@ def sglang_wheel(version: str) -> Path:
 
 @cache
 def _cached_or_fetched(version: str) -> Path | str:
-    """The wheel, or why there is none: a failed fetch is not repeated either."""
+    """The wheel, or the reason why there is none. A failed fetch is not repeated."""
     folder = wheel_cache()
     folder.mkdir(parents=True, exist_ok=True)
-    cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
-    if cached:
-        return cached[0]
+    with (folder / f"{version}.lock").open("w") as lock:  # two test workers may need the same wheel
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
+        return cached[0] if cached else _fetch(version, folder)
+
+
+def _fetch(version: str, folder: Path) -> Path | str:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", f"--python-version={_PYTHON_VERSION}"]
     command += [f"--platform={platform}" for platform in _PLATFORMS]
-    command += ["--dest", str(folder), f"sglang=={version}"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"pip needed over {_FETCH_TIMEOUT_SECONDS} s for sglang {version}"
-    cached = sorted(folder.glob(f"sglang-{version}-*.whl"))
-    if result.returncode or not cached:
-        reason = (result.stderr.strip() or "pip said nothing").splitlines()[-1]
-        return f"pip could not fetch sglang {version}: {reason}"
-    return cached[0]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        command += ["--dest", scratch, f"sglang=={version}"]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"pip needed over {_FETCH_TIMEOUT_SECONDS} s for sglang {version}"
+        wheels = sorted(Path(scratch).glob(f"sglang-{version}-*.whl"))
+        if result.returncode or not wheels:
+            reason = (result.stderr.strip() or "pip said nothing").splitlines()[-1]
+            return f"pip could not fetch sglang {version}: {reason}"
+        return wheels[0].rename(folder / wheels[0].name)
 
 
 def published_source(version: str) -> Path:

@@ -1,4 +1,4 @@
-// Marks functions that are compiled for the GPU and, in tests, for the CPU.
+// Function qualifiers for code that is compiled for the GPU and, in tests, for the CPU.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,5 +1,5 @@
-// Index arithmetic, masks and softmax algebra of the GPU kernels: all that is no load, no product and no store.
-// Compiled for both sides so that it is tested without a GPU.
+// Index arithmetic, masks and softmax algebra of the GPU kernels: everything except loads, MMAs and stores. Compiled
+// for host and device, so that it is testable without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -12,27 +12,28 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-struct Unit {
-  int32_t item, head;  // KV head of a unit for a block, unit head of one for a warp
+struct WorkTile {
+  int32_t item;  // index into the plan's items
+  int32_t head;  // KV head of a CTA tile, virtual KV head of a warp tile
 };
 
-// Rows of a unit for a warp: the columns of its products.
+// Rows of a warp tile: the N dimension of its MMAs.
 constexpr int32_t kWarpRows = 8;
 
-// Units for warps that the heads of a group are: 2 for larger groups, which then read the same KV at about the same
-// time. Each has a part of the query heads, as if there were so many times the KV heads; unit heads are counted so.
-// Groups that cannot be halved have no units for warps.
-PREFIXPACK_BOTH int32_t units_of_group(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
+// Warp tiles that the query heads of one KV head are split into. Groups of more than eight heads are halved; the two
+// halves read the same KV at about the same time. Virtual KV heads number the halves: each has a share of the query
+// heads, as if the model had more KV heads. Odd groups of more than eight heads have no warp tiles.
+PREFIXPACK_BOTH int32_t head_splits(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
 
-// Items of so many rows or fewer are work for warps, the others for blocks.
-PREFIXPACK_BOTH int32_t narrow_rows(int32_t group) { return kWarpRows * units_of_group(group); }
+// Most rows of an item that runs as warp tiles. Larger items run as CTA tiles.
+PREFIXPACK_BOTH int32_t warp_item_rows(int32_t group) { return kWarpRows * head_splits(group); }
 
-// Division of numbers from 0 to 2^31 - 1 by one that the host knows: a multiplication. (Granlund and Montgomery 1994,
-// theorem 4.2: with 2^shift no less than the number, the inverse is large by so little that no quotient changes.)
+// Division of a dividend in [0, 2^31) by a divisor known on the host, by one multiplication. (Granlund and Montgomery
+// 1994, theorem 4.2: with 2^shift >= number, the error of the inverse is too small to change a quotient.)
 struct Divisor {
   int32_t number;
-  uint32_t inverse;  // 2^(31 + shift) / number, rounded up
-  int32_t shift;     // the smallest for which 2^shift is no less than the number
+  uint32_t inverse;  // ceil(2^(31 + shift) / number)
+  int32_t shift;     // smallest with 2^shift >= number
 
   PREFIXPACK_BOTH int32_t quotient(int32_t dividend) const {
     return static_cast<int32_t>(uint64_t{2u * static_cast<uint32_t>(dividend)} * inverse >> 32 >> shift);
@@ -46,29 +47,28 @@ inline Divisor divisor(int32_t number) {
   return {number, static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by), shift};
 }
 
-// How many heads there are of each kind, worked out once by the host: a kernel would take two hundred instructions,
-// which it has to fetch before it begins.
+// Head counts. The host computes them once, because computing them in a kernel takes 200 instructions of cold code.
 struct Heads {
   Divisor kv;
-  Divisor group;    // query heads of a KV head
-  int32_t parts;    // units_of_group
-  Divisor of_part;  // query heads of each, whose partials are counted together
-  Divisor units;    // unit heads: parts of all KV heads
+  Divisor group;          // query heads per KV head
+  int32_t splits;         // head_splits(group)
+  Divisor split_heads;    // query heads per split; their partials share a semaphore
+  Divisor virtual_heads;  // virtual KV heads: kv_heads * splits
 };
 
 inline Heads heads_of(int32_t q_heads, int32_t kv_heads) {
-  const int32_t group = q_heads / kv_heads, parts = units_of_group(group);
-  return {divisor(kv_heads), divisor(group), parts, divisor(group / parts), divisor(kv_heads * parts)};
+  const int32_t group = q_heads / kv_heads, splits = head_splits(group);
+  return {divisor(kv_heads), divisor(group), splits, divisor(group / splits), divisor(kv_heads * splits)};
 }
 
-// Neighbouring units read neighbouring heads of the same tokens.
-PREFIXPACK_BOTH Unit unit_of(int32_t ticket, const Divisor& heads) {
-  const int32_t item = heads.quotient(ticket);
-  return {item, ticket - item * heads.number};
+// Consecutive tiles read neighbouring heads of the same tokens.
+PREFIXPACK_BOTH WorkTile work_tile_of(int32_t tile_index, const Divisor& heads) {
+  const int32_t item = heads.quotient(tile_index);
+  return {item, tile_index - item * heads.number};
 }
 
 struct Row {
-  int32_t query;  // offset into the item's queries
+  int32_t query;  // offset from the item's first query
   int32_t head;   // query head
 };
 
@@ -77,62 +77,64 @@ PREFIXPACK_BOTH Row row_of(int32_t row, int32_t kv_head, const Divisor& group) {
   return {query, kv_head * group.number + row - query * group.number};
 }
 
-// What the index of a 16-byte chunk of row `row` is mixed with in shared memory (exclusive or), so that the eight rows
-// of an ldmatrix lie in eight different bank groups. Rows of 64 bytes: two of them fill all banks.
-PREFIXPACK_BOTH int32_t chunk_mix(int32_t row, int32_t row_bytes) { return row_bytes < 128 ? row >> 1 & 3 : row & 7; }
-
-// Byte offset of chunk `chunk` of that row.
-PREFIXPACK_BOTH int32_t swizzled(int32_t row, int32_t chunk, int32_t row_bytes) {
-  return row * row_bytes + ((chunk ^ chunk_mix(row, row_bytes)) << 4);
+// XOR mask of the 16-byte chunk index in row `row` of shared memory. The eight rows of an ldmatrix then lie in eight
+// different bank groups. Two 64-byte rows fill all banks.
+PREFIXPACK_BOTH int32_t swizzle_bits(int32_t row, int32_t row_bytes) {
+  return row_bytes < 128 ? row >> 1 & 3 : row & 7;
 }
 
-// Which KV positions a query at `position` sees.
+// Byte offset of chunk `chunk` of row `row`.
+PREFIXPACK_BOTH int32_t swizzled_offset(int32_t row, int32_t chunk, int32_t row_bytes) {
+  return row * row_bytes + ((chunk ^ swizzle_bits(row, row_bytes)) << 4);
+}
+
+// Whether a query at `position` attends to `kv_position`.
 PREFIXPACK_BOTH bool visible(int32_t kv_position, int32_t position, int32_t window_left) {
   return kv_position <= position && (window_left < 0 || kv_position >= position - window_left);
 }
 
-// Of the keys behind position `first`, counted from it, those that exist and are seen.
-struct Visible {
+// Keys that exist and are visible, as offsets from position `first`.
+struct VisibleKeys {
   int32_t begin, end;
 };
-PREFIXPACK_BOTH Visible visible_from(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
+PREFIXPACK_BOTH VisibleKeys visible_keys(int32_t first, int32_t kv_end, int32_t position, int32_t window_left) {
   const int32_t end = kv_end <= position ? kv_end : position + 1;
   const int32_t begin = window_left < 0 ? 0 : position - window_left;
   return {begin > first ? begin - first : 0, end - first};
 }
 
-// First position that any query of the item sees, rounded down to a whole KV tile of the item.
-PREFIXPACK_BOTH int32_t first_read(int32_t kv_begin, int32_t kv_end, int32_t lowest, int32_t window_left,
-                                   int32_t tile) {
+// First position that any query of the item attends to, rounded down to a multiple of `tile` from kv_begin.
+PREFIXPACK_BOTH int32_t first_visited(int32_t kv_begin, int32_t kv_end, int32_t lowest, int32_t window_left,
+                                      int32_t tile) {
   if (window_left < 0 || lowest - window_left <= kv_begin) return kv_begin;
   const int32_t first = kv_begin + (lowest - window_left - kv_begin) / tile * tile;
   return first < kv_end ? first : kv_end;
 }
 
-// Tiles of an item, from the first that is read at `begin`, of which every query sees every key.
-struct WholeTiles {
-  int32_t from, to;
+// KV tiles [begin, end) in which every query sees every key, counted from the tile at position `begin`.
+struct UnmaskedTiles {
+  int32_t begin, end;
 };
-PREFIXPACK_BOTH WholeTiles whole_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
-                                       int32_t window_left, int32_t tile) {
+PREFIXPACK_BOTH UnmaskedTiles unmasked_tiles(int32_t begin, int32_t kv_end, int32_t lowest, int32_t highest,
+                                             int32_t window_left, int32_t tile) {
   const int32_t seen = (kv_end <= lowest ? kv_end : lowest + 1) - begin, ahead = highest - begin;
   const bool hides = window_left >= 0 && ahead > window_left;
   return {hides ? (ahead - window_left + tile - 1) / tile : 0, seen / tile};
 }
 
-// Running softmax of a row in base 2: maximum and sum so far.
+// Running softmax of a row in base 2.
 struct SoftmaxState {
   float max, sum;
 };
 
-PREFIXPACK_BOTH SoftmaxState softmax_start() { return {kMinusInfinity, 0.0f}; }
+PREFIXPACK_BOTH SoftmaxState softmax_identity() { return {kMinusInfinity, 0.0f}; }
 
-// Exponents are taken against this, so that a row that has seen nothing yet yields 2^-inf = 0 and not NaN.
+// Base of the exponents. It is 0 for a row without visible keys, whose weights then are 2^-inf = 0 and not NaN.
 PREFIXPACK_BOTH float safe_max(float max) { return max == kMinusInfinity ? 0.0f : max; }
 
-// What two partial sums of one row add up to; `scale_a` and `scale_b` are what their outputs are multiplied by.
+// Merges two running softmaxes of one row. `scale_a` and `scale_b`: factors of their accumulators.
 template <class Exp2>
-PREFIXPACK_BOTH SoftmaxState softmax_join(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
+PREFIXPACK_BOTH SoftmaxState softmax_merge(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
   const float max = a.max > b.max ? a.max : b.max;
   *scale_a = exp2(a.max - safe_max(max));
   *scale_b = exp2(b.max - safe_max(max));

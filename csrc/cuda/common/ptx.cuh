@@ -1,4 +1,4 @@
-// The instructions that the kernels are built from, by name. Tests replace this header by one that runs on a CPU.
+// Wrappers of the PTX instructions that the kernels use. Tests replace this header by an emulation on the CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,41 +13,43 @@ namespace prefixpack::ptx {
 
 PREFIXPACK_DEVICE int thread_index() {
   const int index = static_cast<int>(threadIdx.x);
-  __builtin_assume(index >= 0 && index < 1024);  // remainders then take one instruction, not four
+  __builtin_assume(index >= 0 && index < 1024);  // lets the compiler use one instruction for remainders instead of four
   return index;
 }
-// The same, read at this place: nothing that follows from it is worked out earlier and kept in registers.
-PREFIXPACK_DEVICE int thread_index_here() {
+// thread_index(), read again here. Keeps values derived from it out of long-lived registers.
+PREFIXPACK_DEVICE int volatile_thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   __builtin_assume(index >= 0 && index < 1024);
   return index;
 }
-// A value as of this place, likewise.
-PREFIXPACK_DEVICE int32_t here(int32_t value) {
+// A copy that the compiler cannot hoist above this point.
+PREFIXPACK_DEVICE int32_t opaque(int32_t value) {
   int32_t copy;
   asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
   return copy;
 }
-PREFIXPACK_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
-PREFIXPACK_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
+PREFIXPACK_DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
+PREFIXPACK_DEVICE int cta_size() { return static_cast<int>(blockDim.x); }
 PREFIXPACK_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
-// The lanes of a warp meet first: a called function may return to them one after the other, and each part of a split
-// warp would count as a warp that has arrived.
-PREFIXPACK_DEVICE void block_sync() {
+// The warp reconverges first. After a call its lanes may return one by one, and each diverged part would arrive at the
+// barrier as a warp of its own.
+PREFIXPACK_DEVICE void cta_sync() {
   __syncwarp();
   __syncthreads();
 }
-// Also a barrier.
-PREFIXPACK_DEVICE bool block_any(bool predicate) {
+// Barrier and logical OR over the CTA.
+PREFIXPACK_DEVICE bool cta_any(bool predicate) {
   __syncwarp();
   return __syncthreads_or(predicate) != 0;
 }
-// One more at the address; what was there before. Called by the first lane of a warp. For all that the compiler knows
-// each lane has an address of its own: else it makes one addition of the warp's, behind which all lanes wait at once.
-PREFIXPACK_DEVICE int32_t count_up(int32_t* address) {
+// Atomic increment; returns the old value. Called by the first lane of a warp. Adding the lane index to the address
+// keeps the compiler from aggregating the warp's increments, after which all lanes would wait for the result.
+PREFIXPACK_DEVICE int32_t atomic_increment(int32_t* address) {
   int32_t before;
-  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(address + thread_index_here() % 32));
+  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(address + volatile_thread_index() % 32));
   return before;
 }
 PREFIXPACK_DEVICE float shuffle_xor(float value, int lane_mask) {
@@ -60,55 +62,55 @@ template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// Of that lane of the sixteen that this one is of.
+// Shuffle within the half-warp.
 template <class T>
-PREFIXPACK_DEVICE T shuffle_in_half(T value, int lane) {
+PREFIXPACK_DEVICE T shuffle_in_half_warp(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane, 16);
 }
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
-// A condition on which all lanes agree, and a lane's value, in forms from which the compiler sees that all lanes have
-// the same. Without them each shuffle behind a branch comes with code for lanes that arrive one by one, two fifths of a
-// kernel.
+// A warp-uniform condition, and a broadcast, in a form that the compiler recognizes as uniform. Otherwise every shuffle
+// behind such a branch gets code for diverged lanes: two fifths of a kernel.
 PREFIXPACK_DEVICE bool uniform(bool condition) { return any(condition); }
 PREFIXPACK_DEVICE int32_t broadcast(int32_t value, int lane) {
   const bool mine = thread_index() % 32 == lane;
   return static_cast<int32_t>(__reduce_or_sync(0xffffffffu, mine ? static_cast<uint32_t>(value) : 0u));
 }
 PREFIXPACK_DEVICE void warp_sync() { __syncwarp(); }
-// Whoever sees the sum sees what this thread wrote before, and what others wrote before they met it at a barrier.
+// Release at GPU scope: orders the writes of this thread, and those of threads that it met at a barrier, before the
+// sum.
 PREFIXPACK_DEVICE int32_t atomic_add_release(int32_t* address, int32_t value) {
   int32_t before;
   asm volatile("atom.add.release.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
-// Reads of what other blocks wrote during this launch: from L2, where all meet. An acquiring read or fence would throw
-// away the multiprocessor's whole L1 for every unit; it is not needed, since nothing of this is ever in L1, and a read
-// that hangs on a counter's value is not issued before that value is here.
-PREFIXPACK_DEVICE int32_t load_shared_result(const int32_t* address) {
+// Relaxed GPU-scope loads, for results that other CTAs wrote during this launch. They read L2. An acquire load or fence
+// would invalidate the SM's whole L1 for every work tile. It is not needed: these addresses are never in L1, and a load
+// that depends on a semaphore's value is issued after that value has arrived.
+PREFIXPACK_DEVICE int32_t load_relaxed(const int32_t* address) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
-PREFIXPACK_DEVICE float load_shared_result(const float* address) {
+PREFIXPACK_DEVICE float load_relaxed(const float* address) {
   float value;
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
   return value;
 }
-PREFIXPACK_DEVICE void load_shared_result(const float* address, float (&out)[4]) {
+PREFIXPACK_DEVICE void load_relaxed(const float* address, float (&out)[4]) {
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
                : "l"(address)
                : "memory");
 }
-// From global memory, as above, or from shared memory.
-PREFIXPACK_DEVICE void load_result(const float* address, float (&out)[4]) {
+// Generic address: global memory, as above, or shared memory.
+PREFIXPACK_DEVICE void load_relaxed_generic(const float* address, float (&out)[4]) {
   asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
                : "l"(address)
                : "memory");
 }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// a * b + c * d, the same bits with the pairs exchanged.
+// a * b + c * d without fma, so that exchanging the pairs gives the same bits.
 PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {
   return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
 }
@@ -125,13 +127,13 @@ PREFIXPACK_DEVICE void load_quad(const float* address, float (&quad)[4]) {
 PREFIXPACK_DEVICE void store_words(uint16_t* address, uint32_t low, uint32_t high) {
   *reinterpret_cast<uint2*>(address) = make_uint2(low, high);
 }
-// The launch behind this one may begin, beside this one; and the one ahead has ended, its results are here.
-PREFIXPACK_DEVICE void let_next_launch_begin() {
+// Programmatic dependent launch: lets the next kernel of the stream start; waits for the previous kernel's end.
+PREFIXPACK_DEVICE void pdl_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-PREFIXPACK_DEVICE void wait_for_launch_before() {
+PREFIXPACK_DEVICE void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -145,7 +147,7 @@ PREFIXPACK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
 PREFIXPACK_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
 PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
 
-// An address in shared memory, as instructions take it.
+// 32-bit shared-memory address.
 using SharedAddress = uint32_t;
 PREFIXPACK_DEVICE SharedAddress shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -171,6 +173,11 @@ PREFIXPACK_DEVICE void store_shared(SharedAddress address, const uint32_t (&word
                "r"(words[3])
                : "memory");
 }
+PREFIXPACK_DEVICE void store_shared(SharedAddress address, const float (&quad)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(quad[0]), "f"(quad[1]), "f"(quad[2]),
+               "f"(quad[3])
+               : "memory");
+}
 PREFIXPACK_DEVICE void load_shared(SharedAddress address, float (&out)[4]) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
@@ -178,42 +185,42 @@ PREFIXPACK_DEVICE void load_shared(SharedAddress address, float (&out)[4]) {
                : "memory");
 }
 
-// 16 bytes from global to shared memory, zeros where `valid` is false.
-PREFIXPACK_DEVICE void copy_async(SharedAddress shared, const void* global, bool valid) {
+// Copies 16 bytes from global to shared memory; writes zeros where `valid` is false.
+PREFIXPACK_DEVICE void cp_async(SharedAddress shared, const void* global, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-PREFIXPACK_DEVICE void copy_async(SharedAddress shared, const void* global) {
+PREFIXPACK_DEVICE void cp_async(SharedAddress shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-PREFIXPACK_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+PREFIXPACK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
-PREFIXPACK_DEVICE void copy_wait() {
+PREFIXPACK_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane i names row i % 8 of matrix i / 8.
-PREFIXPACK_DEVICE void load_matrix(uint32_t (&out)[4], SharedAddress row) {
+// Loads four 8x8 matrices of 16-bit elements; lane i addresses row i % 8 of matrix i / 8.
+PREFIXPACK_DEVICE void ldmatrix(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(row)
                : "memory");
 }
-PREFIXPACK_DEVICE void load_matrix_transposed(uint32_t (&out)[4], SharedAddress row) {
+PREFIXPACK_DEVICE void ldmatrix_transposed(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(row)
                : "memory");
 }
 
-// An 8x8 matrix of 16-bit elements, two neighbours of a row per lane, transposed.
-PREFIXPACK_DEVICE uint32_t transpose(uint32_t pair) {
+// Transposes an 8x8 matrix of 16-bit elements; a lane holds two neighbours of a row.
+PREFIXPACK_DEVICE uint32_t movmatrix_transposed(uint32_t pair) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
   return out;
 }
 
-// base + index * stride, in bytes.
+// base + index * stride (bytes), as one 64-bit multiply-add.
 PREFIXPACK_DEVICE const char* at(const char* base, int32_t index, int32_t stride) {
   const char* result;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(index), "r"(stride), "l"(base));
@@ -225,15 +232,15 @@ struct BFloat16 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-  // Beyond the range of fp16: its largest number.
-  static PREFIXPACK_DEVICE uint32_t to_float16(uint32_t pair) {
+  // Values beyond fp16's range become its largest finite value.
+  static PREFIXPACK_DEVICE uint32_t to_fp16(uint32_t pair) {
     const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-    const __half2 result = __floats2half2_rn(within_float16(low), within_float16(high));
+    const __half2 result = __floats2half2_rn(clamp_to_fp16(low), clamp_to_fp16(high));
     return *reinterpret_cast<const uint32_t*>(&result);
   }
 
  private:
-  static PREFIXPACK_DEVICE float within_float16(float x) {
+  static PREFIXPACK_DEVICE float clamp_to_fp16(float x) {
     constexpr float kLargest = 65504.0f;
     return fabsf(x) > kLargest ? copysignf(kLargest, x) : x;
   }
@@ -243,21 +250,21 @@ struct Float16 {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-  static PREFIXPACK_DEVICE uint32_t to_float16(uint32_t pair) { return pair; }
+  static PREFIXPACK_DEVICE uint32_t to_fp16(uint32_t pair) { return pair; }
 };
 
-// Bytes 0, 2, 1, 3 of a word.
+// Reorders the bytes of a word to 0, 2, 1, 3.
 PREFIXPACK_DEVICE uint32_t even_bytes_first(uint32_t word) { return __byte_perm(word, 0, 0x3120); }
 
-// Four numbers in fp8 e4m3 as pairs in fp16. Before compute capability 8.9, which has an instruction for it, what is
-// NaN becomes 480.
-PREFIXPACK_DEVICE void from_float8(uint32_t word, uint32_t& low, uint32_t& high) {
+// Converts four e4m3 values to two fp16 pairs. Before compute capability 8.9, which has an instruction for it, NaN
+// becomes 480.
+PREFIXPACK_DEVICE void fp8_to_fp16(uint32_t word, uint32_t& low, uint32_t& high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
       : "=r"(low), "=r"(high)
       : "r"(word));
 #else
-  // Exponent and mantissa in the places of fp16's are 2^8 too small, subnormal numbers included.
+  // Exponent and mantissa in fp16's fields are too small by 2^8, subnormals included.
   const auto convert = [](uint32_t bytes) {
     const uint32_t bits = (bytes & 0x80008000u) | (bytes >> 1 & 0x3f803f80u);
     const __half2 result = __hmul2(*reinterpret_cast<const __half2*>(&bits), __half2half2(__ushort_as_half(0x5c00)));
@@ -268,12 +275,12 @@ PREFIXPACK_DEVICE void from_float8(uint32_t word, uint32_t& low, uint32_t& high)
 #endif
 }
 
-// c += a * b for a 16x16 (row major), b 16x8 (column major), c 16x8 in fp32.
+// c += a * b with a 16x16 (row major), b 16x8 (column major), c 16x8 in fp32.
 template <class Element>
-PREFIXPACK_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+PREFIXPACK_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 template <>
-PREFIXPACK_DEVICE void multiply<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+PREFIXPACK_DEVICE void mma<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
@@ -281,7 +288,7 @@ PREFIXPACK_DEVICE void multiply<BFloat16>(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
-PREFIXPACK_DEVICE void multiply<Float16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+PREFIXPACK_DEVICE void mma<Float16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"

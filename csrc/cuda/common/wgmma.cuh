@@ -1,5 +1,5 @@
-// Products of four warps together (wgmma, sm_90a only): asynchronous, with the second operand in shared memory. Tests
-// replace this header by one that runs on a CPU.
+// Warpgroup MMA (wgmma, sm_90a only): asynchronous, second operand in shared memory. Tests replace this header by an
+// emulation on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -13,45 +13,44 @@
 
 namespace prefixpack::ptx {
 
-// Where an operand lies. Its 16-bit elements fill rows of 128 bytes, eight of which, from a multiple of 1024 bytes on,
-// are an atom; the 16-byte chunks of a row are mixed with its number in the atom (`swizzled` with rows of 128 bytes).
-struct MatrixDescriptor {
+// Shared-memory operand: rows of 128 bytes in the 128-byte swizzle (`swizzled_offset` with rows of 128 bytes). Eight
+// rows at a multiple of 1024 bytes are an atom.
+struct SmemDescriptor {
   uint32_t low, high;
   PREFIXPACK_DEVICE uint64_t word() const { return static_cast<uint64_t>(high) << 32 | low; }
 };
 
-// stride: bytes from an atom to the one eight rows further on. leading: bytes from an atom to the one with the next 64
-// elements of these rows; used only where rows go along the sum.
-PREFIXPACK_DEVICE MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
+// stride: bytes between atoms of consecutive groups of eight rows. leading: bytes between atoms of consecutive groups
+// of 64 elements of the same rows; used for the transposed operand only.
+PREFIXPACK_DEVICE SmemDescriptor smem_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
   return {static_cast<uint32_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4,
           uint32_t{1} << 30 | static_cast<uint32_t>(stride >> 4)};
 }
-// Of the matrix so many bytes further on, a multiple of 16.
-PREFIXPACK_DEVICE MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
+// Descriptor of the matrix `bytes` further on, a multiple of 16.
+PREFIXPACK_DEVICE SmemDescriptor advance(SmemDescriptor matrix, int32_t bytes) {
   return {matrix.low + static_cast<uint32_t>(bytes >> 4), matrix.high};
 }
 
-// What this thread has written to shared memory, or copied there and waited for, is seen by products that are begun
-// behind the next barrier.
-PREFIXPACK_DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes this thread's shared-memory writes and completed cp.async visible to wgmma issued behind the next barrier.
+PREFIXPACK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Between the last write of registers and the products that read or add to them.
-PREFIXPACK_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-PREFIXPACK_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Orders register writes before the wgmma that read or accumulate them.
+PREFIXPACK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+PREFIXPACK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending>
-PREFIXPACK_DEVICE void products_wait() {
+PREFIXPACK_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler does not see that registers change until products are waited for: it moves no use of these past here.
+// The compiler does not know that a pending wgmma writes these registers; this keeps their uses behind the wait.
 template <int Blocks>
-PREFIXPACK_DEVICE void settle(float (&fragment)[Blocks][4]) {
+PREFIXPACK_DEVICE void wgmma_fence_operand(float (&fragment)[Blocks][4]) {
 #pragma unroll
   for (int32_t i = 0; i < 4 * Blocks; ++i) asm volatile("" : "+f"(fragment[i / 4][i % 4])::"memory");
 }
 
 template <int Steps>
-PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
+PREFIXPACK_DEVICE void wgmma_fence_operand(uint32_t (&fragment)[Steps][4]) {
 #pragma unroll
   for (int32_t i = 0; i < 4 * Steps; ++i) asm volatile("" : "+r"(fragment[i / 4][i % 4])::"memory");
 }
@@ -74,10 +73,10 @@ PREFIXPACK_DEVICE void settle(uint32_t (&fragment)[Steps][4]) {
                : "l"(a.word()), "l"(b.word())                                                                   \
                : "memory")
 
-// c = a * b, or c += a * b, for a 64x16 and b 16x64, both with rows of 64 elements along the sum. Fragments of c are as
-// those of mma.m16n8k16, sixteen rows for each of the four warps.
+// c = a * b, or c += a * b with Add: a 64x16, b 16x64, both K-major. The fragments of c are those of mma.m16n8k16, 16
+// rows per warp.
 template <class Element, bool Add>
-PREFIXPACK_DEVICE void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b) {
+PREFIXPACK_DEVICE void wgmma(float (&c)[8][4], SmemDescriptor a, SmemDescriptor b) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
     if constexpr (Add) {
       PREFIXPACK_WGMMA_KEYS("bf16", "+f", "1");
@@ -101,9 +100,9 @@ PREFIXPACK_DEVICE void multiply_group(float (&c)[8][4], MatrixDescriptor a, Matr
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word())                                          \
                : "memory")
 
-// c += a * b for a 64x16 in registers, fragments as those of mma.m16n8k16, and b 16x128, whose rows go across the sum.
+// c += a * b: a 64x16 in registers (fragments of mma.m16n8k16), b 16x128, MN-major.
 template <class Element>
-PREFIXPACK_DEVICE void multiply_group(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b) {
+PREFIXPACK_DEVICE void wgmma(float (&c)[16][4], const uint32_t (&a)[4], SmemDescriptor b) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
     PREFIXPACK_WGMMA_VALUES("bf16");
   } else {

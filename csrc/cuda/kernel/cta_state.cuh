@@ -1,4 +1,4 @@
-// What a block keeps in shared memory behind the tiles.
+// State of a CTA in shared memory, behind the tiles.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -8,20 +8,20 @@
 
 namespace prefixpack {
 
-// Parameters and header are read often, by code that is called and so cannot read them from where a kernel's parameters
-// lie.
-struct BlockState {
+// Parameters and header are copied to shared memory, because called functions cannot read kernel parameters from
+// constant memory.
+struct CtaState {
   KernelParams params;
   PlanHeader header;
-  int32_t ticket;  // of the present unit
-  int32_t kv_head;
   ItemRecord item;
-  NextUnit next;
+  int32_t tile_index;  // of the current tile
+  int32_t kv_head;
+  NextTile next;
 
   PREFIXPACK_DEVICE PlanReader plan() const { return {params.plan, header}; }
 };
-static_assert(sizeof(BlockState) <= kBlockStateBytes, "shared memory for the block's state");
+static_assert(sizeof(CtaState) <= kCtaStateBytes, "shared memory for the block's state");
 
-PREFIXPACK_DEVICE BlockState* block_state(char* shared) { return reinterpret_cast<BlockState*>(shared + kSharedBytes); }
+PREFIXPACK_DEVICE CtaState* cta_state(char* shared) { return reinterpret_cast<CtaState*>(shared + kSharedBytes); }
 
 }  // namespace prefixpack

@@ -1,5 +1,4 @@
-// The rows of a block's unit, however products are made: where queries come from, what they see, their running sums,
-// and where these go when the unit is done.
+// Rows of a CTA tile, common to both mainloops: queries, masks, accumulators, and their way to the epilogue.
 #pragma once
 
 #include "cuda/common/dtype_traits.cuh"
@@ -13,29 +12,29 @@
 
 namespace prefixpack {
 
-// TileT says where 16-byte chunks of the queries lie in shared memory, at whose begin they are, and which rows and keys
-// of a tile each warp has.
+// TileT: layout of the queries in shared memory (which they begin), and the rows and keys of a KV tile for each warp.
 template <class TileT, class Format>
-class BlockRows {
+class CtaTile {
  protected:
-  // params: wherever they are read fastest.
-  PREFIXPACK_DEVICE BlockRows(const KernelParams& params, const BlockState& state, char* shared)
+  // params: in constant or shared memory, whichever the caller reads faster.
+  PREFIXPACK_DEVICE CtaTile(const KernelParams& params, const CtaState& state, char* shared)
       : params_(params),
-        state_of_block_(state),
+        cta_(state),
         attention_(params.attention),
         item_(state.item),
         rows_(item_.query_count * params.heads.group.number),
         window_(params.attention.window_left),
         shared_(shared),
         queries_(ptx::shared_address(shared)),
-        thread_(ptx::thread_index_here()),
+        thread_(ptx::volatile_thread_index()),
         lane_(thread_ % 32),
         row_warp_(thread_ / 32 % TileT::kRowWarps),
         key_warp_(thread_ / 32 / TileT::kRowWarps),
-        begin_(first_read(item_.kv_begin, item_.kv_end, item_.lowest, params.attention.window_left, kWindowStep)),
+        begin_(first_visited(item_.kv_begin, item_.kv_end, item_.lowest, params.attention.window_left,
+                             kWindowGranularity)),
         keys_(item_.kv_end - begin_),
         num_tiles_((keys_ + TileT::kKeys - 1) / TileT::kKeys),
-        whole_(whole_tiles(begin_, item_.kv_end, item_.lowest, item_.highest, window_, TileT::kKeys)),
+        unmasked_(unmasked_tiles(begin_, item_.kv_end, item_.lowest, item_.highest, window_, TileT::kKeys)),
         softmax_(params.attention) {}
 
   static constexpr int kRowBlocks = TileT::kRowBlocks;
@@ -48,28 +47,29 @@ class BlockRows {
 
   // Queries ---------------------------------------------------------------------------------------------------------
 
-  // Where the thread's row of queries begins, in elements, or -1: read at once with all else that a unit begins with.
+  // Offset in q of the row that is this thread's number, in elements; -1 beyond the last row. Issued together with the
+  // tile's other first loads.
   PREFIXPACK_DEVICE int64_t query_offset() const {
     const bool valid = thread_ < rows_;
-    const Row place = row_of(valid ? thread_ : 0, state_of_block_.kv_head, params_.heads.group);
-    const int64_t token = state_of_block_.plan().query_token(item_.query_begin + place.query);
+    const Row place = row_of(valid ? thread_ : 0, cta_.kv_head, params_.heads.group);
+    const int64_t token = cta_.plan().query_token(item_.query_begin + place.query);
     return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 
-  // offsets: of all rows.
-  PREFIXPACK_DEVICE void copy_queries(const int64_t* offsets) const {
+  // offsets: [kRows] from query_offset().
+  PREFIXPACK_DEVICE void load_queries(const int64_t* offsets) const {
     const int32_t chunk = thread_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
 #pragma unroll 2
     for (int32_t row = thread_ / kQueryChunks; row < TileT::kRows; row += kThreads / kQueryChunks) {
       const int64_t offset = offsets[row];
-      ptx::copy_async(queries_ + TileT::query_place(row, chunk), q + (offset < 0 ? 0 : offset), offset >= 0);
+      ptx::cp_async(queries_ + TileT::query_place(row, chunk), q + (offset < 0 ? 0 : offset), offset >= 0);
     }
   }
 
-  // Queries that are here get the format of products, and their dimensions the places that keys have them in.
-  PREFIXPACK_DEVICE void adapt_queries() const {
-    const int32_t thread = ptx::thread_index_here();
+  // Converts the queries in shared memory to the MMA's dtype, and permutes their dimensions as those of fp8 keys are.
+  PREFIXPACK_DEVICE void convert_queries() const {
+    const int32_t thread = ptx::volatile_thread_index();
     constexpr int32_t kPairs = kQueryChunks / 2;
 #pragma unroll 1
     for (int32_t i = thread; i < TileT::kRows * kPairs; i += kThreads) {
@@ -81,82 +81,83 @@ class BlockRows {
       ptx::load_shared(right, words[1]);
 #pragma unroll
       for (int32_t pair = 0; pair < 8; ++pair) {
-        moved[pair % 2][pair / 2] = Format::Output::to_float16(words[pair / 4][pair % 4]);
+        moved[pair % 2][pair / 2] = Format::Output::to_fp16(words[pair / 4][pair % 4]);
       }
       ptx::store_shared(left, moved[0]);
       ptx::store_shared(right, moved[1]);
     }
   }
 
-  // Sums -----------------------------------------------------------------------------------------------------------
+  // Accumulators ----------------------------------------------------------------------------------------------------
 
-  // Row of the tile that the fragments of a thread hold: `half` 0 or 1 for its two rows of a row block.
+  // Row of the tile that a thread's fragment holds. half: 0 or 1, for its two rows of a row block.
   PREFIXPACK_DEVICE static int32_t fragment_row(int32_t thread, int32_t block, int32_t half) {
     return TileT::first_row(thread / 32 % TileT::kRowWarps, block) + half * 8 + thread % 32 / 4;
   }
 
-  // Read when a mask needs it, which is seldom; kept, it would cost the widest tile registers that it has not.
+  // Loaded only for masked tiles: keeping it in a register would spill in the widest tile.
   PREFIXPACK_DEVICE int32_t position_of(int32_t row) const {
     const int32_t query = params_.heads.group.quotient(row);
     return row < rows_ ? params_.step.query_position[item_.query_begin + query] : item_.highest;
   }
 
-  PREFIXPACK_DEVICE void start_sums() {
+  PREFIXPACK_DEVICE void clear_accumulators() {
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
-      state_[block][0] = state_[block][1] = softmax_start();
+      softmax_state_[block][0] = softmax_state_[block][1] = softmax_identity();
 #pragma unroll
       for (int32_t column = 0; column < kValueBlocks; ++column) {
-        output_[block][column][0] = output_[block][column][1] = 0.0f;
-        output_[block][column][2] = output_[block][column][3] = 0.0f;
+        accumulators_[block][column][0] = accumulators_[block][column][1] = 0.0f;
+        accumulators_[block][column][2] = accumulators_[block][column][3] = 0.0f;
       }
     }
   }
 
-  // Products of a row block's queries and a tile's keys become weights.
-  PREFIXPACK_DEVICE void weigh(int32_t tile, int32_t block, float (&scores)[kKeyBlocks][4]) {
+  // Turns the scores of a row block into softmax weights: scale, mask, online softmax.
+  PREFIXPACK_DEVICE void softmax_step(int32_t tile, int32_t block, float (&scores)[kKeyBlocks][4]) {
     softmax_.transform(scores);
-    if (ptx::uniform(tile < whole_.from || tile >= whole_.to)) {
-      const int32_t thread = ptx::thread_index_here();
+    if (ptx::uniform(tile < unmasked_.begin || tile >= unmasked_.end)) {
+      const int32_t thread = ptx::volatile_thread_index();
       const int32_t first = begin_ + tile * TileT::kKeys + key_warp_ * TileT::kKeysPerWarp + thread % 4 * 2;
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        hide(scores, half, first, item_.kv_end, position_of(fragment_row(thread, block, half)), window_);
+        mask_scores(scores, half, first, item_.kv_end, position_of(fragment_row(thread, block, half)), window_);
       }
     }
-    softmax_.add(scores, state_[block], output_[block]);
+    softmax_.add(scores, softmax_state_[block], accumulators_[block]);
   }
 
-  // Results --------------------------------------------------------------------------------------------------------
+  // Epilogue --------------------------------------------------------------------------------------------------------
 
-  // Sums go through shared memory, where the ring was: warps that had different keys of the same rows meet there, in
-  // warp order, and rows leave it in one piece.
-  PREFIXPACK_DEVICE UnitEnd spread_sums() {
-    const UnitEnd end = UnitEnd::ask(params_, state_of_block_);
-    const int32_t thread = ptx::thread_index_here(), lane = thread % 32;
-    constexpr int32_t kWidth = kSumWidth<TileT::kHeadDim>;
-    auto* sums = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
+  // Stores the accumulators in shared memory, over the ring. Warps that had different keys of the same rows are reduced
+  // there in warp order, and rows are stored to global memory contiguously.
+  PREFIXPACK_DEVICE EpilogueInputs store_accumulators() {
+    const EpilogueInputs inputs = EpilogueInputs::prefetch(params_, cta_);
+    const int32_t thread = ptx::volatile_thread_index(), lane = thread % 32;
+    constexpr int32_t kWidth = kAccumulatorStride<TileT::kHeadDim>;
+    auto* accumulators = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        add_up_quad(state_[block][half].sum);
-        float* mine = sums + (key_warp_ * TileT::kRows + fragment_row(thread, block, half)) * kWidth;
-        store_sums(mine, lane, output_[block], half);
-        if (lane % 4 == 0) ptx::store_pair(mine + TileT::kHeadDim, state_[block][half].max, state_[block][half].sum);
+        quad_sum(softmax_state_[block][half].sum);
+        float* mine = accumulators + (key_warp_ * TileT::kRows + fragment_row(thread, block, half)) * kWidth;
+        store_accumulator_row(mine, lane, accumulators_[block], half);
+        if (lane % 4 == 0)
+          ptx::store_pair(mine + TileT::kHeadDim, softmax_state_[block][half].max, softmax_state_[block][half].sum);
       }
     }
-    ptx::block_sync();
-    return end;
+    ptx::cta_sync();
+    return inputs;
   }
-  // Sums of one row of a row block.
-  static PREFIXPACK_DEVICE void store_sums(float* row, int32_t lane, const float (&output)[kValueBlocks][4],
-                                           int32_t half) {
+  // Stores the accumulators of one row of a row block.
+  static PREFIXPACK_DEVICE void store_accumulator_row(float* row, int32_t lane, const float (&output)[kValueBlocks][4],
+                                                      int32_t half) {
 #pragma unroll
     for (int32_t column = 0; column < kValueBlocks; column += 2) {
       const float left[2] = {output[column][2 * half], output[column][2 * half + 1]};
       const float right[2] = {output[column + 1][2 * half], output[column + 1][2 * half + 1]};
-      if constexpr (kDimensionsMoved<Format>) {
+      if constexpr (kPermutesDims<Format>) {
         ptx::store_quad(row + column * 8 + lane % 4 * 4, {left[0], right[0], left[1], right[1]});
       } else {
         ptx::store_pair(row + column * 8 + lane % 4 * 2, left[0], left[1]);
@@ -166,18 +167,18 @@ class BlockRows {
   }
 
   const KernelParams& params_;
-  const BlockState& state_of_block_;
+  const CtaState& cta_;
   const AttentionParams& attention_;
   const ItemRecord& item_;
   const int32_t rows_, window_;
   char* const shared_;
   const ptx::SharedAddress queries_;
   const int32_t thread_, lane_, row_warp_, key_warp_;
-  const int32_t begin_, keys_, num_tiles_;  // KV positions that are read, in tiles
-  const WholeTiles whole_;
+  const int32_t begin_, keys_, num_tiles_;  // visited KV positions, in KV tiles
+  const UnmaskedTiles unmasked_;
   const Softmax softmax_;
-  SoftmaxState state_[kRowBlocks][2];
-  float output_[kRowBlocks][kValueBlocks][4];
+  SoftmaxState softmax_state_[kRowBlocks][2];
+  float accumulators_[kRowBlocks][kValueBlocks][4];
 };
 
 }  // namespace prefixpack

@@ -1,5 +1,5 @@
-// What becomes of the sums of a block's unit: they are finished, stored, and merged with other partials of their
-// queries if these are there. One function for all tiles, since its code comes from memory too.
+// Epilogue of a CTA tile: normalizes the accumulators, stores them, and combines the queries whose last partial this
+// is. One function for all tiles, because its code has to be fetched as well.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -11,88 +11,117 @@
 
 namespace prefixpack {
 
-// Joins what the key warps have of a row, whose maximum and sum of the first of them are at `sums`. Stores its lse.
-// stride: from one key warp to the next. token: of the row, if the unit writes the output.
-PREFIXPACK_DEVICE void finish_row(const BlockState& state, int32_t row, const float* sums, int32_t key_warps,
-                                  int32_t stride, int32_t token, RowResult* result) {
+// Reduces the softmax state of a row over the key warps and stores its lse. accumulators: maximum and sum of the first
+// key warp, `stride` floats apart for the others. token: of the row, if the tile writes the output.
+PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const float* accumulators, int32_t key_warps,
+                                    int32_t stride, int32_t token, RowEpilogue* result) {
   const AttentionParams& attention = state.params.attention;
   const ItemRecord& item = state.item;
   const Row place = row_of(row, state.kv_head, state.params.heads.group);
-  SoftmaxState joined = softmax_start();
+  SoftmaxState joined = softmax_identity();
 #pragma unroll 1
   for (int32_t warp = 0; warp < key_warps; ++warp) {
-    const SoftmaxState theirs{sums[warp * stride], sums[warp * stride + 1]};
-    float keep, add;
-    joined = softmax_join(joined, theirs, [](float x) { return ptx::exp2(x); }, &keep, &add);
+    const SoftmaxState theirs{accumulators[warp * stride], accumulators[warp * stride + 1]};
+    float scale_a, scale_b;
+    joined = softmax_merge(joined, theirs, [](float x) { return ptx::exp2(x); }, &scale_a, &scale_b);
   }
-  Normalised normal;
+  FinalSoftmax normalized;
   if (item.slot_begin == kWriteThrough) {
     const OutputRow output = output_row(attention, token, place.head);
-    normal = normalised_with_sink(joined, attention, place.head);
+    normalized = finalize_with_sink(joined, attention, place.head);
     result->target = output.output;
-    store_lse(output.lse, normal.lse);
+    store_lse(output.lse, normalized.lse);
   } else {
     const PartialRow partial = partial_row(attention, item.slot_begin + place.query, place.head);
-    normal = normalised(joined);
+    normalized = finalize(joined);
     result->target = partial.output;
-    *partial.lse = normal.lse;
+    *partial.lse = normalized.lse;
   }
-  result->lse = normal.lse;
-  const float factor = normal.factor * attention.v_scale;
+  result->lse = normalized.lse;
+  const float factor = normalized.factor * attention.v_scale;
 #pragma unroll 1
   for (int32_t warp = 0; warp < key_warps; ++warp) {
-    result->weights[warp] = ptx::exp2(sums[warp * stride] - safe_max(joined.max)) * factor;
+    result->weights[warp] = ptx::exp2(accumulators[warp * stride] - safe_max(joined.max)) * factor;
   }
 }
 
-// Stores what a unit came to, and merges those of its queries of which it was the last partial. All threads have met
-// since the sums were written, and meet again before this returns. The next unit's record is asked for while rows are
-// stored.
+// Counts the tile's partial of the split that is this thread's number; whether it was the last one.
+PREFIXPACK_DEVICE bool arrive(const CtaState& state, QuerySplit* splits) {
+  const int32_t thread = ptx::volatile_thread_index();
+  QuerySplit& split = splits[thread];
+  int32_t* semaphore = semaphore_of_split(state.params, state, state.item.list, thread);
+  bool ready = split.ready;
+  if (!ready) ready = ptx::atomic_add_release(semaphore, 1) == split.list.count - 1;
+  if (ready) *semaphore = 0;
+  split.ready = ready;
+  return ready;
+}
+
+// Turns to the queries' own lists, where the results of the groups that this CTA has combined are its partials. Called
+// by all threads. Whether the split that is this thread's number has such a result.
+PREFIXPACK_DEVICE bool leave_group(CtaState& state, QuerySplit* splits) {
+  const int32_t thread = ptx::volatile_thread_index();
+  const int32_t parent = state.item.parent;
+  bool arrives = false;
+  if (thread < state.item.query_count * state.params.heads.splits) {
+    const int32_t list = parent + query_of_split(state.params, thread), first = state.plan().list_offset(list);
+    arrives = splits[thread].ready;
+    splits[thread].list = {first, state.plan().list_offset(list + 1) - first};
+    splits[thread].ready = false;
+  }
+  ptx::cta_sync();
+  if (thread < 32) {
+    state.item.slot_begin = kInGlobalMemory;
+    state.item.list = parent;
+    state.item.parent = -1;
+  }
+  ptx::cta_sync();
+  return arrives;
+}
+
+// Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
+// precedes the call, and another one its return. The next tile's record is prefetched meanwhile.
 //
-// A query whose other partials are all there is merged at once: what this unit has of it need not go through memory.
+// If all other partials of a query have arrived, it is combined at once: its own partial does not go through global
+// memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, UnitEnd known) {
-  constexpr int kThreads = kBlockThreads<HeadDim>;
-  constexpr int kWidth = kSumWidth<HeadDim>;
-  BlockState& state = *block_state(shared);
+PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
+  constexpr int kThreads = kCtaThreads<HeadDim>;
+  constexpr int kWidth = kAccumulatorStride<HeadDim>;
+  CtaState& state = *cta_state(shared);
   const ItemRecord& item = state.item;
-  const int32_t thread = ptx::thread_index_here();
-  auto* results = reinterpret_cast<RowResult*>(shared);
-  auto* parts = reinterpret_cast<QueryPart*>(results + layout.rows);
-  auto* sums = reinterpret_cast<float*>(shared + layout.at);
+  const int32_t thread = ptx::volatile_thread_index();
+  auto* results = reinterpret_cast<RowEpilogue*>(shared);
+  auto* splits = reinterpret_cast<QuerySplit*>(results + layout.rows);
+  auto* accumulators = reinterpret_cast<float*>(shared + layout.at);
   const int32_t rows = item.query_count * state.params.heads.group.number, stride = layout.rows * kWidth;
 
   const bool merges = item.slot_begin != kWriteThrough;
-  const bool has_part = merges && thread < item.query_count * state.params.heads.parts;
-  int32_t* arrivals = nullptr;
-  QueryPart part{};
-  if (has_part) {
-    arrivals = arrivals_of_part(state.params, state, thread);
-    const MergeList list{known.list_begin, known.list_end - known.list_begin};
-    part = {known.token, list, known.arrived == list.count - 1};
-    if (part.ready) *arrivals = 0;
-    parts[thread] = part;
+  const bool has_split = merges && thread < item.query_count * state.params.heads.splits;
+  if (has_split) {
+    const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
+    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
   }
   if (thread < rows) {
-    finish_row(state, thread, sums + thread * kWidth + HeadDim, layout.key_warps, stride, known.token,
-               results + thread);
+    finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
+                 results + thread);
   }
-  const int32_t ticket = state.next.ticket_of(known.asked_before);
-  const int32_t word = state.next.ask_for_record(state.params, ticket);
-  ptx::block_sync();
+  const int32_t next_tile = state.next.tile_index_of(inputs.claimed);
+  const int32_t word = state.next.prefetch_record(state.params, next_tile);
+  ptx::cta_sync();
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
   const int32_t column = thread % kQuads * 4;
-  const Divisor heads_of_part = state.params.heads.of_part;
+  const Divisor split_heads = state.params.heads.split_heads;
 #pragma unroll 1
   for (int32_t first = thread / kQuads; first < rows; first += kAtOnce * kRowsApart) {
-    float* own = sums + first * kWidth + column;
-    void* targets[kAtOnce];  // nullptr where the part is merged here
+    float* own = accumulators + first * kWidth + column;
+    void* targets[kAtOnce];  // nullptr if the split is combined here
     float quads[kAtOnce][4] = {};
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
       const int32_t row = first + k * kRowsApart < rows ? first + k * kRowsApart : first;
-      targets[k] = merges && parts[heads_of_part.quotient(row)].ready ? nullptr : results[row].target;
+      targets[k] = merges && splits[split_heads.quotient(row)].ready ? nullptr : results[row].target;
     }
 #pragma unroll 1
     for (int32_t warp = 0; warp < layout.key_warps; ++warp) {
@@ -118,20 +147,21 @@ PREFIXPACK_DEVICE_CALL void finish_unit(char* shared, BlockSums layout, UnitEnd 
       }
     }
   }
-  state.next.keep(ticket, word);
-  ptx::block_sync();
+  state.next.store(next_tile, word);
+  ptx::cta_sync();
   if (!merges) return;
-  const UnitResults own{results, parts, sums, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
-  // While it is not known yet which parts are ready: a block that comes last has nothing else to do.
-  const int32_t end = end_of_parts_at_once(own, 0, item.query_count * state.params.heads.parts);
-  bring_slots<HeadDim>(state, own, 0, end);
-  if (has_part && !part.ready) {
-    part.ready = ptx::atomic_add_release(arrivals, 1) == part.list.count - 1;
-    if (part.ready) *arrivals = 0;
-    parts[thread].ready = part.ready;
+  const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
+#pragma unroll 1
+  for (bool arrives = has_split;;) {
+    // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
+    const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
+    load_slots<HeadDim>(state, own, 0, end);
+    if (arrives) arrives = arrive(state, splits);
+    if (!ptx::cta_any(arrives)) return;
+    combine_splits<HeadDim, Output>(state, own, end);
+    if (ptx::uniform(item.parent < 0)) return;
+    arrives = leave_group(state, splits);
   }
-  if (!ptx::block_any(part.ready)) return;
-  merge_parts<HeadDim, Output>(state, own, end);
 }
 
 }  // namespace prefixpack

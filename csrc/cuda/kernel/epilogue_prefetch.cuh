@@ -1,4 +1,4 @@
-// What the end of a block's unit needs to know, asked for while its sums go to shared memory.
+// Loads that the epilogue of a CTA tile needs, issued while the accumulators are stored in shared memory.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -8,40 +8,42 @@
 
 namespace prefixpack {
 
-// A query has one part or two: the heads whose partials are counted together. The parts of a unit's queries follow each
-// other.
-PREFIXPACK_DEVICE int32_t query_of_part(const KernelParams& params, int32_t part) {
-  return params.heads.parts > 1 ? part >> 1 : part;
+// A query has one or two head splits (see head_splits), each with a semaphore of its own. Splits of a tile's queries
+// are numbered consecutively.
+PREFIXPACK_DEVICE int32_t query_of_split(const KernelParams& params, int32_t split) {
+  return params.heads.splits > 1 ? split >> 1 : split;
 }
 
-PREFIXPACK_DEVICE int32_t* arrivals_of_part(const KernelParams& params, const BlockState& state, int32_t part) {
-  const int32_t query = query_of_part(params, part), parts = params.heads.parts;
-  return arrivals_of(params, state.item.merge_begin + query, state.kv_head * parts + part - query * parts);
+// list: of the item's first query.
+PREFIXPACK_DEVICE int32_t* semaphore_of_split(const KernelParams& params, const CtaState& state, int32_t list,
+                                              int32_t split) {
+  const int32_t query = query_of_split(params, split), splits = params.heads.splits;
+  return semaphore_of(params, list + query, state.kv_head * splits + split - query * splits);
 }
 
-// As it comes from memory: nothing is worked out yet that would wait for it.
-struct UnitEnd {
-  int32_t asked_before;  // see NextUnit::ask
-  int32_t token;         // of the part that is this thread's number; of the row, if the unit writes the output
-  int32_t arrived, list_begin, list_end;  // of the part, see MergeList
+// As loaded: nothing here is used yet, because that would wait for it.
+struct EpilogueInputs {
+  int32_t claimed;  // see NextTile::claim
+  int32_t token;    // of the split that is this thread's number; of the row, if the tile writes the output
+  int32_t arrived, list_begin, list_end;  // of the split, see PartialList
 
-  // Called by all threads. params: wherever they are read fastest.
-  static PREFIXPACK_DEVICE UnitEnd ask(const KernelParams& params, const BlockState& state) {
+  // Called by all threads. params: in constant or shared memory.
+  static PREFIXPACK_DEVICE EpilogueInputs prefetch(const KernelParams& params, const CtaState& state) {
     const ItemRecord& item = state.item;
     const PlanReader plan{params.plan, state.header};
-    const int32_t thread = ptx::thread_index_here();
-    UnitEnd end{state.next.ask(params), 0, 0, 0, 0};
+    const int32_t thread = ptx::volatile_thread_index();
+    EpilogueInputs inputs{state.next.claim(params), 0, 0, 0, 0};
     const bool merges = item.slot_begin != kWriteThrough;
-    const int32_t query = merges ? query_of_part(params, thread) : params.heads.group.quotient(thread);
+    const int32_t query = merges ? query_of_split(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
-      end.token = plan.query_token(item.query_begin + query);
+      inputs.token = plan.query_token(item.query_begin + query);
       if (merges) {
-        end.list_begin = plan.merge_offset(item.merge_begin + query);
-        end.list_end = plan.merge_offset(item.merge_begin + query + 1);
-        end.arrived = ptx::load_shared_result(arrivals_of_part(params, state, thread));
+        inputs.list_begin = plan.list_offset(item.list + query);
+        inputs.list_end = plan.list_offset(item.list + query + 1);
+        inputs.arrived = ptx::load_relaxed(semaphore_of_split(params, state, item.list, thread));
       }
     }
-    return end;
+    return inputs;
   }
 };
 

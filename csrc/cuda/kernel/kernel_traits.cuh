@@ -1,4 +1,4 @@
-// The tile table of the GPU kernels: which warps do what for a tile of so many rows.
+// Tile table of the GPU kernels: tile sizes, shared-memory layouts, and the roles of the warps.
 #pragma once
 
 #include <cstdint>
@@ -8,99 +8,103 @@
 
 namespace prefixpack {
 
-constexpr int kBlocksPerMultiprocessor = 2;
-// Two blocks share the 228 KiB of an sm_90 multiprocessor, 1 KiB of each is the system's.
+constexpr int kCtasPerSm = 2;
+// Two CTAs share the 228 KiB of an sm_90 SM; 1 KiB per CTA is reserved by the system.
 constexpr int kSharedBytes = 112 * 1024;
-constexpr int kBlockStateBytes = 512;  // of which kSharedBytes leaves the system's share and this
-constexpr int kLaunchSharedBytes = kSharedBytes + kBlockStateBytes;
+constexpr int kCtaStateBytes = 512;  // kSharedBytes leaves room for this and the reserved 1 KiB
+constexpr int kLaunchSharedBytes = kSharedBytes + kCtaStateBytes;
 constexpr int kMaxStages = 4;
 
-// Sixteen warps on a multiprocessor hide each other's waits; sums of wider heads leave registers for eight.
+// 16 warps per SM hide each other's latency. Wider heads need the registers of eight.
 template <int HeadDim>
-constexpr int kBlockWarps = HeadDim > 128 ? 4 : 8;
+constexpr int kCtaWarps = HeadDim > 128 ? 4 : 8;
 template <int HeadDim>
-constexpr int kBlockThreads = 32 * kBlockWarps<HeadDim>;
+constexpr int kCtaThreads = 32 * kCtaWarps<HeadDim>;
 
-// Slots of partials that a block has room for when it merges: at least those of one query.
-constexpr int kMergeRoom = 6 * 1024;
+// Partial slots that a CTA can hold while it combines: at least those of one query.
+constexpr int kCombineScratchWords = 6 * 1024;
 
-// What a window hides of an item is left out by so many keys at a time, whatever the tile of a block.
-constexpr int kWindowStep = 64;
+// A sliding window skips KV in multiples of this, whatever the CTA's KV tile.
+constexpr int kWindowGranularity = 64;
 
-// Of a row's sums: whole 16-byte words, banks shifted from row to row. The maximum and the sum are behind the values.
+// Floats of a row's accumulators in shared memory: head_dim, then the maximum and the sum; padded to 16 bytes and so
+// that consecutive rows differ in banks.
 template <int HeadDim>
-constexpr int kSumWidth = HeadDim + 8;
+constexpr int kAccumulatorStride = HeadDim + 8;
 constexpr int kMaxKeyWarps = 4;
-constexpr int kRowStateBytes = 64;  // that a block keeps of a row whose sums are finished
+constexpr int kRowEpilogueBytes = 64;  // epilogue state of a row
 
-// How a unit leaves its sums in shared memory, of `key_warps` warps that had different keys of the same rows one after
-// the other: [key_warps][rows][kSumWidth]. Bytes before and behind those of the first are free then.
-struct BlockSums {
-  int32_t at;  // in bytes
+// Layout of a tile's accumulators in shared memory: [key_warps][rows][kAccumulatorStride]. key_warps: warps that had
+// different keys of the same rows. Bytes before and behind those of the first key warp are free after the reduction.
+struct AccumulatorLayout {
+  int32_t at;  // byte offset
   int32_t rows, key_warps;
-  int32_t scratch_at;  // in bytes, room for kMergeRoom words
+  int32_t scratch_at;  // byte offset of the scratch of kCombineScratchWords words
 };
 
-// In front, where the queries were, is room for the states of the rows, and for more if it is wide.
+// The epilogue state of the rows overlays the queries, in front. If they leave enough room, so does the scratch of the
+// combine.
 template <int HeadDim, int Rows, int KeyWarps, int QueryBytes>
-constexpr BlockSums block_sums() {
-  static_assert(Rows * kRowStateBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
-  constexpr bool kInFront = Rows * kRowStateBytes + kMergeRoom * 4 <= QueryBytes;
-  constexpr int kBehind = QueryBytes + Rows * kSumWidth<HeadDim> * 4;
-  static_assert(kInFront || kBehind + kMergeRoom * 4 <= kSharedBytes, "room for merging");
-  static_assert(QueryBytes + KeyWarps * Rows * kSumWidth<HeadDim> * 4 <= kSharedBytes, "sums of all key warps");
-  return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowStateBytes : kBehind};
+constexpr AccumulatorLayout accumulator_layout() {
+  static_assert(Rows * kRowEpilogueBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
+  constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= QueryBytes;
+  constexpr int kBehind = QueryBytes + Rows * kAccumulatorStride<HeadDim> * 4;
+  static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for merging");
+  static_assert(QueryBytes + KeyWarps * Rows * kAccumulatorStride<HeadDim> * 4 <= kSharedBytes,
+                "sums of all key warps");
+  return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};
 }
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-// Rows are (query, head in group). Few rows: the warps share out the keys of a KV tile and their sums are added at
-// the end. Where there are sixteen rows for each, it has rows of its own.
-// KvBytes: of a stored element.
+// CTA tile of mma.sync. Rows are (query, head of the group). With few rows the warps share the keys of a KV tile and
+// are reduced in the epilogue. From 16 rows per warp on, each warp has rows of its own. KvBytes: of a stored element.
 template <int HeadDim, int Rows, int KvBytes>
-struct Tile {
+struct MmaTile {
   static_assert(HeadDim % 64 == 0 && HeadDim <= 256, "the swizzle mixes groups of eight 16-byte chunks, or has four");
   static_assert(Rows == 32 || Rows == 64 || Rows == 128, "tile table");
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kRows = Rows;
-  static constexpr int kThreads = kBlockThreads<HeadDim>;
+  static constexpr int kThreads = kCtaThreads<HeadDim>;
   static constexpr int kRowWarps = min_of(kThreads / 32, Rows / 16);
   static constexpr int kKeyWarps = kThreads / 32 / kRowWarps;
-  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // blocks of 16 rows per warp
+  static constexpr int kRowBlocks = Rows / 16 / kRowWarps;  // 16-row blocks per warp
   static constexpr int kRowBytes = HeadDim * KvBytes;       // of K or V
-  // What the registers for scores allow; many where warps share them out, and a chunk for each thread.
+  // Limited by the registers for scores. More keys where warps share them, and at least a 16-byte chunk per thread.
   static constexpr int kKeys = HeadDim > 128   ? (Rows > 32 ? 16 : 32)
-                               : kKeyWarps > 2 ? kWindowStep
+                               : kKeyWarps > 2 ? kWindowGranularity
                                                : max_of(16 * kKeyWarps, kThreads * 16 / kRowBytes);
   static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kQueryRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = Rows * kQueryRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a stage
   static constexpr int kStages = min_of(kMaxStages, (kSharedBytes - kQueryBytes) / (2 * kTileBytes));
-  PREFIXPACK_BOTH static constexpr BlockSums sums() { return block_sums<HeadDim, Rows, kKeyWarps, kQueryBytes>(); }
+  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
+    return accumulator_layout<HeadDim, Rows, kKeyWarps, kQueryBytes>();
+  }
 
   PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
-    return swizzled(row, chunk, kQueryRowBytes);
+    return swizzled_offset(row, chunk, kQueryRowBytes);
   }
   // First row of a warp's row block.
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t block) {
     return (row_warp * kRowBlocks + block) * 16;
   }
 
-  static_assert(kWindowStep % kKeys == 0, "whole tiles are left out");
+  static_assert(kWindowGranularity % kKeys == 0, "whole tiles are left out");
   static_assert(kKeysPerWarp % 16 == 0, "a warp takes whole 16-key fragments");
   static_assert(kStages >= 2, "a tile needs two stages in flight");
 };
 
-// A warp on its own: its queries, and a ring of pieces, each the K or the V of a KV tile. Two blocks of eight such
-// warps share a multiprocessor, or one beside a block of the other kernel.
-constexpr int kLoneWarps = 8;
-constexpr int kLoneThreads = 32 * kLoneWarps;
-constexpr int kLoneBlocksPerMultiprocessor = 2;
+// Warp kernel: a warp has its queries and a ring of stages, each the K or the V of a KV tile. Two such CTAs of eight
+// warps share an SM, or one shares it with a CTA of the CTA kernel.
+constexpr int kDecodeWarps = 8;
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
+constexpr int kDecodeCtasPerSm = 2;
 constexpr int kWarpBytes = 14 * 1024;
-constexpr int kEnoughLoneWarps = 4;       // of a block, to use all of the memory's bandwidth
-constexpr int kTokensToFillRounds = 256;  // units so long are bound by bandwidth, shorter ones by latency
+constexpr int kMinActiveWarps = 4;          // per CTA, enough to saturate memory bandwidth
+constexpr int kBandwidthBoundTokens = 256;  // tiles of this length are bound by bandwidth, shorter ones by latency
 
 template <int HeadDim, int KvBytes>
 struct WarpTile {
@@ -110,22 +114,23 @@ struct WarpTile {
   static constexpr int kRowBytes = HeadDim * KvBytes;  // of K or V
   static constexpr int kQueryRowBytes = HeadDim * 2;
   static constexpr int kQueryBytes = kRows * kQueryRowBytes;
-  static constexpr int kPieceBytes = kKeys * kRowBytes;
-  static constexpr bool kSumsInPiece = kRows * HeadDim * 4 <= kPieceBytes;  // sums lie where a piece was
-  static constexpr int kSumBytes = kSumsInPiece ? 0 : kRows * HeadDim * 4;  // or in a place of their own
-  static constexpr int kPieces = min_of(8, (kWarpBytes - kQueryBytes - kSumBytes) / kPieceBytes);
+  static constexpr int kStageBytes = kKeys * kRowBytes;
+  static constexpr bool kAccumulatorsInStage = kRows * HeadDim * 4 <= kStageBytes;  // accumulators overlay a stage
+  static constexpr int kAccumulatorBytes =
+      kAccumulatorsInStage ? 0 : kRows * HeadDim * 4;  // or have shared memory of their own
+  static constexpr int kStages = min_of(8, (kWarpBytes - kQueryBytes - kAccumulatorBytes) / kStageBytes);
 
-  static_assert(kPieces >= 3, "a piece in use and two in flight");
+  static_assert(kStages >= 3, "a piece in use and two in flight");
 };
 
-// Warps of each of `blocks` blocks that take units, of `tokens` KV positions each; 0: of various lengths. Many units of
-// one length are done in rounds, and a last round of a few warps leaves memory idle: where fewer warps are enough for
-// all of its bandwidth, as many take part as fill their rounds best.
+// Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. Many tiles of one length run in waves,
+// and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number that fills its waves
+// best takes part.
 inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
-  if (tokens < kTokensToFillRounds || blocks == 0) return kLoneWarps;
-  int32_t best = kLoneWarps;
+  if (tokens < kBandwidthBoundTokens || blocks == 0) return kDecodeWarps;
+  int32_t best = kDecodeWarps;
   float best_share = 0.0f;
-  for (int32_t warps = kLoneWarps; warps >= kEnoughLoneWarps; --warps) {
+  for (int32_t warps = kDecodeWarps; warps >= kMinActiveWarps; --warps) {
     const int64_t at_once = int64_t{warps} * blocks, rounds = (units + at_once - 1) / at_once;
     const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
     if (share > best_share + 0.02f) best = warps, best_share = share;
@@ -133,11 +138,11 @@ inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
   return best;
 }
 
-// Wider heads leave a warp neither the registers nor the shared memory for work of its own.
+// Whether there is a warp kernel. Wider heads leave a warp too few registers and too little shared memory.
 template <int HeadDim>
-constexpr bool kWarpsWorkAlone = HeadDim <= 128;
+constexpr bool kHasWarpKernel = HeadDim <= 128;
 
-// Nor the registers for two row blocks per warp.
+// Wider heads leave no registers for two row blocks per warp.
 template <int HeadDim>
 constexpr int kMaxTileRows = HeadDim > 128 ? 64 : 128;
 

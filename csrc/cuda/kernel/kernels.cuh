@@ -1,4 +1,4 @@
-// The kernels as CUDA sees them; one small .cu file instantiates each head size.
+// The __global__ kernels and their launches; one small .cu file instantiates each head size and dtype.
 #pragma once
 
 #include "cuda/common/check.cuh"
@@ -7,77 +7,75 @@
 
 namespace prefixpack {
 
-// Before compute capability 9.0 shared memory has room for one block of either kernel, which then may have all
-// registers.
+// Before compute capability 9.0, shared memory holds one CTA of either kernel, which may use all registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResidentBlocks = 1, kResidentLoneBlocks = 1;
+constexpr int kResidentCtas = 1, kResidentDecodeCtas = 1;
 #else
-constexpr int kResidentBlocks = kBlocksPerMultiprocessor, kResidentLoneBlocks = kLoneBlocksPerMultiprocessor;
+constexpr int kResidentCtas = kCtasPerSm, kResidentDecodeCtas = kDecodeCtasPerSm;
 #endif
 
 template <int HeadDim, class Format>
-__global__ void __launch_bounds__(kBlockThreads<HeadDim>, kResidentBlocks)
-    packed_blocks(const __grid_constant__ KernelParams params, int32_t blocks, int32_t few_blocks) {
+__global__ void __launch_bounds__(kCtaThreads<HeadDim>, kResidentCtas)
+    attention_ctas(const __grid_constant__ KernelParams params, int32_t ctas, int32_t few_ctas) {
   extern __shared__ __align__(1024) char shared[];
-  run_blocks<HeadDim, Format>(params, shared, blocks, few_blocks);
+  run_cta_kernel<HeadDim, Format>(params, shared, ctas, few_ctas);
 }
 
 template <int HeadDim, class Format>
-__global__ void __launch_bounds__(kLoneThreads, kResidentLoneBlocks)
-    packed_warps(const __grid_constant__ KernelParams params, int32_t blocks) {
+__global__ void __launch_bounds__(kDecodeThreads, kResidentDecodeCtas)
+    attention_warps(const __grid_constant__ KernelParams params, int32_t ctas) {
   extern __shared__ __align__(1024) char shared[];
-  run_warps<HeadDim, Format>(params, shared, blocks);
+  run_warp_kernel<HeadDim, Format>(params, shared, ctas);
 }
 
 template <class Kernel>
-int32_t resident(Kernel kernel, int32_t threads, int32_t shared_bytes) {
+int32_t resident_ctas(Kernel kernel, int32_t threads, int32_t shared_bytes) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "cudaFuncSetAttribute");
-  int device = 0, multiprocessors = 0, per_multiprocessor = 0;
+  int device = 0, sms = 0, ctas_per_sm = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes),
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, threads, shared_bytes),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return multiprocessors * per_multiprocessor;
+  return sms * ctas_per_sm;
 }
 
 template <int HeadDim, class Format>
 LaunchSize launch_size_of() {
-  int device = 0, major = 0, multiprocessors = 0;
+  int device = 0, major = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   LaunchSize size{};
-  size.blocks = size.few_blocks = resident(packed_blocks<HeadDim, Format>, kBlockThreads<HeadDim>, kLaunchSharedBytes);
-  size.beside = major >= 9;
-  if constexpr (kWarpsWorkAlone<HeadDim>) {
-    size.warp_blocks = resident(packed_warps<HeadDim, Format>, kLoneThreads, kLoneWarps * kWarpBytes);
-    if (size.beside && size.blocks > multiprocessors) size.few_blocks = multiprocessors;
+  size.ctas = size.few_ctas = resident_ctas(attention_ctas<HeadDim, Format>, kCtaThreads<HeadDim>, kLaunchSharedBytes);
+  size.overlap = major >= 9;
+  if constexpr (kHasWarpKernel<HeadDim>) {
+    size.warp_ctas = resident_ctas(attention_warps<HeadDim, Format>, kDecodeThreads, kDecodeWarps * kWarpBytes);
+    if (size.overlap && size.ctas > sms) size.few_ctas = sms;
   }
   return size;
 }
 
 template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
-  const int32_t blocks = size.blocks + size.warp_blocks;
-  packed_blocks<HeadDim, Format>
-      <<<size.blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, stream>>>(params, blocks, size.few_blocks);
+  const int32_t ctas = size.ctas + size.warp_ctas;
+  attention_ctas<HeadDim, Format>
+      <<<size.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes, stream>>>(params, ctas, size.few_ctas);
   check_cuda(cudaGetLastError(), "packed attention");
-  if constexpr (kWarpsWorkAlone<HeadDim>) {
-    // Begins when all blocks of the first have begun, and runs beside them; on older devices, after them.
-    cudaLaunchAttribute beside{};
-    beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    beside.val.programmaticStreamSerializationAllowed = 1;
+  if constexpr (kHasWarpKernel<HeadDim>) {
+    // Starts when all CTAs of the first kernel have started, and runs beside them. On older devices it runs after them.
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(size.warp_blocks);
-    config.blockDim = kLoneThreads;
-    config.dynamicSmemBytes = kLoneWarps * kWarpBytes;
+    config.gridDim = static_cast<unsigned>(size.warp_ctas);
+    config.blockDim = kDecodeThreads;
+    config.dynamicSmemBytes = kDecodeWarps * kWarpBytes;
     config.stream = stream;
-    config.attrs = &beside;
-    config.numAttrs = size.beside ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, packed_warps<HeadDim, Format>, params, blocks), "packed attention of warps");
+    config.attrs = &overlap;
+    config.numAttrs = size.overlap ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, attention_warps<HeadDim, Format>, params, ctas),
+               "packed attention of warps");
   }
 }
 
@@ -89,10 +87,10 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
   template LaunchSize launch_size_of<HEAD_DIM, FORMAT>(); \
   template void launch_attention_of<HEAD_DIM, FORMAT>(const KernelParams&, LaunchSize, cudaStream_t);
 
-using BFloat16Kv = SameFormat<ptx::BFloat16>;
-using Float16Kv = SameFormat<ptx::Float16>;
-using BFloat16WithFloat8Kv = Float8Format<ptx::BFloat16>;
-using Float16WithFloat8Kv = Float8Format<ptx::Float16>;
+using BFloat16Kv = SameDtypeKv<ptx::BFloat16>;
+using Float16Kv = SameDtypeKv<ptx::Float16>;
+using BFloat16WithFloat8Kv = Fp8Kv<ptx::BFloat16>;
+using Float16WithFloat8Kv = Fp8Kv<ptx::Float16>;
 
 #ifndef PREFIXPACK_INSTANTIATION
 PREFIXPACK_DECLARE(64, BFloat16Kv)

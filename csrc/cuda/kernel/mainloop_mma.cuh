@@ -1,7 +1,7 @@
-// A unit for a whole block: the queries of a wide work item against its KV range, for one KV head.
+// Mainloop of a CTA tile with mma.sync: the queries of an item against its KV range, for one KV head.
 //
-// KV tiles go through a ring of stages filled by asynchronous copies. One barrier per tile: behind it everybody sees
-// the tile that has arrived and nobody reads the one before it any more, so that its stage is filled again.
+// KV tiles go through a ring of stages filled by cp.async. There is one barrier per KV tile: behind it the arrived tile
+// is visible to all, and no warp reads the previous one, so that its stage can be refilled.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -14,11 +14,11 @@
 namespace prefixpack {
 
 template <class TileT, class Format>
-class BlockUnit : BlockRows<TileT, Format> {
-  using Rows = BlockRows<TileT, Format>;
+class MmaMainloop : CtaTile<TileT, Format> {
+  using Rows = CtaTile<TileT, Format>;
 
  public:
-  PREFIXPACK_DEVICE BlockUnit(const KernelParams& params, const BlockState& state, char* shared)
+  PREFIXPACK_DEVICE MmaMainloop(const KernelParams& params, const CtaState& state, char* shared)
       : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {
     first_slot_ = item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
     const int32_t chunk = thread_ % kChunks;
@@ -28,35 +28,35 @@ class BlockUnit : BlockRows<TileT, Format> {
          chunk * 16;
   }
 
-  // As far as the sums, see finish_unit.
-  PREFIXPACK_DEVICE UnitEnd run() {
+  // Leaves the accumulators in shared memory, see run_epilogue.
+  PREFIXPACK_DEVICE EpilogueInputs run() {
     begin_loads();
-    this->start_sums();
-    if constexpr (kDimensionsMoved<Format>) {
-      ptx::copy_wait<kStages - 2>();
-      ptx::block_sync();
-      this->adapt_queries();  // seen by all behind the first tile's barrier
+    this->clear_accumulators();
+    if constexpr (kPermutesDims<Format>) {
+      ptx::cp_async_wait<kStages - 2>();
+      ptx::cta_sync();
+      this->convert_queries();  // visible behind the first tile's barrier
     }
     for (int32_t tile = 0; ptx::uniform(tile < num_tiles_); ++tile) {
-      ptx::copy_wait<kStages - 2>();
-      ptx::block_sync();
+      ptx::cp_async_wait<kStages - 2>();
+      ptx::cta_sync();
       load_tile(tile + kStages - 1);
       float scores[kRowBlocks][kKeyBlocks][4];
-      multiply_keys(tile, scores);
+      compute_scores(tile, scores);
 #pragma unroll
-      for (int32_t block = 0; block < kRowBlocks; ++block) this->weigh(tile, block, scores[block]);
-      add_values(tile, scores);
+      for (int32_t block = 0; block < kRowBlocks; ++block) this->softmax_step(tile, block, scores[block]);
+      accumulate_values(tile, scores);
     }
-    ptx::copy_wait<0>();
-    ptx::block_sync();  // the ring becomes the place where the warps' sums meet, or the next unit's
-    return this->spread_sums();
+    ptx::cp_async_wait<0>();
+    ptx::cta_sync();  // the accumulators overlay the ring
+    return this->store_accumulators();
   }
 
  private:
   using Product = typename Format::Product;
   static constexpr int kStages = TileT::kStages;
-  static constexpr int kStepsAtOnce = Format::kStepsAtOnce;
-  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsAtOnce;  // of matrices, for all dimensions
+  static constexpr int kStepsPerLoad = Format::kStepsPerLoad;
+  static constexpr int kLoads = TileT::kHeadDim / 16 / kStepsPerLoad;  // ldmatrix.x4 per 16 keys, for all dimensions
   using Rows::kChunks;
   using Rows::kKeyBlocks;
   using Rows::kRowBlocks;
@@ -69,26 +69,26 @@ class BlockUnit : BlockRows<TileT, Format> {
   }
   PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
 
-  // Address of a chunk for ldmatrix: rows start where the address bits of the swizzle are zero, so that it is an
-  // exclusive or with the address.
+  // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
+  // of the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);
   }
 
-  // Loads ----------------------------------------------------------------------------------------------------------
+  // Loads -----------------------------------------------------------------------------------------------------------
 
-  // Queries and the first tiles. What is read to find them is read all at once.
+  // Loads the queries and the first KV tiles. All loads of their addresses are issued at once.
   PREFIXPACK_DEVICE void begin_loads() {
     static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
     const int32_t slot = thread_ < keys_ ? params_.step.kv_slots[first_slot_ - thread_ / kChunks + thread_] : -1;
     const int64_t offset = this->query_offset();
-    // In the stage that is filled last.
+    // Overlays the stage that is filled last.
     auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
     auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);
     offsets[thread_] = offset;
     first_slots[thread_] = slot;
-    ptx::block_sync();
-    this->copy_queries(offsets);
+    ptx::cta_sync();
+    this->load_queries(offsets);
 #pragma unroll 1
     for (int32_t tile = 0; tile < kStages - 1; ++tile) {
 #pragma unroll
@@ -96,12 +96,12 @@ class BlockUnit : BlockRows<TileT, Format> {
         next_slots_[pass] = first_slots[tile * TileT::kKeys + pass * kRowsPerPass + thread_ / kChunks];
       }
       copy_tile(tile);
-      ptx::copy_commit();
+      ptx::cp_async_commit();
     }
     fetch_slots(kStages - 1);
   }
 
-  // Slots of the rows that this thread copies, a tile ahead of the copies.
+  // KV slots of the rows that this thread copies, one tile ahead of the copies.
   PREFIXPACK_DEVICE void fetch_slots(int32_t tile) {
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
@@ -112,35 +112,35 @@ class BlockUnit : BlockRows<TileT, Format> {
 
   PREFIXPACK_DEVICE void copy_tile(int32_t tile) const {
     if (ptx::uniform(tile >= num_tiles_)) return;
-    // Worked out again for each tile, for want of registers, as what is near is read again.
-    const int32_t thread = ptx::thread_index_here();
-    const int32_t copy_to = swizzled(thread / kChunks, thread % kChunks, TileT::kRowBytes);
+    // Recomputed for each tile to save registers.
+    const int32_t thread = ptx::volatile_thread_index();
+    const int32_t copy_to = swizzled_offset(thread / kChunks, thread % kChunks, TileT::kRowBytes);
     const ptx::SharedAddress to = ring_ + tile % kStages * 2 * TileT::kTileBytes + copy_to;
     const auto k_stride = static_cast<int32_t>(attention_.k_slot_stride) * Format::kKvBytes;
     const auto v_stride = static_cast<int32_t>(attention_.v_slot_stride) * Format::kKvBytes;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      // kRowsPerPass is a multiple of 8 or a divisor of it that the swizzle has to know of.
-      const int32_t mix = chunk_mix(pass * kRowsPerPass, TileT::kRowBytes);
+      // kRowsPerPass is a multiple of 8, or a divisor of it that the swizzle accounts for.
+      const int32_t mix = swizzle_bits(pass * kRowsPerPass, TileT::kRowBytes);
       const ptx::SharedAddress place =
           (to ^ static_cast<ptx::SharedAddress>(mix << 4)) + pass * kRowsPerPass * TileT::kRowBytes;
       const bool valid = next_slots_[pass] >= 0;
       const int32_t slot = valid ? next_slots_[pass] : 0;
-      ptx::copy_async(place, ptx::at(k_, slot, k_stride), valid);
-      ptx::copy_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride), valid);
+      ptx::cp_async(place, ptx::at(k_, slot, k_stride), valid);
+      ptx::cp_async(place + TileT::kTileBytes, ptx::at(v_, slot, v_stride), valid);
     }
   }
 
-  // A tile beyond the last still commits its (empty) group: waits count groups.
+  // Commits an empty group beyond the last tile, because waits count groups.
   PREFIXPACK_DEVICE void load_tile(int32_t tile) {
     copy_tile(tile);
-    ptx::copy_commit();
+    ptx::cp_async_commit();
     fetch_slots(tile + 1);
   }
 
-  // Products -------------------------------------------------------------------------------------------------------
+  // MMAs ------------------------------------------------------------------------------------------------------------
 
-  PREFIXPACK_DEVICE void multiply_keys(int32_t tile, float (&scores)[kRowBlocks][kKeyBlocks][4]) const {
+  PREFIXPACK_DEVICE void compute_scores(int32_t tile, float (&scores)[kRowBlocks][kKeyBlocks][4]) const {
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
@@ -149,39 +149,40 @@ class BlockUnit : BlockRows<TileT, Format> {
       }
     }
     // Matrices of a K fragment: keys 0-7 low half, keys 0-7 high half, keys 8-15 low, keys 8-15 high.
-    const int32_t lane = ptx::thread_index_here() % 32;
-    const ptx::SharedAddress keys = key_tile(tile) + swizzled(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
+    const int32_t lane = ptx::volatile_thread_index() % 32;
+    const ptx::SharedAddress keys =
+        key_tile(tile) + swizzled_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2, TileT::kRowBytes);
     const ptx::SharedAddress queries =
-        queries_ + swizzled(row_warp_ * kRowBlocks * 16 + lane % 16, lane / 16, TileT::kQueryRowBytes);
+        queries_ + swizzled_offset(row_warp_ * kRowBlocks * 16 + lane % 16, lane / 16, TileT::kQueryRowBytes);
 #pragma unroll
     for (int32_t load = 0; load < kLoads; ++load) {
-      uint32_t query[kStepsAtOnce][kRowBlocks][4];
+      uint32_t query[kStepsPerLoad][kRowBlocks][4];
 #pragma unroll
-      for (int32_t i = 0; i < kStepsAtOnce * kRowBlocks; ++i) {
+      for (int32_t i = 0; i < kStepsPerLoad * kRowBlocks; ++i) {
         const int32_t step = i / kRowBlocks, block = i % kRowBlocks;
-        ptx::load_matrix(query[step][block],
-                         chunk_at(queries, 2 * (load * kStepsAtOnce + step)) + block * 16 * TileT::kQueryRowBytes);
+        ptx::ldmatrix(query[step][block],
+                      chunk_at(queries, 2 * (load * kStepsPerLoad + step)) + block * 16 * TileT::kQueryRowBytes);
       }
 #pragma unroll
       for (int32_t pair = 0; pair < kKeyBlocks / 2; ++pair) {
         uint32_t loaded[4];
-        ptx::load_matrix(loaded, chunk_at(keys, 2 * load) + pair * 16 * TileT::kRowBytes);
+        ptx::ldmatrix(loaded, chunk_at(keys, 2 * load) + pair * 16 * TileT::kRowBytes);
 #pragma unroll
-        for (int32_t step = 0; step < kStepsAtOnce; ++step) {
+        for (int32_t step = 0; step < kStepsPerLoad; ++step) {
           uint32_t key[4];
-          Format::keys_as_columns(loaded, step, key);
+          Format::key_b_fragments(loaded, step, key);
 #pragma unroll
           for (int32_t block = 0; block < kRowBlocks; ++block) {
-            ptx::multiply<Product>(scores[block][2 * pair], query[step][block], key[0], key[1]);
-            ptx::multiply<Product>(scores[block][2 * pair + 1], query[step][block], key[2], key[3]);
+            ptx::mma<Product>(scores[block][2 * pair], query[step][block], key[0], key[1]);
+            ptx::mma<Product>(scores[block][2 * pair + 1], query[step][block], key[2], key[3]);
           }
         }
       }
     }
   }
 
-  PREFIXPACK_DEVICE void add_values(int32_t tile, const float (&weights)[kRowBlocks][kKeyBlocks][4]) {
-    const ptx::SharedAddress values = value_tile(tile) + swizzled(lane_ % 16, lane_ / 16, TileT::kRowBytes);
+  PREFIXPACK_DEVICE void accumulate_values(int32_t tile, const float (&weights)[kRowBlocks][kKeyBlocks][4]) {
+    const ptx::SharedAddress values = value_tile(tile) + swizzled_offset(lane_ % 16, lane_ / 16, TileT::kRowBytes);
 #pragma unroll
     for (int32_t step = 0; step < kKeyBlocks / 2; ++step) {
       uint32_t weight[kRowBlocks][4];
@@ -190,22 +191,23 @@ class BlockUnit : BlockRows<TileT, Format> {
 #pragma unroll
       for (int32_t load = 0; load < kLoads; ++load) {
         uint32_t loaded[4];
-        ptx::load_matrix_transposed(loaded, chunk_at(values, 2 * load) + step * 16 * TileT::kRowBytes);
+        ptx::ldmatrix_transposed(loaded, chunk_at(values, 2 * load) + step * 16 * TileT::kRowBytes);
 #pragma unroll
-        for (int32_t i = 0; i < kStepsAtOnce; ++i) {
+        for (int32_t i = 0; i < kStepsPerLoad; ++i) {
           uint32_t value[4];
-          Format::values_as_columns(loaded, i, value);
-          const int32_t column = 2 * (load * kStepsAtOnce + i);
+          Format::value_b_fragments(loaded, i, value);
+          const int32_t column = 2 * (load * kStepsPerLoad + i);
 #pragma unroll
           for (int32_t block = 0; block < kRowBlocks; ++block) {
-            ptx::multiply<Product>(output_[block][column], weight[block], value[0], value[1]);
-            ptx::multiply<Product>(output_[block][column + 1], weight[block], value[2], value[3]);
+            ptx::mma<Product>(accumulators_[block][column], weight[block], value[0], value[1]);
+            ptx::mma<Product>(accumulators_[block][column + 1], weight[block], value[2], value[3]);
           }
         }
       }
     }
   }
 
+  using Rows::accumulators_;
   using Rows::attention_;
   using Rows::begin_;
   using Rows::item_;
@@ -213,15 +215,14 @@ class BlockUnit : BlockRows<TileT, Format> {
   using Rows::keys_;
   using Rows::lane_;
   using Rows::num_tiles_;
-  using Rows::output_;
   using Rows::params_;
   using Rows::queries_;
   using Rows::row_warp_;
   using Rows::shared_;
   using Rows::thread_;
   const ptx::SharedAddress ring_;
-  int32_t first_slot_;  // in the step's, of the row that this thread copies first
-  const char *k_, *v_;  // of this thread's chunk
+  int32_t first_slot_;  // in StepState::kv_slots, of the first row that this thread copies
+  const char *k_, *v_;  // at this thread's chunk
   int32_t next_slots_[kPasses];
 };
 

@@ -1,4 +1,4 @@
-// Online softmax over the accumulator fragments of mma.m16n8k16: a thread holds two rows, a quad of lanes each row.
+// Online softmax over the accumulator fragments of mma.m16n8k16: a thread holds two rows, four lanes hold each row.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -7,11 +7,11 @@
 
 namespace prefixpack {
 
-// Hides what row `half` of the fragment does not see. Columns of the thread start at position `first`.
+// Masks the scores of row `half` of the fragment. first: KV position of the thread's first column.
 template <int KeyBlocks>
-PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
-                            int32_t position, int32_t window_left) {
-  const Visible seen = visible_from(first, kv_end, position, window_left);
+PREFIXPACK_DEVICE void mask_scores(float (&scores)[KeyBlocks][4], int32_t half, int32_t first, int32_t kv_end,
+                                   int32_t position, int32_t window_left) {
+  const VisibleKeys seen = visible_keys(first, kv_end, position, window_left);
 #pragma unroll
   for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
     const int32_t key = i / 2 * 8 + i % 2;
@@ -19,7 +19,7 @@ PREFIXPACK_DEVICE void hide(float (&scores)[KeyBlocks][4], int32_t half, int32_t
   }
 }
 
-// Weights of 16 keys as an operand of the next product.
+// Packs the weights of 16 keys as the A operand of P*V.
 template <class Element, int KeyBlocks>
 PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_t step, uint32_t (&packed)[4]) {
   packed[0] = Element::pack(weights[2 * step][0], weights[2 * step][1]);
@@ -28,12 +28,15 @@ PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_
   packed[3] = Element::pack(weights[2 * step + 1][2], weights[2 * step + 1][3]);
 }
 
-// Of absolute error below 1e-6; the library's function branches, and would be in every kernel for a rare option.
-PREFIXPACK_DEVICE float tanh_of(float x) { return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x)); }
+// tanh with an absolute error below 1e-6. The library's function branches, and would add its code to every kernel for a
+// rare option.
+PREFIXPACK_DEVICE float fast_tanh(float x) {
+  return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x));
+}
 
-// A maximum may be so many powers of two behind the largest logit seen: sums then are larger than they need be, which
-// does no harm, and most tiles change nothing and need no look at other lanes. (FlashAttention-4 rescales as lazily.)
-constexpr float kMaxBehind = 8.0f;
+// Lazy rescaling, as in FlashAttention-4: the maximum in use may lag the largest logit by this power of two. Sums then
+// are larger than necessary, which is harmless, and most tiles need neither a rescale nor a shuffle.
+constexpr float kRescaleThreshold = 8.0f;
 
 class Softmax {
  public:
@@ -42,11 +45,11 @@ class Softmax {
         to_cap_(attention.logit_cap > 0.0f ? attention.scale * ptx::reciprocal(attention.logit_cap) : 0.0f),
         to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
 
-  // Products become logits, but for a factor that add() applies.
+  // Applies the soft cap. add() applies the scale.
   PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
     if (cap_ > 0.0f) {
 #pragma unroll
-      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * tanh_of(scores[i] * to_cap_);
+      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * fast_tanh(scores[i] * to_cap_);
     }
   }
   template <int KeyBlocks>
@@ -54,13 +57,13 @@ class Softmax {
     if (cap_ > 0.0f) {
 #pragma unroll
       for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
-        scores[i / 4][i % 4] = cap_ * tanh_of(scores[i / 4][i % 4] * to_cap_);
+        scores[i / 4][i % 4] = cap_ * fast_tanh(scores[i / 4][i % 4] * to_cap_);
       }
     }
   }
 
-  // Scores become weights 2^(logit - running maximum) of both rows; sums and outputs are brought to the new maximum, if
-  // there is one. The sums are this thread's share.
+  // Replaces scores by weights 2^(logit - running maximum) of both rows, and rescales sums and accumulators to the new
+  // maximum, if there is one. The sums are this thread's share.
   template <int KeyBlocks, int ValueBlocks>
   PREFIXPACK_DEVICE void add(float (&scores)[KeyBlocks][4], SoftmaxState (&state)[2],
                              float (&output)[ValueBlocks][4]) const {
@@ -71,7 +74,7 @@ class Softmax {
 #pragma unroll
       for (int32_t i = 1; i < 2 * KeyBlocks; ++i) max[half] = ptx::max(max[half], scores[i / 2][2 * half + i % 2]);
     }
-    if (is_ahead(max, state)) {
+    if (exceeds_threshold(max, state)) {
       for (int32_t mask = 1; mask <= 2; mask *= 2) {
         max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
         max[1] = ptx::max(max[1], ptx::shuffle_xor(max[1], mask));
@@ -98,12 +101,12 @@ class Softmax {
     }
   }
 
-  // The same for transposed fragments, whose columns are the rows of queries: two columns, over eight lanes each.
+  // The same for transposed fragments, whose columns are query rows: two columns per thread, each over eight lanes.
   template <int ValueBlocks>
-  PREFIXPACK_DEVICE void add_columns(float (&scores)[4], SoftmaxState (&state)[2],
-                                     float (&output)[ValueBlocks][4]) const {
+  PREFIXPACK_DEVICE void add_transposed(float (&scores)[4], SoftmaxState (&state)[2],
+                                        float (&output)[ValueBlocks][4]) const {
     float max[2] = {ptx::max(scores[0], scores[2]), ptx::max(scores[1], scores[3])};
-    if (is_ahead(max, state)) {
+    if (exceeds_threshold(max, state)) {
 #pragma unroll
       for (int32_t mask = 4; mask <= 16; mask *= 2) {
         max[0] = ptx::max(max[0], ptx::shuffle_xor(max[0], mask));
@@ -127,15 +130,16 @@ class Softmax {
   }
 
  private:
-  // Whether a maximum of any lane is too far behind.
-  PREFIXPACK_DEVICE bool is_ahead(const float (&max)[2], const SoftmaxState (&state)[2]) const {
-    return ptx::any(max[0] * to_base_2_ > state[0].max + kMaxBehind || max[1] * to_base_2_ > state[1].max + kMaxBehind);
+  // Whether any lane's maximum exceeds the threshold.
+  PREFIXPACK_DEVICE bool exceeds_threshold(const float (&max)[2], const SoftmaxState (&state)[2]) const {
+    return ptx::any(max[0] * to_base_2_ > state[0].max + kRescaleThreshold ||
+                    max[1] * to_base_2_ > state[1].max + kRescaleThreshold);
   }
 
-  // Brings a state to the maximum of these scores, if it is too far behind; returns what the row's outputs are
-  // multiplied by. What other rows have must not matter: rows of a tile that are none hold anything.
+  // Advances a state to the maximum of these scores if it lags too far; returns the factor of the row's accumulators.
+  // Other rows must not matter: unused rows of a tile hold arbitrary values.
   PREFIXPACK_DEVICE float advance(float max_score, SoftmaxState& state) const {
-    const float seen = max_score * to_base_2_, max = seen > state.max + kMaxBehind ? seen : state.max;
+    const float seen = max_score * to_base_2_, max = seen > state.max + kRescaleThreshold ? seen : state.max;
     const float rescale = ptx::exp2(state.max - safe_max(max));
     state = {max, state.sum * rescale};
     return rescale;
@@ -144,12 +148,12 @@ class Softmax {
   const float cap_, to_cap_, to_base_2_;
 };
 
-PREFIXPACK_DEVICE void add_up_quad(float& sum) {
+PREFIXPACK_DEVICE void quad_sum(float& sum) {
   sum += ptx::shuffle_xor(sum, 1);
   sum += ptx::shuffle_xor(sum, 2);
 }
 
-PREFIXPACK_DEVICE void add_up_columns(float& sum) {
+PREFIXPACK_DEVICE void column_sum(float& sum) {
   sum += ptx::shuffle_xor(sum, 4);
   sum += ptx::shuffle_xor(sum, 8);
   sum += ptx::shuffle_xor(sum, 16);

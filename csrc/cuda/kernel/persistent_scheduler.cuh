@@ -1,6 +1,6 @@
-// The queues: units for blocks, and units for warps by themselves, each with a kernel of its own that runs beside the
-// other. Blocks stay resident and take units until none is left. Which block or warp takes which unit changes nothing
-// in the result: every unit has output or partial slots of its own.
+// Persistent scheduler: one queue of CTA tiles and one of warp tiles, each with a kernel of its own that runs beside
+// the other. Resident CTAs take tiles until none is left. The result does not depend on who takes which tile: every
+// tile has outputs or partial slots of its own.
 #pragma once
 
 #include <type_traits>
@@ -14,138 +14,139 @@
 namespace prefixpack {
 
 PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
-#pragma unroll 1  // short code is there sooner
-  for (int32_t i = ptx::thread_index(); i < bytes / 4; i += ptx::block_size()) {
+#pragma unroll 1  // shorter code is fetched sooner
+  for (int32_t i = ptx::thread_index(); i < bytes / 4; i += ptx::cta_size()) {
     static_cast<int32_t*>(to)[i] = static_cast<const int32_t*>(from)[i];
   }
 }
 
-// kernel_params: wherever they are read fastest.
-template <class Unit>
-PREFIXPACK_DEVICE UnitEnd run_unit(const KernelParams& kernel_params, char* shared) {
+// kernel_params: in constant or shared memory.
+template <class Mainloop>
+PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared) {
   ptx::warp_sync();
-  return Unit(kernel_params, *block_state(shared), shared).run();
+  return Mainloop(kernel_params, *cta_state(shared), shared).run();
 }
-// A function per tile: inlined side by side they would share, and spill, one set of registers.
-template <class Unit>
-PREFIXPACK_DEVICE_CALL UnitEnd call_unit(char* shared) {
-  return run_unit<Unit>(block_state(shared)->params, shared);
+// A function per tile: if inlined side by side they would share one set of registers, and spill.
+template <class Mainloop>
+PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
+  return run_mainloop<Mainloop>(cta_state(shared)->params, shared);
 }
 
-// The tiles of a kernel, for up to so many rows. With products of a warpgroup one is for all of more than 32.
+// Tiles of the CTA kernel by rows. With wgmma one tile serves more than 32 rows.
 template <int HeadDim, class Format>
-struct Tiles {
+struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
   static constexpr bool kWarpgroups = HeadDim == 128 && Format::kKvBytes == 2;
 #else
   static constexpr bool kWarpgroups = false;
 #endif
   static constexpr int kMiddleRows = kWarpgroups ? 32 : 64, kWideRows = kMaxTileRows<HeadDim>;
-  using Narrow = Tile<HeadDim, 32, Format::kKvBytes>;
-  using Middle = Tile<HeadDim, kMiddleRows, Format::kKvBytes>;
+  using Narrow = MmaTile<HeadDim, 32, Format::kKvBytes>;
+  using Middle = MmaTile<HeadDim, kMiddleRows, Format::kKvBytes>;
   using Wide =
-      std::conditional_t<kWarpgroups, WideTile<HeadDim, kSharedBytes>, Tile<HeadDim, kWideRows, Format::kKvBytes>>;
+      std::conditional_t<kWarpgroups, WgmmaTile<HeadDim, kSharedBytes>, MmaTile<HeadDim, kWideRows, Format::kKvBytes>>;
 
-  PREFIXPACK_DEVICE static BlockSums sums(int32_t rows) {
-    return rows <= 32 ? Narrow::sums() : rows <= kMiddleRows ? Middle::sums() : Wide::sums();
+  PREFIXPACK_DEVICE static AccumulatorLayout accumulators(int32_t rows) {
+    return rows <= 32 ? Narrow::accumulators() : rows <= kMiddleRows ? Middle::accumulators() : Wide::accumulators();
   }
 };
 
-// Runs the block's present unit as far as its sums. kernel_params: as the kernel has them.
+// Runs the mainloop of the CTA's current tile. kernel_params: in constant memory.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE UnitEnd run_present_unit(const KernelParams& kernel_params, char* shared) {
-  using Tiles = Tiles<HeadDim, Format>;
-  const int32_t rows = block_state(shared)->item.tile_rows;
-  if (ptx::uniform(rows <= 32)) return call_unit<BlockUnit<typename Tiles::Narrow, Format>>(shared);
-  if constexpr (Tiles::kMiddleRows > 32 && Tiles::kMiddleRows < Tiles::kWideRows) {
-    if (ptx::uniform(rows <= Tiles::kMiddleRows)) return call_unit<BlockUnit<typename Tiles::Middle, Format>>(shared);
+PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared) {
+  using Table = TileTable<HeadDim, Format>;
+  const int32_t rows = cta_state(shared)->item.tile_rows;
+  if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared);
+  if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
+    if (ptx::uniform(rows <= Table::kMiddleRows))
+      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared);
   }
-  // Products of warpgroups not in a function of their own: at its begin and end the compiler would take them for under
-  // way, and let each wait for the one before it.
-  if constexpr (Tiles::kWarpgroups) {
-    return run_unit<WideUnit<typename Tiles::Wide, Format>>(kernel_params, shared);
+  // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
+  // serializes them.
+  if constexpr (Table::kWarpgroups) {
+    return run_mainloop<WgmmaMainloop<typename Table::Wide, Format>>(kernel_params, shared);
   } else {
-    return call_unit<BlockUnit<typename Tiles::Wide, Format>>(shared);
+    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared);
   }
 }
 
-// The unit that was asked for becomes the present one; false if there is none.
-PREFIXPACK_DEVICE bool take_unit(char* shared) {
-  BlockState* state = block_state(shared);
-  // The first warp writes the same words with all its lanes: a branch for one of them would split the warp.
-  const int32_t thread = ptx::thread_index_here();
+// Makes the claimed tile the current one; false if there is none.
+PREFIXPACK_DEVICE bool take_tile(char* shared) {
+  CtaState* state = cta_state(shared);
+  // All lanes of the first warp write the same words: a branch for one lane would diverge the warp.
+  const int32_t thread = ptx::volatile_thread_index();
   if (thread < 32) {
-    state->ticket = state->next.ticket;
-    state->kv_head = unit_of(state->next.ticket, state->params.heads.kv).head;
+    state->tile_index = state->next.tile_index;
+    state->kv_head = work_tile_of(state->next.tile_index, state->params.heads.kv).head;
   }
   if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
-  ptx::block_sync();
-  return state->ticket < state->next.num_units;
+  ptx::cta_sync();
+  return state->tile_index < state->next.num_tiles;
 }
 
-// Nothing is kept in registers while a unit runs: it needs them all. kernel_params: as the kernel has them.
+// Keeps nothing in registers across tiles: a mainloop needs them all. kernel_params: in constant memory.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_block_queue(const KernelParams& kernel_params, char* shared) {
-  BlockState* state = block_state(shared);
-  while (ptx::uniform(take_unit(shared))) {
-    const UnitEnd end = run_present_unit<HeadDim, Format>(kernel_params, shared);
-    const BlockSums sums = Tiles<HeadDim, Format>::sums(state->item.tile_rows);
-    finish_unit<HeadDim, typename Format::Output>(shared, sums, end);
-    ptx::block_sync();
+PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared) {
+  CtaState* state = cta_state(shared);
+  while (ptx::uniform(take_tile(shared))) {
+    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared);
+    const AccumulatorLayout layout = TileTable<HeadDim, Format>::accumulators(state->item.tile_rows);
+    run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
+    ptx::cta_sync();
   }
 }
 
-// The last block of both kernels to leave makes the counters ready for the next launch, so that a captured graph can be
-// replayed.
-PREFIXPACK_DEVICE void leave(const StepState& step, int32_t blocks) {
-  if (ptx::thread_index() == 0 && ptx::count_up(&step.tickets[2]) == blocks - 1) {
-    for (int32_t i = 0; i < 3; ++i) step.tickets[i] = 0;
+// The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
+PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
+  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
+    for (int32_t i = 0; i < 3; ++i) step.tile_counters[i] = 0;
   }
 }
 
-// blocks: of both kernels. few_blocks: as in LaunchSize. shared: kLaunchSharedBytes.
+// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kLaunchSharedBytes.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_blocks(const KernelParams& kernel_params, char* shared, int32_t blocks, int32_t few_blocks) {
-  BlockState* state = block_state(shared);
-  // Beside the header, which says whether there is such a unit.
-  const int32_t ticket = ptx::block_index(), word = NextUnit::record_word(kernel_params, ticket);
+PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
+                                      int32_t few_ctas) {
+  CtaState* state = cta_state(shared);
+  // Issued beside the header's load, before it is known whether there is such a tile.
+  const int32_t tile_index = ptx::cta_index(), word = NextTile::record_word(kernel_params, tile_index);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
-  ptx::block_sync();
-  // No sooner: where blocks have work the step would take longer, see docs/gpu-tried.md.
-  ptx::let_next_launch_begin();
-  const int32_t num_items = kWarpsWorkAlone<HeadDim> ? state->header.num_block_items : state->header.num_items;
-  const int32_t num_units = num_items * kernel_params.attention.kv_heads;
-  // Warps then have the other half of each multiprocessor from the start: memory is busy while blocks compute.
-  const int32_t active = state->header.narrow_prevails ? few_blocks : ptx::grid_size();
-  if (ptx::uniform(ticket < (num_units < active ? num_units : active))) {
+  ptx::cta_sync();
+  // Not earlier: with work for CTAs the step would take longer, see docs/design-notes.md.
+  ptx::pdl_launch_dependents();
+  const int32_t num_items = kHasWarpKernel<HeadDim> ? state->header.num_cta_items : state->header.num_items;
+  const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;
+  // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
+  const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
+  if (ptx::uniform(tile_index < (num_tiles < active_ctas ? num_tiles : active_ctas))) {
     if (ptx::thread_index() < 32) {
-      state->next.num_units = num_units;
-      state->next.dealt = active;
+      state->next.num_tiles = num_tiles;
+      state->next.static_tiles = active_ctas;
     }
-    state->next.keep(ticket, word);
-    ptx::block_sync();
-    run_block_queue<HeadDim, Format>(kernel_params, shared);
+    state->next.store(tile_index, word);
+    ptx::cta_sync();
+    run_tiles<HeadDim, Format>(kernel_params, shared);
   }
-  leave(kernel_params.step, blocks);
+  exit_grid(kernel_params.step, total_ctas);
 }
 
-// shared: kLoneWarps * kWarpBytes.
+// shared: kDecodeWarps * kWarpBytes.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_warps(const KernelParams& params, char* shared, int32_t blocks) {
+PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
   const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
-  const auto ask = [&] { return lane == 0 ? ptx::count_up(&params.step.tickets[1]) : 0; };
-  // Beside the header, by warps that take part however many there are.
-  int32_t ticket = warp < kEnoughLoneWarps ? ask() : 0;
-  WarpUnits<WarpTile<HeadDim, Format::kKvBytes>, Format> units(params, shared + warp * kWarpBytes);
-  if (ptx::uniform(warp < units.active() && units.count() > 0)) {
-    if (warp >= kEnoughLoneWarps) ticket = ask();
-    units.run(ticket);
+  const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
+  // Issued beside the header's load, by the warps that take part in every case.
+  int32_t tile_index = warp < kMinActiveWarps ? claim() : 0;
+  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
+  if (ptx::uniform(warp < decode.active_warps() && decode.num_tiles() > 0)) {
+    if (warp >= kMinActiveWarps) tile_index = claim();
+    decode.run(tile_index);
   }
-  ptx::block_sync();
-  leave(params.step, blocks);
-  // What comes next in the stream waits for this kernel, and so for the other.
-  if (ptx::block_index() == 0) ptx::wait_for_launch_before();
+  ptx::cta_sync();
+  exit_grid(params.step, total_ctas);
+  // The next kernel of the stream waits for this kernel, and thereby for the first one.
+  if (ptx::cta_index() == 0) ptx::pdl_wait();
 }
 
 }  // namespace prefixpack

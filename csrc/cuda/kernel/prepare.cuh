@@ -1,4 +1,4 @@
-// Before the layers: lengths and KV slots of a step.
+// Preparation of a step: lengths and KV slots.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -7,8 +7,8 @@
 
 namespace prefixpack {
 
-// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that the layers read
-// nothing that the scheduler may change. One block per item, in turn.
+// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that layers read nothing that
+// the scheduler may change. One CTA per item, in turn.
 PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const AttentionParams& attention = params.attention;
   const PlanReader plan(params.plan);
@@ -17,11 +17,11 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const auto position_of = [&](int32_t query) {
     return static_cast<int32_t>(attention.seq_lens[plan.query_request(query)]) - 1 - plan.query_back(query);
   };
-  for (int32_t query = ptx::block_index() * ptx::block_size() + thread; query < plan.header.num_queries;
-       query += ptx::grid_size() * ptx::block_size()) {
+  for (int32_t query = ptx::cta_index() * ptx::cta_size() + thread; query < plan.header.num_queries;
+       query += ptx::grid_size() * ptx::cta_size()) {
     step.query_position[query] = position_of(query);
   }
-  for (int32_t index = ptx::block_index(); index < plan.header.num_items; index += ptx::grid_size()) {
+  for (int32_t index = ptx::cta_index(); index < plan.header.num_items; index += ptx::grid_size()) {
     const WorkItem item = plan.item(index);
     const int32_t last = item.query_begin + item.query_count - 1;
     const int32_t end = item.kv_end == kOpenEnd ? position_of(last) + 1 : item.kv_end;
@@ -38,17 +38,27 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
         highest = high > highest ? high : highest;
       }
       if (thread == 0) {
-        const int32_t merge = plan.item_merge(index);
-        const int32_t merge_first = item.slot_begin == kWriteThrough ? 0 : plan.merge_offset(merge);
-        step.items[index] = {item.query_begin, item.query_count, item.kv_begin, end,         lowest,
-                             highest,          item.slot_begin,  merge,         merge_first, plan.item_slots(index),
-                             item.tile_rows};
+        const bool writes_through = item.slot_begin == kWriteThrough;
+        const int32_t list = plan.item_list(index), list_first = writes_through ? 0 : plan.list_offset(list);
+        step.items[index] = {item.query_begin,
+                             item.query_count,
+                             item.kv_begin,
+                             end,
+                             lowest,
+                             highest,
+                             item.slot_begin,
+                             list,
+                             list_first,
+                             plan.item_slots(index),
+                             item.tile_rows,
+                             plan.item_parent(index),
+                             plan.item_group_slot(index)};
       }
     }
     const int32_t* row =
         attention.req_to_token + attention.req_pool_indices[item.request] * attention.req_to_token_stride;
     int32_t* slots = step.kv_slots + plan.item_slots(index);
-    for (int32_t position = item.kv_begin + thread; position < end; position += ptx::block_size()) {
+    for (int32_t position = item.kv_begin + thread; position < end; position += ptx::cta_size()) {
       slots[position - item.kv_begin] = row[position];
     }
   }

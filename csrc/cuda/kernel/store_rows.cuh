@@ -1,4 +1,5 @@
-// Where the result of a row goes, and how partials become one: the same sums in the same order whoever makes them.
+// Destinations of result rows, and the arithmetic of the combine: the same sums in the same order whoever computes
+// them.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -7,24 +8,27 @@
 
 namespace prefixpack {
 
-// A row's softmax state, finished.
-struct Normalised {
-  float factor;  // what the row's sum of weighted values is multiplied by
+// Final softmax of a row.
+struct FinalSoftmax {
+  float factor;  // of the row's accumulators
   float lse;     // to base 2
 };
 
-PREFIXPACK_DEVICE Normalised normalised(SoftmaxState state) {
+PREFIXPACK_DEVICE FinalSoftmax finalize(SoftmaxState state) {
   return {state.sum > 0.0f ? ptx::reciprocal(state.sum) : 0.0f,
           state.sum > 0.0f ? safe_max(state.max) + ptx::log2(state.sum) : kMinusInfinity};
 }
 
-// As above with the head's attention sink, a logit with no value, which may be above all others.
-PREFIXPACK_DEVICE Normalised normalised_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
-  if (attention.sinks == nullptr) return normalised(state);
-  float keep, add;
+// Instead of a head: partials, which leave the sink to the last level.
+constexpr int32_t kNoSink = -1;
+
+// As above with the head's attention sink: a logit without value, which may exceed all others.
+PREFIXPACK_DEVICE FinalSoftmax finalize_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
+  if (attention.sinks == nullptr || head == kNoSink) return finalize(state);
+  float scale, sink_scale;
   const SoftmaxState sink{attention.sinks[head] * kLog2E, 1.0f};
-  Normalised result = normalised(softmax_join(state, sink, [](float x) { return ptx::exp2(x); }, &keep, &add));
-  result.factor *= keep;
+  FinalSoftmax result = finalize(softmax_merge(state, sink, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
+  result.factor *= scale;
   return result;
 }
 
@@ -57,15 +61,18 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
 
-constexpr int32_t kMergeLanes = 8;
-// Partials whose rows are read together, of the eight whose lse the lanes have: by a block, and by a warp, whose code
-// is run for every tail.
-constexpr int32_t kMergeAtOnce = 4;
-constexpr int32_t kMergeAtOnceByWarp = 2;
-static_assert(kMergeLanes % kMergeAtOnce == 0 && kMergeLanes % kMergeAtOnceByWarp == 0);
+// Instead of the slot of a tile's first query: no partial of the tile is in shared memory.
+constexpr int32_t kInGlobalMemory = INT32_MIN / 2;
 
-// The weights of a row's partials are 2^(lse - base) * factor.
-struct MergeWeights {
+constexpr int32_t kCombineLanes = 8;
+// Partials loaded together, of the eight whose lse the lanes hold: by a CTA, and by a warp, whose code runs for every
+// tail.
+constexpr int32_t kCombineBatch = 4;
+constexpr int32_t kWarpCombineBatch = 2;
+static_assert(kCombineLanes % kCombineBatch == 0 && kCombineLanes % kWarpCombineBatch == 0);
+
+// Weights of a row's partials: 2^(lse - base) * factor.
+struct CombineWeights {
   float base;
   float factor;
   float lse;  // of the row, to base 2
@@ -73,38 +80,38 @@ struct MergeWeights {
   PREFIXPACK_DEVICE float of(float partial_lse) const { return ptx::exp2(partial_lse - base) * factor; }
 };
 
-// Eight lanes have read the partials of a row: lane g those with i % 8 == g, in ascending order. The lanes' states are
-// joined in pairs, which gives every lane the same bits.
+// Weights of a row whose partials eight lanes have read: lane g those with i % 8 == g, in ascending order. A butterfly
+// merges the lanes' states, which gives all lanes the same bits.
 template <class Exchange>
-PREFIXPACK_DEVICE MergeWeights merge_weights(const AttentionParams& attention, int32_t head, SoftmaxState state,
-                                             const Exchange& exchange) {
+PREFIXPACK_DEVICE CombineWeights combine_weights(const AttentionParams& attention, int32_t head, SoftmaxState state,
+                                                 const Exchange& exchange) {
 #pragma unroll
-  for (int32_t mask = 1; mask < kMergeLanes; mask *= 2) {
+  for (int32_t mask = 1; mask < kCombineLanes; mask *= 2) {
     const SoftmaxState other{exchange(state.max, mask), exchange(state.sum, mask)};
     const float max = ptx::max(state.max, other.max);
     state = {max, ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), other.sum,
                                        ptx::exp2(other.max - safe_max(max)))};
   }
-  const Normalised result = normalised_with_sink(state, attention, head);
+  const FinalSoftmax result = finalize_with_sink(state, attention, head);
   return {safe_max(state.max), result.factor, result.lse};
 }
 
-// A partial more in a lane's state.
-PREFIXPACK_DEVICE SoftmaxState with_partial(SoftmaxState state, float lse) {
+// Adds a partial to a lane's state.
+PREFIXPACK_DEVICE SoftmaxState add_partial(SoftmaxState state, float lse) {
   const float max = ptx::max(state.max, lse);
   return {max,
           ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), 1.0f, ptx::exp2(lse - safe_max(max)))};
 }
 
-// Partials of one query: entries [first, first + count) of the plan's merge_slot, in ascending KV order.
-struct MergeList {
+// Partials of one query: entries [first, first + count) of merge_slot, in ascending KV order.
+struct PartialList {
   int32_t first, count;
 };
 
-// Partials of query `merge` that are ready, for one unit head. Whoever brings the last merges them: no second launch,
-// no waiting, and since the order of summation is the plan's, the same bits whoever that is.
-PREFIXPACK_DEVICE int32_t* arrivals_of(const KernelParams& params, int32_t merge, int32_t unit_head) {
-  return params.step.arrivals + merge * params.heads.units.number + unit_head;
+// Counts the partials of a query that have arrived, for one virtual KV head. The last arriver combines them: no second
+// launch, no waiting. The plan fixes the order of summation, so the bits do not depend on the arriver.
+PREFIXPACK_DEVICE int32_t* semaphore_of(const KernelParams& params, int32_t list, int32_t virtual_head) {
+  return params.step.semaphores + list * params.heads.virtual_heads.number + virtual_head;
 }
 
 }  // namespace prefixpack

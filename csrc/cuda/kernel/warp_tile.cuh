@@ -1,4 +1,4 @@
-// The rows of a warp's unit: their running sums, and where these go when the unit is done.
+// Accumulators of a warp tile, its epilogue and combine.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@
 namespace prefixpack {
 
 template <class TileT, class Format>
-class WarpRows {
+class WarpEpilogue {
  protected:
   static constexpr int kHeadDim = TileT::kHeadDim;
   static constexpr int kSteps = kHeadDim / 16;
 
-  // Words of an ItemRecord, as the lanes hold them.
+  // Words of an ItemRecord; lane i holds word i.
   enum Word : int32_t {
     kQueryBegin,
     kQueryCount,
@@ -27,156 +27,168 @@ class WarpRows {
     kLowest,
     kHighest,
     kSlotBegin,
-    kMergeBegin,
-    kMergeFirst,
+    kList,
+    kListFirst,
     kSlotsAt,
-    // Not of the record: lanes beyond it hold the unit's heads.
-    kUnitHead = kRecordWords,
+    kParent = kRecordWords - 2,
+    kGroupSlot,
+    // Behind the record, lanes hold the tile's heads.
+    kVirtualHead = kRecordWords,
     kKvHead
   };
   PREFIXPACK_DEVICE static int32_t word(int32_t record, Word which) { return ptx::broadcast(record, which); }
 
-  // The plan's header, which the lanes hold too: shared memory is full, and far away is too far for what is read often.
-  // offset: of the word in PlanHeader. Called by all lanes.
+  // Word of the plan's header, which the lanes hold as well: shared memory is full, and global memory is too slow for
+  // what is read often. offset: of the field in PlanHeader. Called by all lanes.
   PREFIXPACK_DEVICE int32_t header(size_t offset) const {
     return ptx::broadcast(header_, static_cast<int32_t>(offset / sizeof(int32_t)));
   }
-  // The array of the plan whose place that word says.
+  // The plan's array whose offset that field says.
   PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params_.plan.words + header(offset); }
 
-  PREFIXPACK_DEVICE explicit WarpRows(const KernelParams& params)
+  PREFIXPACK_DEVICE explicit WarpEpilogue(const KernelParams& params)
       : params_(params),
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
-        group_(params.heads.of_part.number),
-        query_(params.heads.of_part.quotient(lane_)),
+        split_heads_(params.heads.split_heads.number),
+        query_(params.heads.split_heads.quotient(lane_)),
         header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
-  PREFIXPACK_DEVICE void start_sums() {
-    state_[0] = state_[1] = softmax_start();
+  PREFIXPACK_DEVICE void clear_accumulators() {
+    state_[0] = state_[1] = softmax_identity();
 #pragma unroll
     for (int32_t step = 0; step < kSteps; ++step) {
-      output_[step][0] = output_[step][1] = output_[step][2] = output_[step][3] = 0.0f;
+      accumulators_[step][0] = accumulators_[step][1] = accumulators_[step][2] = accumulators_[step][3] = 0.0f;
     }
   }
 
-  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * group_; }
-  PREFIXPACK_DEVICE int32_t unit_head() const { return word(record_, kUnitHead); }
-  // Unit head h is of KV head h >> head_shift().
-  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.parts - 1; }
+  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * split_heads_; }
+  PREFIXPACK_DEVICE int32_t virtual_head() const { return word(record_, kVirtualHead); }
+  // Virtual KV head h is of KV head h >> head_shift().
+  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.splits - 1; }
 
-  // Token of the row that is this lane's number; -1 beyond the last.
+  // Token of the row that is this lane's number; -1 beyond the last row.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
     const int32_t begin = word(record, kQueryBegin);
     const int32_t* tokens = array(offsetof(PlanHeader, query_token_at)) + begin;
     return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
-  // What finish() needs to know, asked for before it is needed. Lane i looks after query i.
-  PREFIXPACK_DEVICE void ask_for_merge_lists() {
+  // Prefetches what epilogue() needs. Lane i handles query i.
+  PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);
     list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
-    const int32_t merge = word(record_, kMergeBegin) + lane_, first = word(record_, kMergeFirst);
+    const int32_t merge = word(record_, kList) + lane_, first = word(record_, kListFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
-    const int32_t head = unit_head();
+    const int32_t head = virtual_head();
     if (word(record_, kSlotBegin) == kWriteThrough) return;
-    const int32_t* offsets = array(offsetof(PlanHeader, merge_offset_at));
-    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
+    const int32_t* offsets = array(offsetof(PlanHeader, list_offset_at));
+    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
     if (mine) {
       list_begin_ = offsets[merge];
       list_end_ = offsets[merge + 1];
-      arrived_ = ptx::load_shared_result(arrivals_of(params_, merge, head));
+      arrived_ = ptx::load_relaxed(semaphore_of(params_, merge, head));
     }
     list_slots_ = slots[first + lane_];
   }
 
-  // sums: room for the sums of all rows, [kRows, kHeadDim] floats, which nobody uses.
-  PREFIXPACK_DEVICE void finish(ptx::SharedAddress sums) {
-    const float own_lse = spread_sums(sums);
-    const int32_t slot_begin = word(record_, kSlotBegin), query_count = word(record_, kQueryCount);
-    const bool mine = lane_ < query_count;
-    int32_t complete = mine;
-    if (slot_begin != kWriteThrough) {
-      // If all other partials of a query are there, its own need not be written.
-      const int32_t others = list_end_ - list_begin_ - 1;
-      const int32_t merge = word(record_, kMergeBegin) + (mine ? lane_ : 0);
-      int32_t* arrivals = arrivals_of(params_, merge, unit_head());
-      complete = mine && arrived_ == others;
-      ptx::warp_sync();
-      if (ptx::any(mine && complete == 0)) {
-        write_partials(sums, own_lse, slot_begin, complete);
-        ptx::warp_sync();
-        if (mine && complete == 0) complete = ptx::atomic_add_release(arrivals, 1) == others;
-        ptx::warp_sync();
-        if (!ptx::any(complete != 0)) return;
-      }
-      if (complete != 0) *arrivals = 0;
-    }
-    const int32_t num_rows = rows();
+  // accumulators: free shared memory, [kRows, kHeadDim] floats.
+  PREFIXPACK_DEVICE void epilogue(ptx::SharedAddress accumulators) {
+    const float own_lse = store_accumulators(accumulators);
+    const bool mine = lane_ < word(record_, kQueryCount);
+    int32_t pending = mine;  // this lane's query gets a partial of this warp
 #pragma unroll 1
-    for (int32_t first_row = 0; first_row < num_rows; first_row += kMergeRows) {
-      merge(sums, first_row, own_lse, slot_begin, complete);
+    for (bool stored = false;; stored = true) {
+      const int32_t slot_begin = word(record_, kSlotBegin);
+      int32_t complete = pending;
+      if (slot_begin != kWriteThrough) {
+        // If all other partials of a query have arrived, its own is not written.
+        const int32_t others = list_end_ - list_begin_ - 1;
+        const int32_t list = word(record_, kList) + (mine ? lane_ : 0);
+        int32_t* semaphores = semaphore_of(params_, list, virtual_head());
+        complete = pending != 0 && arrived_ == others;
+        ptx::warp_sync();
+        if (ptx::any(pending != complete)) {
+          if (ptx::uniform(!stored)) write_partials(accumulators, own_lse, slot_begin, complete);
+          ptx::warp_sync();
+          if (pending != complete) complete = ptx::atomic_add_release(semaphores, 1) == others;
+          ptx::warp_sync();
+          if (!ptx::any(complete != 0)) return;
+        }
+        if (complete != 0) *semaphores = 0;
+      }
+      const int32_t num_rows = rows();
+#pragma unroll 1
+      for (int32_t first_row = 0; first_row < num_rows; first_row += kCombineRows) {
+        combine(accumulators, first_row, own_lse, slot_begin, complete);
+      }
+      if (word(record_, kParent) < 0) return;
+      leave_group();
+      pending = complete;
     }
   }
 
  private:
-  static constexpr int32_t kRowLanes = kHeadDim / 4;       // lanes that hold a row, four values each
-  static constexpr int32_t kRowsAtOnce = 32 / kRowLanes;   // rows that the warp holds
-  static constexpr int32_t kMergeRows = 32 / kMergeLanes;  // rows whose partials are weighed together
-  static constexpr int32_t kPasses = kMergeRows / kRowsAtOnce;
+  static constexpr int32_t kRowLanes = kHeadDim / 4;           // lanes per row, four values each
+  static constexpr int32_t kRowsPerStore = 32 / kRowLanes;     // rows that the warp stores at once
+  static constexpr int32_t kCombineRows = 32 / kCombineLanes;  // rows that the warp combines at once
+  static constexpr int32_t kPasses = kCombineRows / kRowsPerStore;
 
-  // Dimension `column` of row `row`. Rows are mixed so that a fragment's stores hit all banks.
-  PREFIXPACK_DEVICE static ptx::SharedAddress sum_at(ptx::SharedAddress sums, int32_t row, int32_t column) {
-    return sums + (row * kHeadDim + column / 32 * 32 + ((column % 32 / 8 ^ row / 2 % 4) * 8) + column % 8) * 4;
+  // Address of dimension `column` of row `row`, swizzled so that the stores of a fragment hit all banks.
+  PREFIXPACK_DEVICE static ptx::SharedAddress accumulator_at(ptx::SharedAddress accumulators, int32_t row,
+                                                             int32_t column) {
+    return accumulators + (row * kHeadDim + column / 32 * 32 + ((column % 32 / 8 ^ row / 2 % 4) * 8) + column % 8) * 4;
   }
 
-  // Finished sums go to shared memory, where whole rows can be read. Returns the lse of row lane % 8.
-  PREFIXPACK_DEVICE float spread_sums(ptx::SharedAddress sums) {
+  // Stores the normalized accumulators in shared memory, from where whole rows are read. Returns the lse of row lane %
+  // 8.
+  PREFIXPACK_DEVICE float store_accumulators(ptx::SharedAddress accumulators) {
     float lse[2];
 #pragma unroll
     for (int32_t j = 0; j < 2; ++j) {
-      add_up_columns(state_[j].sum);
-      const Normalised result = normalised(state_[j]);
+      column_sum(state_[j].sum);
+      const FinalSoftmax result = finalize(state_[j]);
       const float factor = result.factor * attention_.v_scale;
       lse[j] = result.lse;
       const int32_t row = lane_ % 4 * 2 + j;
-      if constexpr (kDimensionsMoved<Format>) {
+      if constexpr (kPermutesDims<Format>) {
 #pragma unroll
         for (int32_t odd = 0; odd < 2; ++odd) {
-          const ptx::SharedAddress to = sum_at(sums, row, odd * 16 + lane_ / 4 * 2);
+          const ptx::SharedAddress to = accumulator_at(accumulators, row, odd * 16 + lane_ / 4 * 2);
 #pragma unroll
           for (int32_t step = odd; step < kSteps; step += 2) {
-            ptx::store_shared_pair(to + step / 2 * 128, output_[step][j] * factor, output_[step][2 + j] * factor);
+            ptx::store_shared_pair(to + step / 2 * 128, accumulators_[step][j] * factor,
+                                   accumulators_[step][2 + j] * factor);
           }
         }
       } else {
 #pragma unroll
         for (int32_t eight = 0; eight < 4; ++eight) {
-          const ptx::SharedAddress to = sum_at(sums, row, eight * 8 + lane_ / 4);
+          const ptx::SharedAddress to = accumulator_at(accumulators, row, eight * 8 + lane_ / 4);
 #pragma unroll
           for (int32_t step = eight / 2; step < kSteps; step += 2) {
-            ptx::store_shared(to + step / 2 * 128, output_[step][eight % 2 * 2 + j] * factor);
+            ptx::store_shared(to + step / 2 * 128, accumulators_[step][eight % 2 * 2 + j] * factor);
           }
         }
       }
     }
     ptx::warp_sync();
-    // Lane r / 2 of the first quad has row r's.
+    // Lane r / 2 of the first quad holds row r.
     const float even = ptx::shuffle(lse[0], lane_ % 8 / 2), odd = ptx::shuffle(lse[1], lane_ % 8 / 2);
     return lane_ % 2 == 0 ? even : odd;
   }
 
   PREFIXPACK_DEVICE int32_t head_of(int32_t row, int32_t query) const {
-    return unit_head() * group_ + row - query * group_;
+    return virtual_head() * split_heads_ + row - query * split_heads_;
   }
 
-  // Rows of queries that are not flagged in lane `query` of `complete`.
-  PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress sums, float own_lse, int32_t slot_begin,
+  // Writes the partials of the queries that are not flagged in lane `query` of `complete`.
+  PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress accumulators, float own_lse, int32_t slot_begin,
                                         int32_t complete) const {
     const int32_t num_rows = rows();
     const int32_t column = lane_ % kRowLanes * 4;
 #pragma unroll 1
-    for (int32_t first = 0; first < num_rows; first += kRowsAtOnce) {
+    for (int32_t first = 0; first < num_rows; first += kRowsPerStore) {
       const int32_t row = first + lane_ / kRowLanes;
       const int32_t query = ptx::shuffle(query_, row);
       const bool written = ptx::shuffle(complete, query) == 0;
@@ -185,118 +197,147 @@ class WarpRows {
       if (written && row < num_rows) {
         const PartialRow target = partial_row(attention_, slot_begin + query, head);
         float quad[4];
-        ptx::load_shared(sum_at(sums, row, column), quad);
+        ptx::load_shared(accumulator_at(accumulators, row, column), quad);
         ptx::store_quad(target.output + column, quad);
         if (column == 0) *target.lse = lse;
       }
     }
   }
 
-  // Output of kMergeRows rows: their partials and what this warp has itself, which need not be in memory, if their
-  // query is flagged in `complete`. Eight lanes find the weights of a row, then kRowLanes lanes add it up.
-  PREFIXPACK_DEVICE void merge(ptx::SharedAddress own_sums, int32_t first_row, float own_lse, int32_t slot_begin,
-                               int32_t complete) const {
-    const int32_t row = first_row + lane_ / kMergeLanes;
+  // Turns to the query's own list, where the group's result is the warp's partial.
+  PREFIXPACK_DEVICE void leave_group() {
+    const int32_t parent = word(record_, kParent);
+    const int32_t first = array(offsetof(PlanHeader, list_offset_at))[parent];
+    if (lane_ == kList) record_ = parent;
+    if (lane_ == kListFirst) record_ = first;
+    if (lane_ == kSlotBegin) record_ = kInGlobalMemory;
+    if (lane_ == kParent) record_ = -1;
+    prefetch_partial_lists();
+  }
+
+  // Combines kCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and the
+  // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it. Results go to
+  // the output, or, if the tile belongs to a group, to the group's slot.
+  PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
+                                 int32_t slot_begin, int32_t complete) const {
+    const int32_t row = first_row + lane_ / kCombineLanes;
     const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
     const int32_t head = head_of(row, query), own_slot = slot_begin + query;
     const float lse = ptx::shuffle(own_lse, row);
     const int32_t list_begin = ptx::shuffle(list_begin_, query), list_end = ptx::shuffle(list_end_, query);
     const bool ready = ptx::shuffle(complete, query) != 0, writes = ready && token >= 0;
-    const bool alone = slot_begin == kWriteThrough;
-    const int32_t count = !writes ? 0 : alone ? 1 : list_end - list_begin;
+    const bool writes_through = slot_begin == kWriteThrough, of_group = word(record_, kParent) >= 0;
+    const int32_t count = !writes ? 0 : writes_through ? 1 : list_end - list_begin;
     int32_t longest = count;
 #pragma unroll
-    for (int32_t mask = kMergeLanes; mask < 32; mask *= 2) {
+    for (int32_t mask = kCombineLanes; mask < 32; mask *= 2) {
       const int32_t other = ptx::shuffle_xor(longest, mask);
       longest = other > longest ? other : longest;
     }
-    const int32_t first_entry = list_begin - word(record_, kMergeFirst);
-    const int32_t* slots = array(offsetof(PlanHeader, merge_slot_at));
-    // A partial of the row: where it is, -1 if here, and its lse. Called by all lanes.
+    const int32_t first_entry = list_begin - word(record_, kListFirst);
+    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
+    // A partial of the row. index: in partial_lse, or -1 for the warp's own. Called by all lanes.
     struct Partial {
       int32_t index;
       float lse;
     };
     const auto partial_of = [&](int32_t i) {
       int32_t slot = ptx::shuffle(list_slots_, first_entry + i);
-      if (i >= count || alone) return Partial{-1, lse};
+      if (i >= count || writes_through) return Partial{-1, lse};
       if (first_entry + i >= 32) slot = slots[list_begin + i];
       if (slot == own_slot) return Partial{-1, lse};
       const int32_t index = slot * attention_.q_heads + head;
-      return Partial{index, ptx::load_shared_result(attention_.partial_lse + index)};
+      return Partial{index, ptx::load_relaxed(attention_.partial_lse + index)};
     };
     const int32_t column = lane_ % kRowLanes * 4;
-    float quads[kMergeAtOnceByWarp][kPasses][4];
-    const auto ask_for_quads = [&](Partial partial, int32_t first) {
+    float quads[kWarpCombineBatch][kPasses][4];
+    const auto load_quads = [&](Partial partial, int32_t first) {
 #pragma unroll
-      for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
+      for (int32_t k = 0; k < kWarpCombineBatch; ++k) {
 #pragma unroll
         for (int32_t pass = 0; pass < kPasses; ++pass) {
-          const int32_t of_row = pass * kRowsAtOnce + lane_ / kRowLanes;
-          const int32_t index = ptx::shuffle(partial.index, of_row * kMergeLanes + first + k);
+          const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+          const int32_t index = ptx::shuffle(partial.index, of_row * kCombineLanes + first + k);
           if (index >= 0) {
-            ptx::load_shared_result(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
+            ptx::load_relaxed(attention_.partial_o + int64_t{index} * kHeadDim + column, quads[k][pass]);
           } else {
-            ptx::load_shared(sum_at(own_sums, first_row + of_row, column), quads[k][pass]);
+            ptx::load_shared(accumulator_at(own_accumulators, first_row + of_row, column), quads[k][pass]);
           }
         }
       }
     };
-    MergeWeights weights{};
-    float sums[kPasses][4] = {};
+    CombineWeights weights{};
+    float accumulators[kPasses][4] = {};
 #pragma unroll 1
-    for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kMergeLanes) {
-      const int32_t i = begin + lane_ % kMergeLanes;
+    for (int32_t begin = 0; ptx::uniform(begin < longest); begin += kCombineLanes) {
+      const int32_t i = begin + lane_ % kCombineLanes;
       const Partial partial = partial_of(i);
       float weight = 0.0f;
-      const int32_t here = longest - begin < kMergeLanes ? longest - begin : kMergeLanes;
+      const int32_t here = longest - begin < kCombineLanes ? longest - begin : kCombineLanes;
 #pragma unroll 1
-      for (int32_t first = 0; ptx::uniform(first < here); first += kMergeAtOnceByWarp) {
-        ask_for_quads(partial, first);
+      for (int32_t first = 0; ptx::uniform(first < here); first += kWarpCombineBatch) {
+        load_quads(partial, first);
         if (ptx::uniform(first == 0)) {
-          // With the first outputs, all that most rows need, on their way.
+          // While the first partials are in flight; most rows have no others.
           if (ptx::uniform(begin == 0)) {
-            SoftmaxState state = softmax_start();
-            if (i < count) state = with_partial(state, partial.lse);
+            SoftmaxState state = softmax_identity();
+            if (i < count) state = add_partial(state, partial.lse);
 #pragma unroll 1
-            for (int32_t next = kMergeLanes; ptx::uniform(next < longest); next += kMergeLanes) {
-              const int32_t j = next + lane_ % kMergeLanes;
+            for (int32_t next = kCombineLanes; ptx::uniform(next < longest); next += kCombineLanes) {
+              const int32_t j = next + lane_ % kCombineLanes;
               const float further = partial_of(j).lse;
-              if (j < count) state = with_partial(state, further);
+              if (j < count) state = add_partial(state, further);
             }
             ptx::warp_sync();
-            weights = merge_weights(attention_, writes ? head : 0, state,
-                                    [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
+            weights = combine_weights(attention_,
+                                      of_group ? kNoSink
+                                      : writes ? head
+                                               : 0,
+                                      state, [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
           }
           weight = i < count ? weights.of(partial.lse) : 0.0f;
           ptx::warp_sync();
         }
 #pragma unroll
-        for (int32_t k = 0; k < kMergeAtOnceByWarp; ++k) {
+        for (int32_t k = 0; k < kWarpCombineBatch; ++k) {
 #pragma unroll
           for (int32_t pass = 0; pass < kPasses; ++pass) {
-            const int32_t of_row = pass * kRowsAtOnce + lane_ / kRowLanes;
-            const float quad_weight = ptx::shuffle(weight, of_row * kMergeLanes + first + k);
+            const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+            const float quad_weight = ptx::shuffle(weight, of_row * kCombineLanes + first + k);
 #pragma unroll
             for (int32_t j = 0; j < 4; ++j) {
-              sums[pass][j] = ptx::fma(quad_weight, quads[k][pass][j], sums[pass][j]);
+              accumulators[pass][j] = ptx::fma(quad_weight, quads[k][pass][j], accumulators[pass][j]);
             }
           }
         }
       }
     }
-    if (writes && attention_.lse != nullptr && lane_ % kMergeLanes == 0) {
+    if (ptx::uniform(of_group)) {
+      const int32_t index = (word(record_, kGroupSlot) + query) * attention_.q_heads + head;
+      if (writes && lane_ % kCombineLanes == 0) attention_.partial_lse[index] = weights.lse;
+      ptx::warp_sync();
+#pragma unroll
+      for (int32_t pass = 0; pass < kPasses; ++pass) {
+        const int32_t of_row = pass * kRowsPerStore + lane_ / kRowLanes;
+        const int32_t target = ptx::shuffle(writes ? index : -1, of_row * kCombineLanes);
+        if (target >= 0)
+          ptx::store_quad(attention_.partial_o + int64_t{target} * kHeadDim + column, accumulators[pass]);
+      }
+      return;
+    }
+    if (writes && attention_.lse != nullptr && lane_ % kCombineLanes == 0) {
       attention_.lse[token * attention_.lse_token_stride + head] = weights.lse * kLn2;
     }
     const int64_t mine = writes ? token * attention_.o_token_stride + head * attention_.o_head_stride : -1;
     ptx::warp_sync();
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      const int64_t offset = ptx::shuffle(mine, (pass * kRowsAtOnce + lane_ / kRowLanes) * kMergeLanes);
+      const int64_t offset = ptx::shuffle(mine, (pass * kRowsPerStore + lane_ / kRowLanes) * kCombineLanes);
       if (offset >= 0) {
         auto* to = static_cast<uint16_t*>(attention_.o) + offset + column;
         using Output = typename Format::Output;
-        ptx::store_words(to, Output::pack(sums[pass][0], sums[pass][1]), Output::pack(sums[pass][2], sums[pass][3]));
+        ptx::store_words(to, Output::pack(accumulators[pass][0], accumulators[pass][1]),
+                         Output::pack(accumulators[pass][2], accumulators[pass][3]));
       }
     }
   }
@@ -305,23 +346,23 @@ class WarpRows {
   const KernelParams& params_;
   const AttentionParams& attention_;
   const int32_t lane_;
-  const int32_t group_;  // query heads of a unit
+  const int32_t split_heads_;  // query heads of a tile
 
-  const int32_t query_;  // of an item, to which the row that is this lane's number belongs
+  const int32_t query_;  // query, within the item, of the row that is this lane's number
 
-  // Unit that is being computed: a word of its record per lane.
+  // Tile being computed: lane i holds word i of its record.
   int32_t record_ = 0;
   SoftmaxState state_[2];
-  // output_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; numbered as
+  // accumulators_[step][i]: dimension step * 16 + i / 2 * 8 + lane / 4 of query row lane % 4 * 2 + i % 2; permuted as
   // dtype_traits.cuh says.
-  float output_[kSteps][4];
+  float accumulators_[kSteps][4];
 
  private:
   const int32_t header_;                   // word `lane` of the plan's header
   int32_t token_ = -1;                     // of the row that is this lane's number
-  int32_t list_begin_ = 0, list_end_ = 0;  // this lane's query's entries of merge_slot
-  int32_t list_slots_ = 0;                 // entry of merge_slot that is this lane's number, from the item's first on
-  int32_t arrived_ = 0;                    // partials of this lane's query that were ready when the unit began
+  int32_t list_begin_ = 0, list_end_ = 0;  // partial list of this lane's query
+  int32_t list_slots_ = 0;                 // entry `lane` of merge_slot from the item's first on
+  int32_t arrived_ = 0;                    // partials of this lane's query that had arrived when the tile began
 };
 
 }  // namespace prefixpack

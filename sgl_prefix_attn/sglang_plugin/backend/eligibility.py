@@ -1,4 +1,4 @@
-"""Whether the steps of a model runner, and which of them, may run packed: everything but the layers."""
+"""Which model runners may run packed steps: conditions that hold for the life of a server."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
-from sgl_prefix_attn.sglang_plugin.execution.executor import CpuExecutor, Executor
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
 
 
 def make_executor(runner: Any, settings: Settings) -> Executor | str:
-    """What runs the packed steps of a model runner, or the reason why none of its steps ever runs packed."""
+    """The executor of a model runner, or the reason why none of its steps ever runs packed."""
     if getattr(runner, "is_draft_worker", False):
         return fallback_reasons.DRAFT_WORKER
     if getattr(runner.model_config, "is_encoder_decoder", False):
@@ -30,17 +30,18 @@ def make_executor(runner: Any, settings: Settings) -> Executor | str:
         return fallback_reasons.HYBRID_SWA
     if versions.has_decode_context_parallel(runner):
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
+    speculation = getattr(runner, "spec_algorithm", None)
+    if speculation is not None and not speculation.is_none():
+        return fallback_reasons.SPECULATIVE
     return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
 
 
 def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
-    """As `make_executor`; what decides which layers captured graphs hold cannot wait for a step."""
+    """As `make_executor`. Captured graphs fix which layers are packed, so these conditions are checked at the start."""
     kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
     if isinstance(kernels, str):
         logger.warning("prefixpack: all steps run on the stock backend: %s", kernels)
         return fallback_reasons.NO_CUDA_KERNEL
-    if not runner.spec_algorithm.is_none():
-        return fallback_reasons.SPECULATIVE
     arguments = runner.server_args
     if arguments.disable_radix_cache:
         return fallback_reasons.NO_RADIX_CACHE
@@ -51,18 +52,3 @@ def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
     if versions.keep_metadata_out_of_graphs(os.environ):
         logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
     return CudaExecutor(runner, settings, kernels)
-
-
-def admit(paths: StepPaths | str, forward_batch: Any, executor: Executor) -> StepPaths | str:
-    """The paths if a step of this kind can run packed, else the reason why not."""
-    if isinstance(paths, str):
-        return paths
-    if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
-        return fallback_reasons.TWO_BATCH_OVERLAP
-    if forward_batch.spec_info is not None:
-        return fallback_reasons.SPECULATIVE
-    if forward_batch.encoder_lens is not None:
-        return fallback_reasons.ENCODER_DECODER
-    if forward_batch.forward_mode.is_decode() != (paths.mode == "decode"):
-        return fallback_reasons.ROW_MISMATCH
-    return executor.packs(paths.mode) or paths

@@ -1,7 +1,7 @@
-"""Models whose images have an attention mask of their own, and SGLang's look at which backend will read it.
+"""Attention masks of images in Gemma 3, where tokens of an image see each other.
 
-Gemma 3 lets the tokens of an image see each other. Before a prefill it makes that mask, if the backend it finds is the
-Triton one, and leaves it in that backend's metadata. Here it finds ours, so for that moment the stock one is shown.
+Before a prefill, the model stores such a mask in the metadata of the current backend if that is a Triton backend. The
+hook shows it our stock backend for that call.
 """
 
 from __future__ import annotations

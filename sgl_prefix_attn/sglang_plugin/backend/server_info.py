@@ -1,4 +1,4 @@
-"""What this scheduler process tells about itself: the JSON state in GET /server_info, and metrics kept fresh.
+"""The JSON state of a scheduler process in GET /server_info, and the update of its metrics.
 
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
@@ -19,7 +19,8 @@ from dataclasses import asdict
 from typing import Any
 
 from sgl_prefix_attn.core.forest import PrefixForest, Segment
-from sgl_prefix_attn.sglang_plugin.backend import runtime
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 KEY = "prefixpack"
@@ -53,48 +54,48 @@ def batch_state(handed: Handed) -> dict[str, Any] | None:
     }
 
 
-def route_state(current: runtime.Runtime) -> dict[str, Any] | None:
-    """How decode steps are routed."""
-    if current.routes is None or current.graph_routes is None:
-        return None
-    return {**current.routes.state(), "graph_sizes": current.graph_routes.sizes}
-
-
-def process_state(current: runtime.Runtime) -> dict[str, Any]:
-    """State of a process that built at least one backend."""
-    planner, last = current.planner, current.last_packed
+def process_state(state: PluginState) -> dict[str, Any]:
+    """The state of a process with at least one backend, as JSON-able values."""
+    record = state.reported()
+    last = None if record is None else record.last_packed
+    planner = record.planners[0] if record is not None and last is not None and record.planners else None
     return {
         "version": VERSION,
-        "counters": current.counters.as_dict(),
-        "handover": current.handover.kind,
-        "stock_backend": current.stock_backend,
-        "sglang": current.sglang_version,
-        "metrics_failures": current.metrics_failures,
-        "route": route_state(current),
+        "counters": state.counters.as_dict(),
+        "handover": None if state.handover is None else state.handover.kind,
+        "stock_backend": state.stock_backend,
+        "sglang": state.sglang_version,
+        "metrics_failures": state.metrics_failures,
+        "route": None if record is None else route_state(record),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),
         "batch": None if last is None else batch_state(last),
     }
 
 
+def route_state(record: BackendRecord) -> dict[str, Any]:
+    """How decode steps of a backend are routed."""
+    return {**record.router.state(), "graph_sizes": record.planner.graph_variants.sizes}
+
+
 def after_get_internal_state(result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `Scheduler.get_internal_state`: adds our state to the answer."""
-    current = runtime.active()
-    if current is None:
+    state = plugin_state.active()
+    if state is None or state.handover is None:
         return
     try:
-        result.internal_state[KEY] = process_state(current)
-        current.flush_metrics()
-    except Exception:  # the one guard of this hook: the server's own answer must arrive
-        current.counters.hook_failed()
+        result.internal_state[KEY] = process_state(state)
+        state.flush_metrics()
+    except Exception:  # the one guard of this hook: SGLang's own answer must arrive
+        state.counters.hook_failed()
 
 
 def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `Scheduler.on_idle`: brings the metrics up to date when there is time."""
-    current = runtime.active()
-    if current is None:
+    """AFTER hook on `Scheduler.on_idle`: updates the metrics while the server is idle."""
+    state = plugin_state.active()
+    if state is None or state.handover is None:
         return
     try:
-        current.flush_metrics()
+        state.flush_metrics()
     except Exception:  # the one guard of this hook
-        current.counters.hook_failed()
+        state.counters.hook_failed()

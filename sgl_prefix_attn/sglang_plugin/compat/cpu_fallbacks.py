@@ -1,7 +1,7 @@
-"""Places where SGLang decides by the attention backend's *name* whether Triton kernels may run.
+"""Places where SGLang decides by the *name* of the attention backend whether Triton kernels may run.
 
-Unknown names are taken to mean a GPU. On a CPU that ends in "0 active drivers"; these hooks give the answers that
-`torch_native` would get. On any other device they pass everything through.
+SGLang assumes a GPU for unknown names, which fails on a CPU with "0 active drivers". These hooks give the answers that
+`torch_native` would get. On any other device they call SGLang's own function.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 
 NAME = "prefixpack"
 
-_cpu_backend_built = False
 
+class CpuFallbacks:
+    """The hooks of one process.
 
-def note_cpu_backend() -> None:
-    """To be called when a prefixpack backend is built for a CPU runner in this process."""
-    global _cpu_backend_built
-    _cpu_backend_built = True
+    Attributes:
+        has_cpu_backend: whether a prefixpack backend was built for a CPU runner in this process.
+    """
 
+    def __init__(self) -> None:
+        self.has_cpu_backend = False
 
-def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
-    """AROUND hook on `support_triton(backend name)`."""
-    # The name is not always given: some versions ask for the undivided --attention-backend, which is None when
-    # prefill and decode have one each.
-    if _cpu_backend_built or (backend == NAME and _runs_on_cpu()):
-        return False
-    return original(backend)
+    def around_support_triton(self, original: Callable[[str], bool], backend: str) -> bool:
+        """AROUND hook on `support_triton(backend name)`."""
+        # Some versions ask for the undivided --attention-backend, which is None where prefill and decode differ.
+        if self.has_cpu_backend or (backend == NAME and _runs_on_cpu()):
+            return False
+        return original(backend)
 
-
-def around_get_last_loc(
-    original: Callable[..., torch.Tensor],
-    req_to_token: torch.Tensor,
-    req_pool_indices_tensor: torch.Tensor,
-    prefix_lens_tensor: torch.Tensor,
-) -> torch.Tensor:
-    """AROUND hook on `get_last_loc`: the KV slot of each request's last prefix token, -1 without a prefix."""
-    if not _cpu_backend_built:
-        return original(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
-    last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
-    return torch.where(prefix_lens_tensor > 0, last.to(prefix_lens_tensor.dtype), -1)
+    def around_get_last_loc(
+        self,
+        original: Callable[..., torch.Tensor],
+        req_to_token: torch.Tensor,
+        req_pool_indices_tensor: torch.Tensor,
+        prefix_lens_tensor: torch.Tensor,
+    ) -> torch.Tensor:
+        """AROUND hook on `get_last_loc`: the KV slot of each request's last prefix token, -1 without a prefix."""
+        if not self.has_cpu_backend:
+            return original(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+        last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
+        return torch.where(prefix_lens_tensor > 0, last.to(prefix_lens_tensor.dtype), -1)
 
 
 def _runs_on_cpu() -> bool:

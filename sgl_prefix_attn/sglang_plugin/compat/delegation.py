@@ -1,8 +1,8 @@
-"""Makes a wrapper backend answer like the backend it wraps.
+"""Makes a wrapper backend answer like the backend that it wraps.
 
-A wrapper that derives from SGLang's AttentionBackend would otherwise answer with the base class's defaults wherever
-it defines nothing itself, and the base class grows with every SGLang version. So every member of the base class that
-the wrapper does not define is turned into a delegation, by looking at the installed base class.
+A wrapper that derives from SGLang's AttentionBackend would otherwise answer with the base class's defaults wherever it
+defines nothing itself, and the base class grows with every SGLang version. So each member of the installed base class
+that the wrapper does not define becomes a delegation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A hook of ours on a name of SGLang: registration, and whether it really sits in place.
+"""Registers hooks on names of SGLang and checks that they are in place.
 
-SGLang logs and swallows errors while hooks are applied. So a hook counts as applied only if the function that SGLang
+SGLang logs and swallows errors while it applies hooks. So a hook counts as applied only if the function that SGLang
 will call has it in its chain of wrappers.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.compat.targets import Target
@@ -16,7 +17,12 @@ from sgl_prefix_attn.sglang_plugin.compat.targets import Target
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook of ours: `kind` names a HookType of SGLang, `consequence` says what follows if it is not applied."""
+    """A hook on a name of SGLang.
+
+    Attributes:
+        kind: name of a HookType of SGLang.
+        consequence: effect on the server if the hook is missing, for the log.
+    """
 
     target: Target
     function: Callable[..., Any]
@@ -25,7 +31,7 @@ class Hook:
 
 
 def register(hooks: tuple[Hook, ...]) -> None:
-    """Hands hooks to the registry; SGLang applies them when all plug-ins are loaded."""
+    """Adds hooks to SGLang's registry. SGLang applies them when all plug-ins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -33,7 +39,7 @@ def register(hooks: tuple[Hook, ...]) -> None:
 
 
 def ensure_applied(hooks: tuple[Hook, ...]) -> list[Hook]:
-    """Applies those hooks that are not in place yet (a launcher that loads no plug-ins); returns what is missing."""
+    """Applies the hooks that are not in place yet; some launchers load no plug-ins. Returns those still missing."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = tuple(hook for hook in hooks if not is_applied(hook))
@@ -50,7 +56,12 @@ def is_applied(hook: Hook) -> bool:
         function = getattr(pkgutil.resolve_name(owner_path), name)
     except (ImportError, AttributeError):
         return False
-    return any(hook.function is held for wrapper in _wrappers(function) for held in _closure(wrapper))
+    return any(_is_same(hook.function, held) for wrapper in _wrappers(function) for held in _closure(wrapper))
+
+
+def _is_same(function: Any, held: Any) -> bool:
+    # Each access to a bound method makes another object.
+    return held is function or (isinstance(held, MethodType) and held == function)
 
 
 def _wrappers(function: Any) -> Iterator[Any]:

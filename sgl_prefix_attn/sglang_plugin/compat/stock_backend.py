@@ -1,4 +1,4 @@
-"""The stock backend that serves whatever prefixpack does not."""
+"""The choice of the stock backend, which runs all steps and layers that are not packed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 logger = logging.getLogger(__name__)
 
 CPU_DEFAULT = "torch_native"
-# Backends of CUDA builds that can be wrapped, and the one to take when SGLang would choose another.
+# Backends of CUDA builds that can be wrapped, and the one for servers where SGLang would choose another.
 CUDA_CHOICES = ("flashinfer", "fa3", "triton")
 CUDA_DEFAULT = "triton"
-# Those that neither divide by a layer's KV scales when they store nor multiply by them when they read.
+# Backends that ignore the KV scales of a layer, both when they store and when they read.
 _WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
-# What SGLang refuses by name for a model, and what it takes there instead.
+# Backends that SGLang refuses by name for a model, and the one that it takes instead.
 _UNSUITED = {
     ("Olmo2ForCausalLM", "flashinfer"): "triton",
     ("Lfm2ForCausalLM", "triton"): "flashinfer",
@@ -50,9 +50,9 @@ def stock_name(runner: Any, setting: str) -> str:
 
 
 def _suited(runner: Any, name: str) -> str:
-    """The backend to take in the place of `name` where that one cannot serve the runner on a GPU, else `name`.
+    """`name`, or the backend to use instead where `name` cannot serve the runner on a GPU.
 
-    SGLang makes such changes by the name in its arguments, and there it finds ours.
+    SGLang makes such changes by the name in its arguments, but that is ours.
     """
     for architecture in versions.architectures(runner):
         other = _UNSUITED.get((architecture, name))
@@ -87,7 +87,7 @@ def build_stock(runner: Any, name: str) -> Any:
 
 
 def knows_kv_scales(name: str) -> bool:
-    """Whether a stock backend stores fp8 KV divided by the layers' scales, as it will find and leave it."""
+    """Whether a stock backend stores fp8 KV divided by the layers' scales, and multiplies by them when it reads."""
     return name not in _WITHOUT_KV_SCALES
 
 

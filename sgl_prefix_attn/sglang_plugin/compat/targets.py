@@ -1,7 +1,7 @@
-"""Everything of SGLang that this package hooks, calls, subclasses or reads: one table, data only, no SGLang import.
+"""Every name of SGLang that this package hooks, calls, subclasses or reads: one table, data only, no SGLang import.
 
-The table is the contract with SGLang. `tests/plugin/test_contract.py` walks it, by `ast`, in every supported wheel. Who
-starts to use another name of SGLang adds it here; who stops using one removes it.
+The table is the contract with SGLang. `tests/sglang_plugin/compat/test_contract.py` checks it by `ast` in every
+supported wheel. Code that uses another name of SGLang adds it here; code that stops using one removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUPPORTED_VERSIONS = (
 
 
 class Use(enum.Enum):
-    """What we do with a target, and so what has to hold for it."""
+    """How the package uses a target, which decides what the contract test checks."""
 
     HOOK = "hook"  # wrapped through HookRegistry: its first parameters are `parameters`, in this order
     CALL = "call"  # called by us: it takes `parameters`, by these names, and requires no others
@@ -54,7 +54,7 @@ class Target:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The supported versions in which the target has to be there."""
+        """The supported versions that must have the target."""
         return SUPPORTED_VERSIONS[SUPPORTED_VERSIONS.index(self.since) : SUPPORTED_VERSIONS.index(self.until) + 1]
 
 
@@ -62,7 +62,7 @@ def _attributes(owner: str, names: str, since: str = "0.5.14", until: str = "0.5
     return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
 
 
-# Hooks. The two of the hand-over are not registered where `prepare_schedule_batch` has been patched in.
+# Hooks. The first two are not registered where `prepare_schedule_batch` has been patched in.
 FORWARD_BATCH_INIT = Target(
     "model_executor.forward_batch_info.ForwardBatch.init_new", Use.HOOK, ("cls", "batch", "model_runner")
 )
@@ -75,11 +75,11 @@ ADD_ONE_REQ = Target("managers.schedule_policy.PrefillAdder.add_one_req", Use.HO
 _LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
 GET_LAST_LOC_EARLY = Target("mem_cache.common.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, until="0.5.15.post1")
 GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_PARAMETERS, since="0.5.16")
-# Decode graphs for either route: not hooked on a CPU, nor if the route is fixed.
+# Decode graphs for either route. Not hooked on a CPU or with a fixed route.
 _GRAPH_RUNNER = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 CAPTURE_ONE_SHAPE = Target(f"{_GRAPH_RUNNER}.capture_one_shape", Use.HOOK, ("self", "size", "forward"))
 MAKE_GRAPH_KEY = Target(f"{_GRAPH_RUNNER}._make_graph_key", Use.HOOK, ("self",))
-# Only for that model, over the Triton backend.
+# Hooked for this model over the Triton backend only.
 PREPARE_ATTN_MASKS = Target(
     "models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks",
     Use.HOOK,
@@ -100,12 +100,12 @@ HOOKS = (
     PREPARE_ATTN_MASKS,
 )
 
-# The class that a seam of ours is patched into, and the method that says it has been.
+# The class that our patch changes, and the method that it adds.
 ATTENTION_BACKEND = Target("layers.attention.base_attn_backend.AttentionBackend", Use.CLASS)
 NATIVE_SEAM = "prepare_schedule_batch"
 
-# Members of ATTENTION_BACKEND that PrefixPackBackend leaves to the stock backend. Each one was looked at: the stock
-# backend's answer is right for ours too. A member that is in neither of the two fails the contract test.
+# Members of ATTENTION_BACKEND that PrefixPackBackend delegates to the stock backend, each after a review that the stock
+# backend's answer is right for ours. A member that is neither defined nor listed fails the contract test.
 DELEGATED_MEMBERS = frozenset(
     {
         "attn_backend_list",

@@ -1,7 +1,6 @@
-"""Which SGLang is supported, and what the installed one can do: the only place that knows about versions.
+"""The supported SGLang versions and the differences between them: the only file that knows about versions.
 
-Everything that can be decided by looking at the code itself is probed by feature; the version number decides only
-whether the plug-in registers at all.
+Features are probed in the installed code. The version number only decides whether the plug-in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NEWEST: Final = targets.SUPPORTED_VERSIONS[-1]
 
 
 class UnsupportedSglangError(RuntimeError):
-    """The installed SGLang is outside the supported range; the message says what to do."""
+    """The installed SGLang is outside the supported range."""
 
 
 def installed_version() -> str:
@@ -76,7 +75,7 @@ def server_args() -> Any:
 
 
 def default_attention_backend(runner: Any) -> str | None:
-    """The backend SGLang would choose for this model and machine if the user named none; None when it cannot say."""
+    """The backend that SGLang chooses for this model and machine by default; None if it cannot tell."""
     arguments = runner.server_args
     method = getattr(arguments, "_get_default_attn_backend", None)  # up to 0.5.18
     if method is not None:
@@ -89,20 +88,20 @@ def default_attention_backend(runner: Any) -> str | None:
 
 
 def architectures(runner: Any) -> list[str]:
-    """The names of the model's classes, as its configuration has them; none if that does not say."""
+    """Class names in the model's configuration; empty if it has none."""
     return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
 
 
 def has_decode_context_parallel(runner: Any) -> bool:
-    """Whether the KV of a request is spread over ranks: slots are then numbers for all of them together."""
+    """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
     return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
 
 
 def set_draft_backend(runner: Any, name: str) -> bool:
-    """Lets a draft model's steps use the stock backend `name`, where the user has chosen none; whether that worked.
+    """Makes the steps of a draft model use the stock backend `name` unless the user has chosen one.
 
-    To be called while the draft runner's own backend is being built. SGLang builds those of the draft's steps right
-    after it, from a table of stock names in which ours is not.
+    Call it while SGLang builds the draft runner's own backend. Right after that, SGLang builds the backends of the
+    draft's steps from a table of names that lacks ours. Returns whether this SGLang allows the choice.
     """
     if hasattr(runner, "draft_attention_backend"):  # 0.5.18 and later
         runner.draft_attention_backend = runner.draft_attention_backend or name
@@ -111,7 +110,7 @@ def set_draft_backend(runner: Any, name: str) -> bool:
     if not hasattr(arguments, "speculative_draft_attention_backend"):
         return False
     if not arguments.speculative_draft_attention_backend:
-        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 want to be told who changes them
+        if hasattr(arguments, "override"):  # 0.5.16 and 0.5.17 record who changes them
             arguments.override("prefixpack", speculative_draft_attention_backend=name)
         else:
             arguments.speculative_draft_attention_backend = name
@@ -119,9 +118,9 @@ def set_draft_backend(runner: Any, name: str) -> bool:
 
 
 def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
-    """Selects the radix tree's Python core where the native one is the default but cannot tell paths (0.5.21).
+    """Selects the radix tree's Python core where the native core is the default but cannot list paths (0.5.21).
 
-    To be called before SGLang builds its prefix cache. What the user has set stays. Returns whether it was changed.
+    Call it before SGLang builds its prefix cache. A user's choice stays. Returns whether the core was changed.
     """
     try:
         from sglang.srt.environ import envs
@@ -137,10 +136,10 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
 
 
 def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
-    """Switches off what SGLang has from 0.5.19 on, if asked to: a graph of the work before a replay, kept by its size.
+    """Switches off SGLang's graphs of the work before a replay (0.5.19 and later, if asked for).
 
-    It replays what the device did, without us; so the plan of the batch that was captured would serve all others.
-    To be called before SGLang makes its decode graph runner. Returns whether it was on.
+    Such a graph repeats the device work of its capture without our host code. The plan of the captured batch would
+    then serve all batches. Call it before SGLang makes its decode graph runner. Returns whether they were on.
     """
     from sglang.srt.environ import envs
 
@@ -151,9 +150,7 @@ def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:
 
 
 def has_other_layers(runner: Any) -> bool:
-    """Whether SGLang puts a backend of its own before ours: for layers of linear attention, which keep states of their
-    own, or for the sparse ones of MiniMax models.
-    """
+    """Whether SGLang wraps ours in a backend of its own, for layers of linear attention or MiniMax's sparse layers."""
     from sglang.srt.configs.model_config import is_minimax_sparse
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
@@ -163,7 +160,7 @@ def has_other_layers(runner: Any) -> bool:
 
 
 def has_sliding_window_pool(pool: Any) -> bool:
-    """Whether the KV pool keeps sliding-window layers in slots of their own."""
+    """Whether the KV pool has separate slots for sliding-window layers."""
     for module in ("sglang.srt.mem_cache.swa_memory_pool", "sglang.srt.mem_cache.memory_pool"):
         try:
             pool_class = importlib.import_module(module).SWAKVPool

@@ -1,11 +1,12 @@
-"""A second decode graph for every batch size, held by the stock backend alone, and the choice between the two.
+"""A second decode graph for each batch size, held by the stock backend alone.
 
-SGLang's decode graph runner captures one graph for each batch size and keeps it under a key with a label for variants.
-So a size is simply captured once more, the backend standing aside, under a key with our label; and the key of a replay
-gets that label if the step was routed to the stock backend. Input buffers, memory pool and streams stay the runner's.
+SGLang's decode graph runner captures one graph for each batch size, under a key that has a label for variants. A
+captured graph holds either packed layers or stock layers. Where decode steps may be routed either way, each size is
+captured twice: once packed, and once more with a decision for the stock backend under a key with our label. At a
+replay, the key gets the label if the step was routed to the stock backend. Input buffers, memory pool and streams
+stay SGLang's.
 
-What may change is decided in `init_forward_metadata_out_graph`, which every supported version calls before it makes the
-key of the replay.
+The step is decided in `init_forward_metadata_out_graph`. Every supported version calls it before it makes the key.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ logger = logging.getLogger(__name__)
 LABEL = "prefixpack-stock"
 
 
-class GraphRoutes:
-    """The graphs of the stock backend beside the packed ones.
+class GraphVariants:
+    """The decode graphs of the stock backend beside the packed ones.
 
     Args:
-        wanted: whether graphs of a forward mode are to be captured for both.
+        wanted: whether graphs of a forward mode are captured for both.
 
     Attributes:
-        capturing: whether what is captured right now is the stock backend's.
-        replaying: whether the present step replays the stock backend's graph.
+        capturing: whether the present capture is one of the stock backend's variants.
     """
 
     def __init__(self, wanted: Callable[[Any], bool]) -> None:
@@ -39,100 +39,103 @@ class GraphRoutes:
         self._failed = False
         self._asked_for_key = False
         self.capturing = False
-        self.replaying = False
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes that have a graph of the stock backend."""
+        """Batch sizes with a variant."""
         return sorted(self._sizes)
 
     def has(self, size: int) -> bool:
-        """Whether a batch that is padded to `size` can be replayed on the stock backend."""
+        """Whether a batch padded to `size` requests has a variant to replay."""
         return size in self._sizes
 
     def capture(self, runner: Any, size: int, capture: Callable[[], Any]) -> Any:
-        """Captures a size for the packed kernels and then, if wanted, for the stock backend.
+        """Captures a size packed and then, if wanted, for the stock backend.
 
         Args:
             runner: SGLang's decode graph runner.
             capture: captures the size.
         """
-        self.replaying = self._asked_for_key = False
-        self._sizes.discard(size)  # SGLang may have thrown its graphs away to capture them anew
+        self._asked_for_key = False
+        self._sizes.discard(size)  # SGLang may have dropped its graphs to capture them anew
         result = capture()
         if self._failed or not self._wanted(runner.capture_forward_mode):
             return result
         if not self._asked_for_key:
-            self._give_up("this SGLang does not ask for graph keys where it did")
+            self._fail("this SGLang does not ask for graph keys where it did")
         elif getattr(runner, "enable_profile_cuda_graph", False):
-            self._give_up("SGLang profiles its captures, and counts on one for each size")
+            self._fail("SGLang profiles its captures and expects one for each size")
         else:
-            self._capture_stock(size, capture)
+            self._capture_variant(size, capture)
         return result
 
-    def _capture_stock(self, size: int, capture: Callable[[], Any]) -> None:
+    def _capture_variant(self, size: int, capture: Callable[[], Any]) -> None:
         self.capturing = True
         try:
             capture()
             self._sizes.add(size)
-        except Exception:  # the guard of the second graphs: the server runs without them
-            if several_ranks():  # they have to go through captures in step
+        except Exception:  # the guard of the variants: the server runs without them
+            if several_ranks():  # all ranks have to make the same captures
                 logger.error("prefixpack: no decode graphs of the stock backend; start with PREFIXPACK_ROUTE=packed")
                 raise
             logger.exception("prefixpack: capturing decode graphs of the stock backend failed")
-            self._give_up("if memory was short, lower --mem-fraction-static, or set route to packed")
+            self._fail("if memory was short, lower --mem-fraction-static, or set route to packed")
         finally:
             self.capturing = False
 
-    def _give_up(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         self._failed = True
         logger.warning(
-            "prefixpack: decode graphs of %s hold packed layers only, so such steps are not routed: %s",
+            "prefixpack: decode graphs of %s hold packed layers only, so their steps are not routed: %s",
             f"fewer than {min(self._sizes)} requests" if self._sizes else "all sizes",
             why,
         )
 
-    def key(self, key: Any) -> Any:
-        """The key of the graph that is captured or replayed, from the one that SGLang made for the packed one."""
+    def key(self, key: Any, is_variant: bool) -> Any:
+        """The key of the graph that is captured or replayed.
+
+        Args:
+            key: SGLang's key.
+            is_variant: whether the present step was decided for the stock backend's variant.
+        """
         self._asked_for_key = True
-        if not self.capturing and not (self.replaying and key.size in self._sizes):
+        if not is_variant or not (self.capturing or key.size in self._sizes):
             return key
         label = LABEL if key.variant_label is None else f"{key.variant_label}+{LABEL}"
         return dataclasses.replace(key, variant_label=label)
 
 
-def routes_of(runner: Any) -> GraphRoutes | None:
-    """Those of the backend that a decode graph runner works for, None if that is not ours or has no choice."""
+def packing_backend(runner: Any) -> Any:
+    """The backend with `graph_variants` and `decision` that a decode graph runner works for, None if it has none."""
     candidates = [getattr(runner, "attn_backend", None)]  # runners of draft models have others
-    # SGLang puts a backend before ours where prefill and decode have different ones, and where a model also has layers
-    # of linear attention. One may stand before the other, in either order.
+    # SGLang wraps ours in another backend where prefill and decode have different ones, and where the model also has
+    # layers of linear attention. The two wrappers may be nested in either order.
     for candidate in candidates:
-        routes = getattr(candidate, "graph_routes", None)
-        if isinstance(routes, GraphRoutes):
-            return routes
-        behind = (getattr(candidate, name, None) for name in ("decode_backend", "full_attn_backend"))
-        candidates += [backend for backend in behind if backend is not None]
+        if isinstance(getattr(candidate, "graph_variants", None), GraphVariants):
+            return candidate
+        wrapped = (getattr(candidate, name, None) for name in ("decode_backend", "full_attn_backend"))
+        candidates += [backend for backend in wrapped if backend is not None]
     return None
 
 
 def around_capture_one_shape(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND hook on `DecodeCudaGraphRunner.capture_one_shape`."""
-    routes = routes_of(runner)
-    if routes is None:
+    backend = packing_backend(runner)
+    if backend is None:
         return original(runner, *args, **kwargs)
     size = args[0] if args else kwargs["size"]
-    return routes.capture(runner, size, lambda: original(runner, *args, **kwargs))
+    return backend.graph_variants.capture(runner, size, lambda: original(runner, *args, **kwargs))
 
 
 def around_make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND hook on `DecodeCudaGraphRunner._make_graph_key`."""
     key = original(runner, *args, **kwargs)
-    routes = routes_of(runner)
-    return key if routes is None else routes.key(key)
+    backend = packing_backend(runner)
+    return key if backend is None else backend.graph_variants.key(key, backend.decision.is_graph_variant)
 
 
 def several_ranks() -> bool:
-    """Whether other processes run the same model, in step with this one."""
+    """Whether other processes run the same model in step with this one."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -1,7 +1,7 @@
-"""The route of each decode step of a backend: packed, or as a whole on the stock backend.
+"""The route of each decode step that could run packed: packed, or as a whole on the stock backend.
 
-`sgl_prefix_attn.routing` predicts; here is what a running server adds: which profile and which kernels are meant, and
-that steady steps are not asked about every time.
+`sgl_prefix_attn.routing` predicts the time of both. This file selects the profile and the kernels for it, and keeps a
+route for some steps of a steady batch.
 """
 
 from __future__ import annotations
@@ -9,32 +9,36 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_for
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.execution.executor import STEPS_WITHOUT_A_LOOK, Executor
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
-class StepRoutes:
-    """Decides decode steps of one backend, and counts what it decided.
+class StepRouter:
+    """Routes decode steps of one backend, and counts them by route.
 
     Args:
         settings: settings in force.
         counters: totals of the process.
-        executor: what runs packed steps; its first planner's attention shape stands for all layers.
+        executor: runs packed steps; the attention shape of its first planner represents all layers.
         stock_name: the stock backend's name.
         stock: the stock backend.
 
     Raises:
-        ProfileError: `route_profile` cannot be used.
+        ProfileError: `route_profile` cannot be read or is invalid.
     """
 
     def __init__(self, settings: Settings, counters: Counters, executor: Executor, stock_name: str, stock: Any) -> None:
@@ -46,7 +50,7 @@ class StepRoutes:
         self._own_profile: Profile | None = None
         self._profile: Profile | None = None  # in use
         self._router: Router | None = None
-        self._stock_paths: StepPaths | None = None  # of the last step, if that was routed to the stock backend
+        self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
         self._age = 0
         if settings.route == "auto" and settings.route_profile is not None:
             self._own_profile = load_profile(settings.route_profile)
@@ -59,7 +63,7 @@ class StepRoutes:
 
     @property
     def may_change(self) -> bool:
-        """Whether some decode steps may run packed and others not. To be asked when layers are known."""
+        """Whether decode steps may go either way. Valid once the layers are known."""
         return self._usable_router() is not None
 
     def state(self) -> dict[str, Any]:
@@ -71,22 +75,22 @@ class StepRoutes:
             "last": last
             and {
                 "route": last.route.value,
-                "packed_us": round(last.packed_us, 2),
-                "stock_us": round(last.stock_us, 2),
+                "packed_us": last.packed_us and round(last.packed_us, 2),
+                "stock_us": last.stock_us and round(last.stock_us, 2),
             },
         }
 
     def stays_packed(self) -> None:
-        """A step that could go either way goes on with the packed step before it."""
+        """Counts a step that could go either way and reuses the packed step before it."""
         if self._router is not None:
             self._counters.routed_steps["packed"] += 1
 
     def stays_stock(self, paths: StepPaths | str) -> bool:
-        """Whether a step goes to the stock backend without a look at its lengths: its batch is the last one's."""
+        """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
         if isinstance(paths, str) or paths.mode != "decode":
             return False
         if not self.always_stock:
-            if paths is not self._stock_paths or self._age + 1 >= STEPS_WITHOUT_A_LOOK:
+            if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
                 return False
             self._age += 1
         self._counters.routed_steps["stock"] += 1
@@ -114,9 +118,19 @@ class StepRoutes:
         return self._router
 
     def _make_router(self, shape: ModelShape) -> Router | None:
-        """None, and no more decisions, if the profile does not know the kernels."""
+        """The router; None, for good, if the profile has no cost of the kernels."""
         kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
-        profile = self._own_profile or shipped_profile_of(self._executor.kernels, kernel, shape.kv_bytes)
+        gpu = _gpu_name()
+        profile = self._own_profile or shipped_profile_for(gpu, self._executor.kernels, kernel, shape.kv_bytes)
+        if profile is None:
+            logger.warning(
+                "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; measure the GPU with "
+                "`python -m benchmarks.kernel.gpu_attention`, fit a profile with `python -m sgl_prefix_attn route fit` "
+                "and set route_profile",
+                gpu,
+                conservative.RULE,
+            )
+            return Router(conservative.ConservativePolicy(shape))
         packed = self._cost(profile, "packed", self._executor.kernels)
         stock = self._cost(profile, "stock", kernel)
         if packed is None or stock is None:
@@ -150,3 +164,8 @@ class StepRoutes:
                 kernel,
             )
         return cost
+
+
+def _gpu_name() -> str:
+    """CUDA's name of the current GPU; that of an H200 where interpreted kernels replace one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"

@@ -1,4 +1,4 @@
-"""Which kernels run packed steps on a GPU: the native ones of this package, or Triton's."""
+"""The kernels that run packed steps on a GPU: the native CUDA kernels of this package, or its Triton kernels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Kernels:
     """One set of kernels.
 
     Attributes:
-        make_step: makes the device buffers of an attention shape: a `GpuStep` or what can stand in for it.
-        dtypes: of queries, and of KV if that is not fp8 e4m3.
-        head_dims: None for every one that the packed path knows.
-        max_tile_rows: largest row tile that plans should have.
-        whole_words: whether rows have to be whole, aligned 16-byte words.
+        name: name in the setting `gpu_kernels` and in routing profiles.
+        make_step: makes the device buffers of an attention shape: a `GpuStep` or an object with its interface.
+        dtypes: types of queries, and of KV besides fp8 e4m3.
+        head_dims: supported head sizes; None: all that `layer_support` accepts.
+        max_tile_rows: largest row tile of a plan.
+        whole_words: whether rows must be aligned to, and a multiple of, 16 bytes.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Kernels:
     max_tile_rows: int
     whole_words: bool
 
-    def obstacle(self, head_dim: int, cache: torch.Tensor) -> str | None:
-        """Why layers with this head size and K or V buffer do not run on these kernels, None if they do."""
+    def unsupported_reason(self, head_dim: int, cache: torch.Tensor) -> str | None:
+        """The reason why these kernels cannot run layers with this head size and K or V buffer, None if they can."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return fallback_reasons.HEAD_DIM
         if cache.dtype not in (*self.dtypes, FP8):
@@ -48,12 +49,12 @@ class Kernels:
         return None if self.takes(cache) else fallback_reasons.KV_LAYOUT
 
     def warpgroup_products(self, device: torch.device, kv_dtype: torch.dtype) -> bool:
-        """Whether warpgroups multiply their widest tile, where the head size allows it (csrc/cuda/wide_unit.h)."""
+        """Whether the kernels use warpgroup instructions (wgmma) for their widest tile, head size permitting."""
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         return hopper and self.name == "native" and kv_dtype.itemsize == 2
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the kernels can read a [*, heads, head dim] tensor as it lies in memory."""
+        """Whether the kernels can read a [*, heads, head dim] tensor with its strides and alignment."""
         if tensor.stride(2) != 1:
             return False
         words = 16 // tensor.element_size()
@@ -80,23 +81,23 @@ def triton_kernels() -> Kernels:
 
 
 def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.device) -> Kernels | str:
-    """The kernels for a device under the setting `gpu_kernels`, or in words why there are none."""
+    """The kernels for a device under the setting `gpu_kernels`, or a message that says why there are none."""
     if device.type != "cuda":
         return f"there are no packed kernels for the device {device}"
-    problem = _no_native(device)
-    if setting != "triton" and problem is None:
+    no_native = _why_not_native(device)
+    if setting != "triton" and no_native is None:
         return native_kernels()
     if setting == "native":
-        return f"gpu_kernels='native', but {problem}"
+        return f"gpu_kernels='native', but {no_native}"
     try:
         return triton_kernels()
     except ImportError as error:
-        return f"{problem or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}"
+        return f"{no_native or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}"
 
 
-def _no_native(device: torch.device) -> str | None:
+def _why_not_native(device: torch.device) -> str | None:
     if not _native.built_with_cuda:
-        return "sgl_prefix_attn was built without CUDA: install it where nvcc is found"
+        return "sgl_prefix_attn was built without CUDA: reinstall it with nvcc on PATH"
     if torch.version.hip is not None:
         return "the native kernels are for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)

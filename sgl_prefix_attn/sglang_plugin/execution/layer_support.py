@@ -1,4 +1,4 @@
-"""Which attention layers and KV buffers the packed path can serve, and with which numbers."""
+"""The attention layers and KV buffers that the packed path supports, and their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD_DIM_STEP = 16
 
 
 class KvScales(NamedTuple):
-    """What a layer's stored keys and values are to be multiplied by."""
+    """Factors for the stored keys and values of a layer."""
 
     k: float
     v: float
@@ -37,7 +37,7 @@ def attention_layers(model: Any) -> Iterator[Any]:
 
 
 def unsupported_layer(layer: Any) -> str | None:
-    """Why a layer has to run on the stock backend (a key of `reasons.EXPLANATIONS`), None if it can run packed."""
+    """The reason why a layer cannot run packed (a key of `fallback_reasons.EXPLANATIONS`), None if it can."""
     if layer.is_cross_attention:
         return fallback_reasons.CROSS_ATTENTION
     if _plain(layer.attn_type) != "decoder":
@@ -58,9 +58,9 @@ def unsupported_layer(layer: Any) -> str | None:
 
 
 def unsupported_pool(pool: Any) -> str | None:
-    """Why no layer of a KV pool suits the packed path, None if they may.
+    """The reason why the packed path supports no layer of a KV pool, None if it may support some.
 
-    To be asked first: some of these pools make a copy of the whole buffer when they are asked for it.
+    Call it before `unsupported_buffers`: some of these pools copy the whole buffer on access.
     """
     pool = getattr(pool, "full_kv_pool", pool)
     many_scales = getattr(pool, "k_scale_buffer", None) is not None or getattr(pool, "is_quantized_kv_cache", False)
@@ -68,7 +68,7 @@ def unsupported_pool(pool: Any) -> str | None:
 
 
 def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> str | None:
-    """Why what the KV pool returns for a layer does not suit the packed path, None if it does."""
+    """The reason why the packed path cannot read the KV buffers of a layer, None if it can."""
     for cache in (k_cache, v_cache):
         if not isinstance(cache, torch.Tensor) or cache.dim() != 3:
             return fallback_reasons.KV_LAYOUT
@@ -84,8 +84,8 @@ def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> str | None:
 def kv_scales(layer: Any) -> KvScales | None:
     """The scales of a layer over an fp8 cache, None if the host does not know them.
 
-    As in the stock backends: the KV pool divides by `k_scale` and `v_scale`, which are tensors on the device, numbers
-    or None, and `k_scale_float` and `v_scale_float` are the same on the host, where a checkpoint's scales were loaded.
+    As in the stock backends, the KV pool divides by `k_scale` and `v_scale` (device tensors, numbers or None).
+    `k_scale_float` and `v_scale_float` are the host's copies of scales that a checkpoint brought.
     """
     k = _on_host(layer.k_scale, layer.k_scale_float)
     v = _on_host(layer.v_scale, layer.v_scale_float)
@@ -96,12 +96,12 @@ def _on_host(scale: Any, on_host: Any) -> float | None:
     if scale is None:
         return 1.0
     if on_host is None:
-        on_host = scale  # a number, if the model was given a file of scales
+        on_host = scale  # a number if the scales came from a file
     return float(on_host) if isinstance(on_host, (int, float)) and 0.0 < on_host < math.inf else None
 
 
 def layer_shape(layer: Any, kv_dtype: torch.dtype) -> ModelShape:
-    """The planner's view of a layer."""
+    """The planner's shape of a layer."""
     return ModelShape(
         q_heads=layer.tp_q_head_num,
         kv_heads=layer.tp_k_head_num,
@@ -111,7 +111,7 @@ def layer_shape(layer: Any, kv_dtype: torch.dtype) -> ModelShape:
 
 
 def window_left(layer: Any) -> int:
-    """Positions before the query's own that it still sees; -1: all. Same meaning as in SGLang's torch_native."""
+    """Tokens that a query sees before its own position; -1: all. Same meaning as in SGLang's torch_native."""
     window = layer.sliding_window_size
     return -1 if window is None or window < 0 else int(window)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
 from sgl_prefix_attn.offline.answers import Answer, Choice
 from sgl_prefix_attn.offline.engines import EngineArguments, Outcome, Ready, Task
+from sgl_prefix_attn.settings import variable_name
 
 # What SGLang's scheduler cuts off silently of a request that fills context or pool to the last token.
 _KEPT_BACK = 6
@@ -24,6 +26,8 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    name = variable_name("group_scheduling")
+    os.environ[name] = os.environ.get(name) or "1"  # the scheduler process inherits it
     load_plugins()  # `prefixpack` has to be known before the arguments are parsed
     engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
     try:

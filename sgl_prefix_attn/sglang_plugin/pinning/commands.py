@@ -20,7 +20,7 @@ ANSWER_KEY = "prefixpack_pins"
 COPY_KEY = "data_parallel_rank"
 RENEWED_KEY = "renewed"
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 MAX_TOKENS = 1 << 20  # of one prefix: more than contexts are long, and little enough to copy
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]

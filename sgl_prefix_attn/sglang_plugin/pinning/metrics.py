@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin.telemetry.metrics import PREFIX
+from sgl_prefix_attn.sglang_plugin.telemetry.metrics import Metric, MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -48,44 +48,33 @@ class PinningCounters:
         return asdict(self)
 
 
-_GAUGES = {"pinned_tokens": "Distinct tokens that are pinned.", "pins": "Pins."}
-_COUNTERS = {
-    "pins_shed": "Pins ended or shortened to make room.",
-    "tokens_shed": "Tokens of pins given up to make room.",
-    "evictions_avoided": "Tokens that the least-recently-used order would have evicted and retention kept.",
-    "recomputed_tokens": "Prompt tokens computed again although they had been computed before.",
-    "failures": "Exceptions in the pinning hooks.",
-}
+_METRICS = (
+    Metric("pinned_tokens", "Distinct tokens that are pinned.", kind="gauge"),
+    Metric("pins", "Pins.", kind="gauge"),
+    Metric("pins_shed_total", "Pins ended or shortened to make room."),
+    Metric("tokens_shed_total", "Tokens of pins given up to make room."),
+    Metric(
+        "evictions_avoided_total",
+        "Tokens that the least-recently-used order would have evicted and retention kept.",
+    ),
+    Metric("recomputed_tokens_total", "Prompt tokens computed again although they had been computed before."),
+    Metric("pinning_failures_total", "Exceptions in the pinning hooks."),
+)
 
 
-@dataclass
 class PinningMetrics:
-    """Copies PinningCounters into Prometheus metrics, with the labels of SGLang's scheduler metrics."""
+    """Copies PinningCounters into Prometheus metrics, with the labels of SGLang's scheduler metrics.
 
-    labels: dict[str, str]
-    registry: Any = None
-    _metrics: dict[str, Any] = field(default_factory=dict, repr=False)
-    _exported: dict[str, int] = field(default_factory=dict, repr=False)
+    Args:
+        labels: label values of every metric of this process.
+        registry: where to register; None: prometheus_client's default, as SGLang does.
+    """
+
+    def __init__(self, labels: dict[str, str], registry: Any = None) -> None:
+        self._metrics = MetricSet(_METRICS, labels, registry)
 
     def update(self, counters: PinningCounters) -> None:
-        if not self._metrics:
-            self._create()
+        """Brings the metrics up to date."""
         values = counters.as_dict()
-        for name in _GAUGES:
-            self._metrics[name].labels(**self.labels).set(values[name])
-        for name in _COUNTERS:
-            growth = values[name] - self._exported.get(name, 0)
-            self._metrics[name].labels(**self.labels).inc(growth)
-            self._exported[name] = values[name]
-
-    def _create(self) -> None:
-        # Late, as in metrics.py: SGLang has to set the multiprocess directory first.
-        from prometheus_client import REGISTRY, Counter, Gauge
-
-        registry = REGISTRY if self.registry is None else self.registry
-        names = list(self.labels)
-        for name, text in _GAUGES.items():
-            self._metrics[name] = Gauge(PREFIX + name, text, names, registry=registry, multiprocess_mode="mostrecent")
-        for name, text in _COUNTERS.items():
-            title = f"{PREFIX}{'pinning_' if name == 'failures' else ''}{name}_total"
-            self._metrics[name] = Counter(title, text, names, registry=registry)
+        names = {metric.name.removeprefix("pinning_").removesuffix("_total"): metric.name for metric in _METRICS}
+        self._metrics.update({name: values[attribute] for attribute, name in names.items()})

@@ -1,41 +1,128 @@
 """Prometheus metrics next to SGLang's own on GET /metrics.
 
-SGLang uses prometheus_client's multiprocess mode: a metric made in a scheduler process appears on the server's
-/metrics by itself, provided prometheus_client is imported after SGLang set PROMETHEUS_MULTIPROC_DIR; hence the late
-import. All names start with `sglang:prefixpack_`; labels as SGLang's scheduler metrics have them.
+SGLang uses the multiprocess mode of prometheus_client: a metric of a scheduler process appears on the server's
+/metrics. prometheus_client must be imported after SGLang has set PROMETHEUS_MULTIPROC_DIR, so the import is late. All
+names start with `sglang:prefixpack_`; the labels are those of SGLang's scheduler metrics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from sgl_prefix_attn import deprecations
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 PREFIX = "sglang:prefixpack_"
 
-# name -> (help text, attribute or property of Counters)
-COUNTERS = {
-    "plans_made_total": ("Plans made by the planner.", "plans_made"),
-    "plans_reused_total": ("Steps that reused the plan of the step before.", "plans_reused"),
-    "plan_seconds_total": ("Seconds spent in making plans.", "plan_seconds"),
-    "host_seconds_total": ("Seconds of host work of ours before forwards: paths, forest, plan.", "host_seconds"),
-    "kv_tokens_read_total": ("KV tokens read by packed steps, per layer and KV head.", "kv_tokens_read"),
-    "kv_tokens_saved_total": ("KV tokens that request-wise attention would have read besides.", "kv_tokens_saved"),
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: without PREFIX; a counter's ends with `_total`.
+        text: help text.
+        kind: counter or gauge.
+        label: name of a label beside those of all metrics; empty: none.
+    """
+
+    name: str
+    text: str
+    kind: Literal["counter", "gauge"] = "counter"
+    label: str = ""
+
+
+@dataclass
+class MetricSet:
+    """Exports totals and values as Prometheus metrics; they are created by the first `update`.
+
+    Args:
+        metrics: all metrics that updates may name.
+        labels: label values of every metric of this process.
+        registry: where to register; None: prometheus_client's default, as SGLang does.
+    """
+
+    metrics: Sequence[Metric]
+    labels: dict[str, str]
+    registry: Any = None
+    _created: dict[str, Any] = field(default_factory=dict, repr=False)
+    _exported: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+
+    def update(self, values: dict[str, float | dict[str, float]]) -> None:
+        """Brings metrics up to date.
+
+        Args:
+            values: by metric name the total of a counter or the value of a gauge; for a metric with a label of its
+                own, these by label value.
+        """
+        if not self._created:
+            self._create()
+        for metric in self.metrics:
+            value = values.get(metric.name)
+            if isinstance(value, dict):
+                for label, one in value.items():
+                    self._set(metric, one, label, **{metric.label: label})
+            elif value is not None:
+                self._set(metric, value, "")
+
+    def _create(self) -> None:
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        registry = REGISTRY if self.registry is None else self.registry
+        for metric in self.metrics:
+            names = [*self.labels, metric.label] if metric.label else list(self.labels)
+            if metric.kind == "counter":
+                made: Any = Counter(PREFIX + metric.name, metric.text, names, registry=registry)
+            else:
+                made = Gauge(
+                    PREFIX + metric.name, metric.text, names, registry=registry, multiprocess_mode="mostrecent"
+                )
+            self._created[metric.name] = made
+
+    def _set(self, metric: Metric, value: float, key: str, **labels: str) -> None:
+        if metric.kind == "gauge":
+            self._created[metric.name].labels(**self.labels, **labels).set(value)
+            return
+        before = self._exported.get((metric.name, key))
+        if before is None or value > before:
+            self._created[metric.name].labels(**self.labels, **labels).inc(value - (before or 0))
+            self._exported[(metric.name, key)] = value
+
+
+# Metrics of one attribute or property of Counters each.
+TOTALS = {
+    "plans_made": "Plans made by the planner.",
+    "plans_reused": "Steps that reused the plan of the step before.",
+    "plan_seconds": "Seconds of planning.",
+    "host_seconds": "Seconds of host work before forwards: paths, forest, plan.",
+    "kv_tokens_read": "KV tokens read by packed steps, per layer and KV head.",
+    "kv_tokens_saved": "KV tokens that request-wise attention would have read in addition.",
 }
-PACKED_STEPS = ("packed_steps_total", "Steps that ran packed, by mode.")
-ROUTED_STEPS = ("routed_steps_total", "Decode steps that had a choice, by route: packed or stock.")
-FALLBACKS = ("fallbacks_total", "Steps, or layers of packed steps, that the stock backend ran, by reason.")
-READ_RATIO = (
-    "kv_read_ratio",
-    "KV tokens read by packed steps divided by what request-wise attention reads, since the last update.",
+METRICS = (
+    *(Metric(f"{name}_total", text) for name, text in TOTALS.items()),
+    Metric("packed_steps_total", "Steps that ran packed, by mode.", label="mode"),
+    Metric(
+        "routed_steps_total",
+        "Decode steps that could run packed or on the stock backend, by route: packed or stock. "
+        "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
+        label="route",
+    ),
+    Metric("fallbacks_total", "Steps, or layers of packed steps, on the stock backend, by reason.", label="reason"),
+    Metric(
+        "kv_read_ratio",
+        "KV tokens read by packed steps divided by those of request-wise attention, since the last update.",
+        kind="gauge",
+    ),
 )
 
 
 @dataclass
 class MetricsExporter:
-    """Copies `Counters` into Prometheus metrics when told to.
+    """Copies `Counters` into Prometheus metrics.
 
     Args:
         labels: label values of every metric of this process.
@@ -44,12 +131,14 @@ class MetricsExporter:
 
     labels: dict[str, str]
     registry: Any = None
-    _metrics: dict[str, Any] = field(default_factory=dict, repr=False)
-    _exported: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+    _last_read: tuple[int, int] = field(default=(0, 0), repr=False)
+
+    def __post_init__(self) -> None:
+        self._metrics = MetricSet(METRICS, self.labels, self.registry)
 
     @classmethod
     def for_runner(cls, runner: Any) -> MetricsExporter | None:
-        """The exporter of a model runner's process; None if the server exports no metrics or not from this rank."""
+        """The exporter of a model runner's process; None if the server, or this rank, exports no metrics."""
         arguments = runner.server_args
         if not getattr(arguments, "enable_metrics", False):
             return None
@@ -68,48 +157,23 @@ class MetricsExporter:
         return cls(labels)
 
     def update(self, counters: Counters) -> None:
-        """Brings the metrics up to date; costs some microseconds, so not for every step."""
-        if not self._metrics:
-            self._create()
-        read = self._growth("kv", "read", counters.kv_tokens_read)
-        per_request = self._growth("kv", "per_request", counters.kv_tokens_per_request)
-        if per_request > 0:
-            self._metrics[READ_RATIO[0]].labels(**self.labels).set(read / per_request)
-        for name, (_, attribute) in COUNTERS.items():
-            self._increase(name, "", getattr(counters, attribute))
-        for mode, steps in counters.steps_packed.items():
-            self._increase(PACKED_STEPS[0], mode, steps, mode=mode)
-        for route, steps in counters.routed_steps.items():
-            self._increase(ROUTED_STEPS[0], route, steps, route=route)
-        for reason, times in counters.fallbacks.items():
-            self._increase(FALLBACKS[0], reason, times, reason=reason)
-
-    def _create(self) -> None:
-        from prometheus_client import REGISTRY, Counter, Gauge
-
-        registry = REGISTRY if self.registry is None else self.registry
-        names = list(self.labels)
-        for name, (text, _) in COUNTERS.items():
-            self._metrics[name] = Counter(PREFIX + name, text, names, registry=registry)
-        for (name, text), label in ((PACKED_STEPS, "mode"), (ROUTED_STEPS, "route"), (FALLBACKS, "reason")):
-            self._metrics[name] = Counter(PREFIX + name, text, [*names, label], registry=registry)
-        self._metrics[READ_RATIO[0]] = Gauge(
-            PREFIX + READ_RATIO[0], READ_RATIO[1], names, registry=registry, multiprocess_mode="mostrecent"
-        )
-
-    def _increase(self, name: str, key: str, total: float, **labels: str) -> None:
-        growth = self._growth(name, key, total)
-        if growth > 0:
-            self._metrics[name].labels(**self.labels, **labels).inc(growth)
-
-    def _growth(self, name: str, key: str, total: float) -> float:
-        growth = total - self._exported.get((name, key), 0.0)
-        self._exported[(name, key)] = total
-        return growth
+        """Brings the metrics up to date. Takes some microseconds, so it is not called in every step."""
+        values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
+        values["packed_steps_total"] = dict(counters.steps_packed)
+        routed = counters.routed_steps
+        old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
+        values["routed_steps_total"] = {**routed, **old}
+        values["fallbacks_total"] = dict(counters.fallbacks)
+        read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request
+        read_before, per_request_before = self._last_read
+        if per_request > per_request_before:
+            values["kv_read_ratio"] = (read - read_before) / (per_request - per_request_before)
+        self._last_read = (read, per_request)
+        self._metrics.update(values)
 
 
 def _ranks(runner: Any) -> Any:
-    """What knows this process's ranks: the runner up to 0.5.14, then its `ps`, from 0.5.21 on SGLang's context."""
+    """The holder of this process's ranks: the runner up to 0.5.14, then its `ps`, from 0.5.21 SGLang's context."""
     for holder in (getattr(runner, "ps", None), runner):
         if hasattr(holder, "tp_rank"):
             return holder

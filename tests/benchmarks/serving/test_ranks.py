@@ -111,6 +111,7 @@ def test_report_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_two_ranks_of_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 120)
     for name, value in RANKS.items():

@@ -48,6 +48,9 @@ def test_host_time_of_a_packed_step() -> None:
     assert run.as_json()["host_us_per_step"] == pytest.approx(100.0)
     routed = dataclasses.replace(run, counters={**counters, "routed_steps": {"packed": 25, "stock": 30}})
     assert routed.host_us_per_step == pytest.approx(50.0)
+    report = Report(None, {})
+    report.add(routed, "a", {})
+    assert "25/55" in report.table(), "steps routed packed"
     assert run_of("a", [5]).host_us_per_step is None
 
 
@@ -115,57 +118,50 @@ def test_medians_of_backends_that_ran_a_workload_several_times(tmp_path: Path) -
     assert "output tok/s 1 (0 to 2)" in report.table()
 
 
-def fake_servers(monkeypatch: pytest.MonkeyPatch, broken: str = "", clock: list[float] | None = None) -> list[str]:
-    """Replaces servers and replays; `clock` is moved on by 100 s for each server."""
-    started: list[str] = []
+class FakeServers:
+    """Replaces servers, warm-ups and replays of the command. `clock` moves on by 100 s with each server."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[str] = []
+        self.broken = ""
+        self.clock: list[float] = []
+        replacements = {"serve": self.serve, "run_once": self.run_once}
+        for name in ("warm_up", "read_ranks"):
+            replacements[name] = lambda *_: None
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(command, name, replacement)
 
     @contextlib.contextmanager
-    def serve(options: ServerOptions) -> Iterator[Any]:
-        started.append(str(options.backend))
-        if clock is not None:
-            clock[0] += 100.0
-        if options.backend == broken:
+    def serve(self, options: ServerOptions) -> Iterator[Any]:
+        self.started.append(str(options.backend))
+        self.clock[:] = [seconds + 100.0 for seconds in self.clock]
+        if options.backend == self.broken:
             raise ServerError("it did not start")
         yield type("Server", (), {"log": Path("x.log"), "options": options})()
 
-    monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "warm_up", lambda server, requests: None)
-    monkeypatch.setattr(command, "read_ranks", lambda server: None)
-    monkeypatch.setattr(
-        command,
-        "run_once",
-        lambda server, workload, label, requests, timeout_seconds: run_of(
-            label, [1, 2, 3], [1, 2, 3], workload=workload
-        ),
-    )
-    if clock is not None:
-        monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    return started
+    @staticmethod
+    def run_once(server: Any, workload: str, label: str, requests: Any, timeout_seconds: float) -> Run:
+        return run_of(label, [1, 2, 3], [1, 2, 3], workload=workload)
 
 
-def test_a_backend_that_fails_does_not_keep_the_others_from_running(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    started = fake_servers(monkeypatch, broken="fa3")
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> FakeServers:
+    return FakeServers(monkeypatch)
+
+
+def run_command(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and written results of the command."""
     out = tmp_path / "out.json"
-    arguments = [
-        "--backends",
-        "prefixpack,fa3,triton",
-        "--repeat",
-        "triton",
-        "--times",
-        "3",
-        "--workload",
-        "rl",
-        "mooncake",
-        "--out",
-        str(out),
-        "--logs",
-        str(tmp_path),
-    ]
-    assert command.main(arguments) == 1
-    assert started == ["prefixpack", "fa3", "triton"]
-    content = json.loads(out.read_text())
+    status = command.main([*arguments, "--out", str(out), "--logs", str(tmp_path / "logs")])
+    return status, json.loads(out.read_text())
+
+
+def test_a_backend_that_fails_does_not_keep_the_others_from_running(servers: FakeServers, tmp_path: Path) -> None:
+    servers.broken = "fa3"
+    options = ("--repeat", "triton", "--times", "3", "--workload", "rl", "mooncake")
+    status, content = run_command(tmp_path, "--backends", "prefixpack,fa3,triton", *options)
+    assert status == 1
+    assert servers.started == ["prefixpack", "fa3", "triton"]
     assert [(run["workload"], run["label"]) for run in content["runs"]] == [
         ("rl", "prefixpack"), ("mooncake", "prefixpack"), ("rl", "triton"), ("rl", "triton again"),
         ("rl", "triton again 2"), ("mooncake", "triton"), ("mooncake", "triton again"), ("mooncake", "triton again 2"),
@@ -173,12 +169,15 @@ def test_a_backend_that_fails_does_not_keep_the_others_from_running(
     assert content["failures"] == {"fa3": "ServerError: it did not start"}
 
 
-def test_no_server_is_started_that_would_not_be_done_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started = fake_servers(monkeypatch, clock=[0.0])
-    arguments = ["--backends", "a,b,c", "--seconds", "250", "--out", str(tmp_path / "out.json")]
-    assert command.main(arguments) == 1
-    assert started == ["a", "b"]
-    assert "not started: 50 s are left" in json.loads((tmp_path / "out.json").read_text())["failures"]["c"]
+def test_no_server_is_started_that_would_not_be_done_in_time(
+    servers: FakeServers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers.clock = [0.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: servers.clock[0])
+    status, content = run_command(tmp_path, "--backends", "a,b,c", "--seconds", "250")
+    assert status == 1
+    assert servers.started == ["a", "b"]
+    assert "not started: 50 s are left" in content["failures"]["c"]
 
 
 @pytest.mark.parametrize(
@@ -215,60 +214,39 @@ def test_settings_of_prefixpack_make_another_backend() -> None:
     }
 
 
-def test_servers_of_an_ab_test_and_workloads_of_several_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started = fake_servers(monkeypatch)
-    out = tmp_path / "out.json"
+def test_servers_of_an_ab_test_and_workloads_of_several_sizes(servers: FakeServers, tmp_path: Path) -> None:
     a, b = "prefixpack[route=packed]", "prefixpack[route=auto]"
     workloads = ["no-sharing:1", "no-sharing:8", "rl:2"]
-    assert command.main(["--backends", f"{a},{b}", "--workload", *workloads, "--out", str(out)]) == 0
-    assert started == ["prefixpack", "prefixpack"]
-    content = json.loads(out.read_text())
-    assert [(run["label"], run["workload"]) for run in content["runs"]] == [
-        (name, workload) for name in (a, b) for workload in workloads
-    ]
+    status, content = run_command(tmp_path, "--backends", f"{a},{b}", "--workload", *workloads)
+    assert status == 0
+    assert servers.started == ["prefixpack", "prefixpack"]
+    runs = [(run["label"], run["workload"]) for run in content["runs"]]
+    assert runs == [(name, workload) for name in (a, b) for workload in workloads]
     assert [content["workloads"][name]["requests"] for name in workloads] == [1, 8, 2]
     assert content["environments"] == {a: {"PREFIXPACK_ROUTE": "packed"}, b: {"PREFIXPACK_ROUTE": "auto"}}
 
 
-def test_ranks_and_commit_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_servers(monkeypatch)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_commit_and_environment_are_recorded(
+    servers: FakeServers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
+) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    out = tmp_path / "out.json"
-    arguments = ["--backends", "prefixpack,fa3", "--tp", "2", "--commit", "1234abc", "--out", str(out)]
-    assert command.main(arguments) == 0
-    content = json.loads(out.read_text())
-    assert (content["tp"], content["commit"]) == (2, "1234abc")
-    for server in content["servers"].values():  # metrics cost time, so all backends have them
-        assert server[server.index("--tp-size") + 1] == "2"
-        assert set(METRICS_OF_ALL_RANKS) <= set(server)
+    options = ["--tp", "2", "--commit", "1234abc"] if ranks == 2 else []
+    status, content = run_command(tmp_path, "--backends", "prefixpack,fa3", *options)
+    assert status == 0
+    assert (content["tp"], content["commit"]) == (ranks, "1234abc" if options else git_commit())
+    for server in content["servers"].values():  # metrics cost time, so all backends have them or none
+        multi_rank = {"--tp-size", *METRICS_OF_ALL_RANKS}
+        assert multi_rank & set(server) == (multi_rank if ranks == 2 else set())
+        assert ranks == 1 or server[server.index("--tp-size") + 1] == "2"
     assert content["inherited_environment"]["NCCL_NVLS_ENABLE"] == "0"
-
-
-def test_one_rank_and_git_s_commit_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_servers(monkeypatch)
-    out = tmp_path / "out.json"
-    assert command.main(["--backends", "fa3", "--out", str(out)]) == 0
-    content = json.loads(out.read_text())
-    assert (content["tp"], content["commit"]) == (1, git_commit())
-    assert not {"--tp-size", *METRICS_OF_ALL_RANKS} & set(content["servers"]["fa3"])
-
-
-def test_the_table_tells_how_many_steps_were_routed_packed() -> None:
-    report = Report(None, {})
-    counters = {"host_seconds": 0.001, "routed_steps": {"packed": 3, "stock": 9}}
-    report.add(dataclasses.replace(run_of("a", [5]), counters=counters), "a", {})
-    assert "3/12" in report.table()
 
 
 @pytest.mark.e2e
 def test_two_backends_of_the_real_server_agree(tmp_path: Path) -> None:
-    out = tmp_path / "serving.json"
-    status = command.main(
-        ["--backends", "prefixpack,torch_native", "--workload", "rl", "--groups", "3", "--samples", "4",
-         "--prompt-tokens", "96", "--output-tokens", "12", "--out", str(out), "--logs", str(tmp_path / "logs")]
-    )  # fmt: skip
+    sizes = ("--groups", "3", "--samples", "4", "--prompt-tokens", "96", "--output-tokens", "12")
+    status, content = run_command(tmp_path, "--backends", "prefixpack,torch_native", "--workload", "rl", *sizes)
     assert status == 0
-    content = json.loads(out.read_text())
     packed, stock = content["runs"]
     assert content["agreement"][0]["identical"] == content["agreement"][0]["samples"] == 12
     assert packed["output_tokens"] == stock["output_tokens"] == 3 * 4 * 12

@@ -1,4 +1,4 @@
-// Runs the threads of CUDA blocks on one CPU thread, in lockstep where the hardware has them meet.
+// Runs the threads of CUDA CTAs as fibers on one CPU thread; they synchronize where the hardware does.
 #pragma once
 
 #include <ucontext.h>
@@ -16,7 +16,7 @@ namespace emulation {
 constexpr int kMaxBlockThreads = 256;
 constexpr int kWarpThreads = 32;
 
-// When asynchronous copies land: at once, or only when a wait demands them. Correct code gives the same for both.
+// When asynchronous copies land: at once, or at the wait. Correct code gives the same result for both.
 enum class Copies { kEarly, kLate };
 
 struct PendingCopy {
@@ -25,13 +25,13 @@ struct PendingCopy {
   bool valid;
 };
 
-// Fragments that products of a warpgroup were begun for.
+// Accumulators of pending warpgroup MMAs.
 struct PendingSums {
   std::vector<float> sums;
   int products = 0;
 };
 
-// Arguments that the lanes of a warp lay out for each other; two sets, so that no lane overtakes a reader.
+// Operands that the lanes of a warp exchange; two sets, so that no lane overwrites them before all have read.
 struct Exchange {
   uint64_t arrived[2] = {0, 0};
   uint64_t words[2][kWarpThreads][6];
@@ -53,13 +53,13 @@ struct Fiber {
   std::vector<std::function<void()>> open_products;
   std::vector<std::vector<std::function<void()>>> product_groups;
   std::map<const void*, PendingSums> pending_sums;
-  std::vector<size_t> landed;  // 16-byte chunks of shared memory, not yet shown to products of a warpgroup
+  std::vector<size_t> landed;  // 16-byte chunks of shared memory that are not yet fenced for wgmma
 };
 
 struct Block {
   int index = 0;
   std::vector<char> shared;
-  std::vector<bool> hidden;  // 16-byte chunks that were copied and not yet shown to products of a warpgroup
+  std::vector<bool> hidden;  // 16-byte chunks that were copied and not yet fenced for wgmma
   uint64_t arrived = 0;
   bool vote = false;
   Exchange warps[kMaxBlockThreads / kWarpThreads];
@@ -91,8 +91,8 @@ inline void yield() { swapcontext(&self().context, &machine()->scheduler); }
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
-// Lays `count` words out and returns what all lanes laid out, once all have. `line` is the caller's: lanes that meet
-// at different instructions would hang or get nonsense on a GPU.
+// Publishes `count` words and returns those of all lanes once all have arrived. `line` is the caller's: lanes that meet
+// at different instructions would hang or compute garbage on a GPU.
 inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6] {
   Fiber& fiber = self();
   Exchange& warp = fiber.block->warps[fiber.thread / kWarpThreads];
@@ -141,8 +141,7 @@ inline void fiber_main() {
   yield();
 }
 
-// Runs `kernel(shared memory)` on `threads` threads of each of `grid` blocks. Throws if a thread fails or if none can
-// go on.
+// Runs `kernel(shared memory)` on `threads` threads of each of `grid` CTAs. Throws if a thread fails or on deadlock.
 inline void run(int grid, int threads, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
   Machine here;
   here.grid = grid;
@@ -152,7 +151,7 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
   for (int index = 0; index < grid; ++index) {
     auto block = std::make_unique<Block>();
     block->index = index;
-    // Not-a-number in every 16-bit and 32-bit format: what is read before it is written shows.
+    // NaN in every 16-bit and 32-bit format, so that reads of uninitialized memory show.
     block->shared.assign(shared_bytes + 1024, static_cast<char>(0xff));
     block->hidden.assign(block->shared.size() / 16, false);
     for (int thread = 0; thread < threads; ++thread) {
@@ -183,7 +182,7 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
         steps += 1 + fiber->exchanges + fiber->syncs + fiber->done;
       }
     }
-    // A meeting shows in the counts a round after it, so two rounds alike are none to wait for.
+    // Arrivals show in the counts a round later, so two equal rounds are a deadlock.
     stuck = steps == progress ? stuck + 1 : 0;
     progress = steps;
     if (alive && stuck > 2) here.failure = "threads wait for each other";

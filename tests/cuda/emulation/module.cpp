@@ -1,4 +1,4 @@
-// The GPU kernels of csrc/cuda, run on a CPU through the emulated instructions. Built by the tests.
+// The GPU kernels of csrc/cuda on emulated instructions. Built by the tests.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -7,9 +7,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/serialize_plan.h"
 #include "cuda/kernel/persistent_scheduler.cuh"
 #include "cuda/kernel/prepare.cuh"
+#include "cuda/serialize_plan.h"
 
 namespace py = pybind11;
 using namespace prefixpack;
@@ -43,31 +43,31 @@ Plan copy_plan(const py::object& source) {
   return plan;
 }
 
-// How a launch goes.
+// Execution of a launch.
 struct Run {
-  int blocks;
+  int ctas;
   emulation::Copies copies;
-  bool warps_first;  // whether the second kernel is done before the first begins, as if that were slow
+  bool warps_first;  // the warp kernel completes before the CTA kernel starts
 };
 
 template <int HeadDim, class Format>
 void run_kernels(const KernelParams& params, const Run& run) {
   emulation::run(2, 128, 0, run.copies, [&](char*) { prepare_step(params); });
-  const int warp_blocks = kWarpsWorkAlone<HeadDim> ? run.blocks + 1 : 0, all_blocks = run.blocks + warp_blocks;
-  const auto blocks = [&] {
-    emulation::run(run.blocks, kBlockThreads<HeadDim>, kLaunchSharedBytes, run.copies, [&](char* shared) {
-      run_blocks<HeadDim, Format>(params, shared, all_blocks, (run.blocks + 1) / 2);
+  const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0, total_ctas = run.ctas + warp_ctas;
+  const auto ctas = [&] {
+    emulation::run(run.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes, run.copies, [&](char* shared) {
+      run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2);
     });
   };
   const auto warps = [&] {
-    if constexpr (kWarpsWorkAlone<HeadDim>) {
-      emulation::run(warp_blocks, kLoneThreads, kLoneWarps * kWarpBytes, run.copies,
-                     [&](char* shared) { run_warps<HeadDim, Format>(params, shared, all_blocks); });
+    if constexpr (kHasWarpKernel<HeadDim>) {
+      emulation::run(warp_ctas, kDecodeThreads, kDecodeWarps * kWarpBytes, run.copies,
+                     [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); });
     }
   };
-  for (int layer = 0; layer < 2; ++layer) {  // twice: the queue has to be ready again after a launch
+  for (int layer = 0; layer < 2; ++layer) {  // twice: a launch has to reset the counters
     if (run.warps_first) warps();
-    blocks();
+    ctas();
     if (!run.warps_first) warps();
   }
 }
@@ -85,23 +85,23 @@ void run_head_dim(const KernelParams& params, const Run& run) {
   throw std::invalid_argument("head_dim must be 64, 128 or 256");
 }
 
-// q, out: 16-bit patterns; k, v: also, or bytes of fp8. planned_lens: what the plan was made for; seq_lens: what the
-// step has.
+// q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
+// seq_lens: lengths of the step. fan_in: see CombineLists.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
-               const py::object& sinks, bool bfloat16, int blocks, bool late_copies, bool warps_first) {
+               const py::object& sinks, bool bfloat16, int ctas, bool late_copies, bool warps_first, int fan_in) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
-  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, blocks + 1);
+  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1, fan_in);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
-  std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), blocks));
-  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tickets(3, 0);
-  std::vector<int32_t> arrivals(plan.merge_query.size() * kv_heads * units_of_group(q_heads / kv_heads), 0);
+  std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
+  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(3, 0);
+  std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
 
   KernelParams params{};
@@ -134,17 +134,15 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.v_scale = v_scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
-  params.step = {items.data(), positions.data(), slots.data(), tickets.data(), arrivals.data()};
-  const Run run{blocks, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
+  params.step = {items.data(), positions.data(), slots.data(), tile_counters.data(), semaphores.data()};
+  const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
   const bool float8 = k.itemsize() == 1;
   if (bfloat16) {
-    float8 ? run_head_dim<Float8Format<ptx::BFloat16>>(params, run)
-           : run_head_dim<SameFormat<ptx::BFloat16>>(params, run);
+    float8 ? run_head_dim<Fp8Kv<ptx::BFloat16>>(params, run) : run_head_dim<SameDtypeKv<ptx::BFloat16>>(params, run);
   } else {
-    float8 ? run_head_dim<Float8Format<ptx::Float16>>(params, run)
-           : run_head_dim<SameFormat<ptx::Float16>>(params, run);
+    float8 ? run_head_dim<Fp8Kv<ptx::Float16>>(params, run) : run_head_dim<SameDtypeKv<ptx::Float16>>(params, run);
   }
-  for (const auto& counters : {tickets, arrivals}) {
+  for (const auto& counters : {tile_counters, semaphores}) {
     for (int32_t counter : counters) {
       if (counter != 0) throw std::runtime_error("a counter was not reset");
     }
@@ -159,7 +157,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"),
-        py::arg("warps_first"));
-  m.def("quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
-        py::arg("dividend"), py::arg("number"));
+        py::arg("warps_first"), py::arg("fan_in"));
+  m.def(
+      "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
+      py::arg("dividend"), py::arg("number"));
 }

@@ -1,4 +1,4 @@
-// Stands in for csrc/cuda/common/ptx.cuh: the same instructions, carried out lane by lane on a CPU.
+// Replaces csrc/cuda/common/ptx.cuh: the same instructions, emulated lane by lane on the CPU.
 #pragma once
 
 #include <cmath>
@@ -14,12 +14,12 @@
 namespace prefixpack::ptx {
 
 inline int thread_index() { return emulation::self().thread; }
-inline int thread_index_here() { return thread_index(); }
-inline int block_index() { return emulation::self().block->index; }
-inline int block_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
+inline int volatile_thread_index() { return thread_index(); }
+inline int cta_index() { return emulation::self().block->index; }
+inline int cta_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
 inline int grid_size() { return emulation::machine()->grid; }
-inline void block_sync() { emulation::sync_block(); }
-inline bool block_any(bool predicate) {
+inline void cta_sync() { emulation::sync_block(); }
+inline bool cta_any(bool predicate) {
   bool& vote = emulation::self().block->vote;
   if (predicate) vote = true;
   emulation::sync_block();
@@ -29,7 +29,7 @@ inline bool block_any(bool predicate) {
   emulation::sync_block();
   return result;
 }
-inline int32_t count_up(int32_t* address) {
+inline int32_t atomic_increment(int32_t* address) {
   if (thread_index() % 32 != 0) emulation::fail("counted up by another lane than the warp's first");
   return (*address)++;
 }
@@ -53,8 +53,8 @@ inline void store_words(uint16_t* address, uint32_t low, uint32_t high) {
   std::memcpy(address, &low, 4);
   std::memcpy(address + 2, &high, 4);
 }
-inline void let_next_launch_begin() {}
-inline void wait_for_launch_before() {}
+inline void pdl_launch_dependents() {}
+inline void pdl_wait() {}
 
 template <class T>
 inline T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
@@ -76,10 +76,10 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   return result;
 }
 template <class T>
-inline T shuffle_in_half(T value, int lane, int line = __builtin_LINE()) {
+inline T shuffle_in_half_warp(T value, int lane, int line = __builtin_LINE()) {
   return shuffle(value, thread_index() % 32 / 16 * 16 + lane, line);
 }
-inline int32_t here(int32_t value) { return value; }
+inline int32_t opaque(int32_t value) { return value; }
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
   const auto* lanes = emulation::exchange(&word, 1, line);
@@ -106,14 +106,14 @@ inline int32_t atomic_add_release(int32_t* address, int32_t value) {
   *address += value;
   return before;
 }
-inline int32_t load_shared_result(const int32_t* address) { return *address; }
-inline float load_shared_result(const float* address) { return *address; }
-inline void load_shared_result(const float* address, float (&out)[4]) {
+inline int32_t load_relaxed(const int32_t* address) { return *address; }
+inline float load_relaxed(const float* address) { return *address; }
+inline void load_relaxed(const float* address, float (&out)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte load");
   for (int i = 0; i < 4; ++i) out[i] = address[i];
 }
-inline void load_quad(const float* address, float (&quad)[4]) { load_shared_result(address, quad); }
-inline void load_result(const float* address, float (&out)[4]) { load_shared_result(address, out); }
+inline void load_quad(const float* address, float (&quad)[4]) { load_relaxed(address, quad); }
+inline void load_relaxed_generic(const float* address, float (&out)[4]) { load_relaxed(address, out); }
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 using SharedAddress = uint32_t;
@@ -132,7 +132,8 @@ inline void store_shared_pair(SharedAddress address, float low, float high) {
   std::memcpy(to, &low, 4);
   std::memcpy(to + 4, &high, 4);
 }
-inline void store_shared(SharedAddress address, const uint32_t (&words)[4]) {
+template <class Word>
+inline void store_shared(SharedAddress address, const Word (&words)[4]) {
   char* to = emulation::self().block->shared_begin() + address;
   emulation::check_shared(to, 16);
   std::memcpy(to, words, 16);
@@ -144,7 +145,7 @@ inline void load_shared(SharedAddress address, Word (&out)[Count]) {
   std::memcpy(out, from, sizeof out);
 }
 
-inline void copy_async(SharedAddress address, const void* global, bool valid) {
+inline void cp_async(SharedAddress address, const void* global, bool valid) {
   char* shared = emulation::self().block->shared_begin() + address;
   emulation::check_shared(shared, 16);
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("misaligned 16-byte copy");
@@ -155,14 +156,14 @@ inline void copy_async(SharedAddress address, const void* global, bool valid) {
     emulation::self().open_group.push_back(copy);
   }
 }
-inline void copy_async(SharedAddress address, const void* global) { copy_async(address, global, true); }
-inline void copy_commit() {
+inline void cp_async(SharedAddress address, const void* global) { cp_async(address, global, true); }
+inline void cp_async_commit() {
   auto& fiber = emulation::self();
   fiber.groups.push_back(std::move(fiber.open_group));
   fiber.open_group.clear();
 }
 template <int Pending>
-inline void copy_wait() {
+inline void cp_async_wait() {
   auto& groups = emulation::self().groups;
   while (static_cast<int>(groups.size()) > Pending) {
     for (const auto& copy : groups.front()) emulation::land(copy);
@@ -173,7 +174,7 @@ inline void copy_wait() {
 inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int row) {
   return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
 }
-inline void load_matrix(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
+inline void ldmatrix(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
   const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
@@ -183,7 +184,7 @@ inline void load_matrix(uint32_t (&out)[4], SharedAddress address, int line = __
     std::memcpy(&out[matrix], matrix_row(lanes, matrix, lane / 4) + lane % 4 * 2, 4);
   }
 }
-inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
+inline void ldmatrix_transposed(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
   const char* row = emulation::self().block->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
@@ -196,7 +197,7 @@ inline void load_matrix_transposed(uint32_t (&out)[4], SharedAddress address, in
   }
 }
 
-inline uint32_t transpose(uint32_t pair, int line = __builtin_LINE()) {
+inline uint32_t movmatrix_transposed(uint32_t pair, int line = __builtin_LINE()) {
   const uint64_t word = pair;
   const auto* lanes = emulation::exchange(&word, 1, line);
   const int lane = thread_index() % 32;
@@ -221,10 +222,10 @@ struct BFloat16 {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
   static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
-  static uint32_t to_float16(uint32_t pair);
+  static uint32_t to_fp16(uint32_t pair);
 };
 struct Float16 {
-  static uint32_t to_float16(uint32_t pair) { return pair; }
+  static uint32_t to_fp16(uint32_t pair) { return pair; }
   static float widen(uint16_t bits) {
     _Float16 value;
     std::memcpy(&value, &bits, 2);
@@ -239,7 +240,7 @@ struct Float16 {
   static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
 };
 
-inline uint32_t BFloat16::to_float16(uint32_t pair) {
+inline uint32_t BFloat16::to_fp16(uint32_t pair) {
   const auto within = [](float x) { return std::fabs(x) > 65504.0f ? std::copysign(65504.0f, x) : x; };
   return Float16::pack(within(widen(static_cast<uint16_t>(pair))), within(widen(static_cast<uint16_t>(pair >> 16))));
 }
@@ -254,16 +255,16 @@ inline float float8_value(uint32_t byte) {
   const float magnitude = (byte & 0x7f) == 0x7f ? __builtin_nanf("") : value;
   return byte & 0x80 ? -magnitude : magnitude;
 }
-inline void from_float8(uint32_t word, uint32_t& low, uint32_t& high) {
+inline void fp8_to_fp16(uint32_t word, uint32_t& low, uint32_t& high) {
   const auto value = [&](int byte) { return float8_value(word >> 8 * byte & 0xff); };
   low = Float16::pack(value(0), value(1));
   high = Float16::pack(value(2), value(3));
 }
 
-// Where a fragment element lies (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register
-// row / 8 + k / 8 * 2; B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
+// Fragment layout (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2;
+// B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
 template <class Element>
-inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
+inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   const auto* lanes = emulation::exchange(words, 6, line);
   const int lane = thread_index() % 32;

@@ -1,5 +1,5 @@
-// Stands in for csrc/cuda/common/wgmma.cuh: the same products, carried out lane by lane on a CPU, at once or, with late copies,
-// only when they are waited for.
+// Replaces csrc/cuda/common/wgmma.cuh: the same MMAs, emulated lane by lane on the CPU; executed at once or, with late
+// copies, at their wait.
 #pragma once
 
 #include <cmath>
@@ -13,31 +13,31 @@
 
 namespace prefixpack::ptx {
 
-struct MatrixDescriptor {
+struct SmemDescriptor {
   SharedAddress address;
   int32_t leading, stride;
 };
-inline MatrixDescriptor matrix_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
+inline SmemDescriptor smem_descriptor(SharedAddress address, int32_t leading, int32_t stride) {
   if (address % 16 != 0 || leading % 16 != 0 || stride % 1024 != 0) emulation::fail("misaligned matrix");
   return {address, leading, stride};
 }
-inline MatrixDescriptor advanced(MatrixDescriptor matrix, int32_t bytes) {
-  return matrix_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
+inline SmemDescriptor advance(SmemDescriptor matrix, int32_t bytes) {
+  return smem_descriptor(matrix.address + static_cast<SharedAddress>(bytes), matrix.leading, matrix.stride);
 }
 
-inline void show_to_products() {
+inline void fence_proxy_async() {
   emulation::Fiber& fiber = emulation::self();
   for (size_t chunk : fiber.landed) fiber.block->hidden[chunk] = false;
   fiber.landed.clear();
 }
-inline void products_begin(int line = __builtin_LINE()) { warp_sync(line); }
-inline void products_commit() {
+inline void wgmma_fence(int line = __builtin_LINE()) { warp_sync(line); }
+inline void wgmma_commit() {
   emulation::Fiber& fiber = emulation::self();
   fiber.product_groups.push_back(std::move(fiber.open_products));
   fiber.open_products.clear();
 }
 template <int Pending>
-inline void products_wait() {
+inline void wgmma_wait() {
   auto& groups = emulation::self().product_groups;
   while (static_cast<int>(groups.size()) > Pending) {
     const auto group = std::move(groups.front());
@@ -46,11 +46,11 @@ inline void products_wait() {
   }
 }
 template <class Fragment>
-inline void settle(Fragment&) {}
+inline void wgmma_fence_operand(Fragment&) {}
 
-// The element `offset` bytes from a matrix's begin. The hardware mixes the bits of addresses, wherever a matrix begins.
+// The element `offset` bytes behind a matrix's begin. The swizzle applies to address bits, wherever a matrix begins.
 template <class Element>
-inline float matrix_element(const MatrixDescriptor& matrix, int32_t offset) {
+inline float matrix_element(const SmemDescriptor& matrix, int32_t offset) {
   const SharedAddress address = matrix.address + static_cast<SharedAddress>(offset);
   const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
   const char* at = emulation::self().block->shared_begin() + mixed;
@@ -60,19 +60,19 @@ inline float matrix_element(const MatrixDescriptor& matrix, int32_t offset) {
   std::memcpy(&bits, at, 2);
   return Element::widen(bits);
 }
-// Rows of 64 elements along the sum: element k of row (or column of b) `row`.
+// K-major: element k of row (or column of b) `row`.
 template <class Element>
-inline float along_sum(const MatrixDescriptor& matrix, int32_t row, int32_t k) {
+inline float along_sum(const SmemDescriptor& matrix, int32_t row, int32_t k) {
   return matrix_element<Element>(matrix, row / 8 * matrix.stride + row % 8 * 128 + k * 2);
 }
-// Rows across the sum.
+// MN-major.
 template <class Element>
-inline float across_sum(const MatrixDescriptor& matrix, int32_t column, int32_t k) {
+inline float across_sum(const SmemDescriptor& matrix, int32_t column, int32_t k) {
   return matrix_element<Element>(matrix,
                                  column / 64 * matrix.leading + k / 8 * matrix.stride + k % 8 * 128 + column % 64 * 2);
 }
 
-// Lets `product` add to c, a thread's fragments, now or later; until all that were begun are done, c holds nothing.
+// Adds `product` to c, a thread's fragments, now or at the wait. c holds NaN until all issued MMAs are executed.
 template <int Blocks, class Product>
 inline void carry_out(float (&c)[Blocks][4], bool add, const Product& product) {
   auto& pending = emulation::self().pending_sums[&c];
@@ -97,11 +97,12 @@ inline void carry_out(float (&c)[Blocks][4], bool add, const Product& product) {
 }
 
 template <class Element, bool Add>
-inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescriptor b) {
+inline void wgmma(float (&c)[8][4], SmemDescriptor a, SmemDescriptor b) {
   carry_out(c, Add, [a, b](std::vector<float>& sums) {
     const int thread = thread_index();
     for (int i = 0; i < 32; ++i) {
-      const int row = thread / 32 % 4 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+      const int row = thread / 32 % 4 * 16 + thread % 32 / 4 + i % 4 / 2 * 8,
+                column = i / 4 * 8 + thread % 4 * 2 + i % 2;
       float sum = 0.0f;
       for (int k = 0; k < 16; ++k) sum += along_sum<Element>(a, row, k) * along_sum<Element>(b, column, k);
       sums[i] += sum;
@@ -110,7 +111,7 @@ inline void multiply_group(float (&c)[8][4], MatrixDescriptor a, MatrixDescripto
 }
 
 template <class Element>
-inline void multiply_group(float (&c)[16][4], const uint32_t (&a)[4], MatrixDescriptor b) {
+inline void wgmma(float (&c)[16][4], const uint32_t (&a)[4], SmemDescriptor b) {
   carry_out(c, true, [&a, b](std::vector<float>& sums) {
     const uint64_t words[4] = {a[0], a[1], a[2], a[3]};
     const auto* lanes = emulation::exchange(words, 4, __LINE__);

@@ -1,0 +1,116 @@
+#include "cuda/combine_lists.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace prefixpack {
+
+namespace {
+
+// Partials whose rows a CTA loads at once; see kCombineBatch.
+constexpr int32_t kGroupMultiple = 4;
+
+int32_t group_size(int32_t splits) {
+  const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(splits))));
+  return (root + kGroupMultiple - 1) / kGroupMultiple * kGroupMultiple;
+}
+
+bool follows(const WorkItem& item, const WorkItem& before) {
+  return item.query_count == before.query_count && item.tile_rows == before.tile_rows &&
+         item.kv_begin == before.kv_end && item.slot_begin > before.slot_begin && before.slot_begin != kWriteThrough;
+}
+
+// The KV splits of each tile, as indices of items in ascending KV position.
+std::vector<std::vector<int32_t>> find_splits(const Plan& plan) {
+  std::vector<std::vector<int32_t>> tiles;
+  std::vector<int32_t> tile_of(plan.num_queries, -1);  // latest tile that begins with the query
+  for (size_t i = 0; i < plan.items.size(); ++i) {
+    const WorkItem& item = plan.items[i];
+    if (item.slot_begin == kWriteThrough) continue;
+    int32_t& tile = tile_of[item.query_begin];
+    if (tile < 0 || !follows(item, plan.items[tiles[tile].back()])) {
+      tile = static_cast<int32_t>(tiles.size());
+      tiles.emplace_back();
+    }
+    tiles[tile].push_back(static_cast<int32_t>(i));
+  }
+  return tiles;
+}
+
+class Builder {
+ public:
+  explicit Builder(const Plan& plan) : plan_(plan) {
+    const size_t num_items = plan.items.size();
+    std::vector<int32_t> merge_of(plan.num_queries, 0);
+    for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
+      merge_of[plan.merge_query[merge]] = static_cast<int32_t>(merge);
+    }
+    lists_.list.resize(num_items);
+    for (size_t i = 0; i < num_items; ++i) lists_.list[i] = merge_of[plan.items[i].query_begin];
+    lists_.parent.assign(num_items, -1);
+    lists_.group_slot.assign(num_items, kWriteThrough);
+  }
+
+  void add_groups(int32_t fan_in) {
+    absorbed_.assign(plan_.num_slots, false);
+    for (const std::vector<int32_t>& splits : find_splits(plan_)) {
+      const auto count = static_cast<int32_t>(splits.size());
+      if (count <= fan_in) continue;
+      const int32_t size = group_size(count);
+      for (int32_t begin = 0; begin + 1 < count; begin += size) {
+        add_group(splits.data() + begin, std::min(size, count - begin));
+      }
+    }
+  }
+
+  CombineLists finish() {
+    if (group_end_.empty()) return std::move(lists_);
+    lists_.offset.push_back(0);
+    for (size_t merge = 0; merge < plan_.merge_query.size(); ++merge) {
+      for (int32_t i = plan_.merge_offset[merge]; i < plan_.merge_offset[merge + 1]; ++i) {
+        if (!absorbed_[plan_.merge_slot[i]]) lists_.slot.push_back(plan_.merge_slot[i]);
+      }
+      lists_.offset.push_back(static_cast<int32_t>(lists_.slot.size()));
+    }
+    const auto shift = static_cast<int32_t>(lists_.slot.size());
+    for (int32_t end : group_end_) lists_.offset.push_back(shift + end);
+    lists_.slot.insert(lists_.slot.end(), group_slots_.begin(), group_slots_.end());
+    return std::move(lists_);
+  }
+
+ private:
+  void add_group(const int32_t* splits, int32_t size) {
+    const WorkItem& first = plan_.items[splits[0]];
+    const auto list = static_cast<int32_t>(plan_.merge_query.size() + group_end_.size());
+    for (int32_t query = 0; query < first.query_count; ++query) {
+      for (int32_t i = 0; i < size; ++i) group_slots_.push_back(plan_.items[splits[i]].slot_begin + query);
+      group_end_.push_back(static_cast<int32_t>(group_slots_.size()));
+    }
+    for (int32_t i = 0; i < size; ++i) {
+      const int32_t item = splits[i], slot = plan_.items[item].slot_begin;
+      lists_.parent[item] = lists_.list[item];
+      lists_.list[item] = list;
+      lists_.group_slot[item] = first.slot_begin;
+      if (i > 0) std::fill_n(absorbed_.begin() + slot, first.query_count, true);
+    }
+  }
+
+  const Plan& plan_;
+  CombineLists lists_;
+  std::vector<bool> absorbed_;  // [num_slots] slots that the first slot of their group stands for
+  std::vector<int32_t> group_end_, group_slots_;
+};
+
+}  // namespace
+
+CombineLists make_combine_lists(const Plan& plan, int32_t fan_in) {
+  Builder builder(plan);
+  int32_t longest = 0;
+  for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
+    longest = std::max(longest, plan.merge_offset[merge + 1] - plan.merge_offset[merge]);
+  }
+  if (longest > fan_in) builder.add_groups(fan_in);
+  return builder.finish();
+}
+
+}  // namespace prefixpack

@@ -1,0 +1,33 @@
+// The lists of partials that the GPU kernels combine. Host only.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace prefixpack {
+
+// KV splits of a tile from which on their partials are combined in two levels. One CTA reads some 100 GB/s, so that
+// hundreds of partials of many rows would keep it busy long after all others have finished.
+constexpr int32_t kCombineFanIn = 16;
+
+// A query's partials lie in one list of slots. If an item has more than `fan_in` KV splits, consecutive splits form
+// groups of equal size, about the square root of their number. The last CTA or warp of a group combines its partials
+// into the slot of the group's first split, and only these slots remain in the query's list. Groups and their order
+// follow from the plan alone, so the result has the same bits whoever combines.
+struct CombineLists {
+  // Both are empty without groups: Plan::merge_offset and Plan::merge_slot serve then. Lists [0, num_merges) are those
+  // of Plan::merge_query; the lists of groups follow, one for each query of a tile.
+  std::vector<int32_t> offset;  // [num_lists + 1] into slot
+  std::vector<int32_t> slot;    // partial slots in ascending KV position: the order of summation
+  // Per item of the plan; unspecified for items without partials.
+  std::vector<int32_t> list;        // list of the item's first query; those of its other queries follow
+  std::vector<int32_t> parent;      // list of the query that the item's group belongs to, or -1 without a group
+  std::vector<int32_t> group_slot;  // slot of the first query in the group's first split
+};
+
+// fan_in: most KV splits of an item that are combined in one level.
+CombineLists make_combine_lists(const Plan& plan, int32_t fan_in);
+
+}  // namespace prefixpack

@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""Creates a virtual environment with SGLang and this package, from a source checkout.
+
+    python3 sgl_prefix_attn/installer/setup_env.py [--venv .venv] [--sglang 0.5.20] [--gpu auto|yes|no] [--list]
+
+Runs with the system's Python and imports the standard library only. Needs Linux, Python 3.10 to 3.12 with its venv
+module and headers, and a C++17 compiler. Each stage writes a digest of its inputs into the environment; a stage with
+an unchanged digest is skipped. With an NVIDIA GPU it installs sglang with the torch and kernels that sglang requires;
+the authors have not run that path.
+
+Environment variables:
+    TORCH_SPEC       pip requirement for torch (default: the CPU build of torch 2.13.0)
+    TORCH_INDEX_URL  package index of torch (default: pip's own indexes, then PyTorch's CPU index)
+    PIP_*            pip's own settings, for example PIP_INDEX_URL
+    PREFIXPACK_CUDA, PREFIXPACK_CUDA_ARCHS, CXX   passed to the build; without a GPU the CUDA part is built only if
+                     PREFIXPACK_CUDA=1 or auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+INSTALLER = Path(__file__).resolve().parent
+ROOT = INSTALLER.parents[1]
+DEFAULT_SGLANG = "0.5.20"
+TORCH_VERSION = "2.13.0"
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+BUILD_VARIABLES = ("PREFIXPACK_CUDA", "PREFIXPACK_CUDA_ARCHS", "CXX")
+BUILD_TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.12")
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+SGLANG_NEEDS_PYTHON_311 = (0, 5, 22)
+HEARTBEAT_SECONDS = 15.0
+ERROR_LINES, ERROR_COLUMNS = 25, 300
+
+
+class SetupError(Exception):
+    """The environment cannot be created; the message says what the user must change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    venv: Path
+    sglang: str
+    gpu: bool
+    torch_spec: str | None
+    torch_index_url: str | None
+    list_only: bool
+
+    @property
+    def python(self) -> Path:
+        return self.venv / "bin" / "python"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of the installation.
+
+    Attributes:
+        name: key of its digest in the stamp file.
+        inputs: everything that the result depends on.
+        intact: whether the result still exists.
+    """
+
+    name: str
+    title: str
+    inputs: tuple[str, ...]
+    action: Callable[[], None]
+    intact: Callable[[], bool]
+
+
+def digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def file_digest(paths: Sequence[Path]) -> str:
+    return digest([f"{path.relative_to(ROOT)}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths])
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether nvidia-smi exists and lists a device."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return False
+    listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+def check_machine(settings: Settings) -> None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        here = f"{sys.platform} on {platform.machine()}"
+        raise SetupError(f"SGLang is published for Linux on x86_64 and aarch64; this is {here}")
+    version = sys.version_info[:2]
+    oldest = OLDEST_PYTHON
+    if tuple(int(part) for part in settings.sglang.split(".")[:3] if part.isdigit()) >= SGLANG_NEEDS_PYTHON_311:
+        oldest = (3, 11)
+    if not oldest <= version <= NEWEST_PYTHON:
+        names = [f"python3.{minor}" for minor in range(NEWEST_PYTHON[1], oldest[1] - 1, -1)]
+        found = [name for name in names if shutil.which(name)]
+        advice = f"run make with PYTHON={found[0]}"
+        if not found:
+            advice = f"install one of {', '.join(names)}, then run make with PYTHON=..."
+        raise SetupError(
+            f"sglang {settings.sglang} needs Python {oldest[0]}.{oldest[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}, "
+            f"{sys.executable} is {version[0]}.{version[1]}: {advice}"
+        )
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.exists():
+        raise SetupError(f"{headers} is missing: install Python's headers (Debian and Ubuntu: apt install python3-dev)")
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SetupError(f"no C++ compiler {compiler!r}: install one (Debian and Ubuntu: apt install g++) or set CXX")
+
+
+class Installer:
+    """The stages of one environment."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.log = settings.venv / "setup.log"
+        self.stamp_file = settings.venv / "setup-stamps.json"
+        self.made_here = "venv" in self._read_stamps()
+
+    def show_stages(self) -> None:
+        """Prints the stages and which of them `run` would execute."""
+        stages, stamps, chained, stale = self._stages(), self._read_stamps(), "", False
+        for number, stage in enumerate(stages, start=1):
+            chained = digest([chained, stage.name, *stage.inputs])
+            stale = stale or stamps.get(stage.name) != chained or not stage.intact()
+            print(f"{number}/{len(stages)} {stage.name:7} {'to do' if stale else 'done':6} {stage.title}")
+
+    def run(self) -> None:
+        """Executes every stage that is not up to date.
+
+        Raises:
+            SetupError: a command failed.
+        """
+        stages = self._stages()
+        stamps = self._read_stamps()
+        chained = ""
+        work_left = False
+        for number, stage in enumerate(stages, start=1):
+            chained = digest([chained, stage.name, *stage.inputs])
+            if stamps.get(stage.name) == chained and stage.intact():
+                continue
+            work_left = True
+            print(f"[setup {number}/{len(stages)}] {stage.title}", flush=True)
+            started = time.monotonic()
+            stamps = {name: stamps[name] for name in [earlier.name for earlier in stages[: number - 1]]}
+            self._write_stamps(stamps)
+            stage.action()
+            stamps[stage.name] = chained
+            self._write_stamps(stamps)
+            print(f"[setup {number}/{len(stages)}] done in {time.monotonic() - started:.0f} s", flush=True)
+        kind = "GPU" if self.settings.gpu else "CPU"
+        state = "ready" if work_left else "up to date"
+        print(f"[setup] {self.settings.venv} is {state}: sglang {self.settings.sglang}, {kind}", flush=True)
+
+    def _stages(self) -> list[Stage]:
+        settings = self.settings
+        venv = Stage(
+            "venv",
+            f"virtual environment {settings.venv} with Python {platform.python_version()}",
+            (sys.executable, sys.version, f"gpu={settings.gpu}"),
+            self._make_venv,
+            settings.python.exists,
+        )
+        sources = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
+        build_inputs = file_digest([*sources, ROOT / "setup.py", ROOT / "pyproject.toml"])
+        variables = {name: os.environ[name] for name in BUILD_VARIABLES if name in os.environ}
+        if not settings.gpu:
+            variables.setdefault("PREFIXPACK_CUDA", "0")
+        build = Stage(
+            "build",
+            "building sgl-prefix-attn (C++, a minute or two) with its test and lint tools",
+            (build_inputs, json.dumps(variables, sort_keys=True), shutil.which("nvcc") or ""),
+            lambda: self._pip("-e", f"{ROOT}[test,lint,plot]", "--no-build-isolation", environment=variables),
+            lambda: any((ROOT / "sgl_prefix_attn").glob("_native*.so")),
+        )
+        check = Stage("check", "importing SGLang's server once", (), self._check_imports, lambda: True)
+        packages = self._gpu_stages() if settings.gpu else self._cpu_stages()
+        return [venv, *packages, build, check]
+
+    def _gpu_stages(self) -> list[Stage]:
+        spec = f"sglang=={self.settings.sglang}"
+        torch_spec = (self.settings.torch_spec,) if self.settings.torch_spec else ()
+        return [
+            Stage(
+                "sglang",
+                f"{spec} for NVIDIA GPUs, with its own torch and kernels (several GB)",
+                (spec, *torch_spec, *BUILD_TOOLS),
+                lambda: self._pip(*BUILD_TOOLS, spec, *torch_spec, *self._torch_index()),
+                lambda: True,
+            )
+        ]
+
+    def _cpu_stages(self) -> list[Stage]:
+        spec = f"sglang=={self.settings.sglang}"
+        requirements = INSTALLER / "requirements-cpu.txt"
+        no_deps = INSTALLER / "requirements-cpu-no-deps.txt"
+        shims = INSTALLER / "sglang_cpu"
+        shim_files = [path for path in sorted(shims.rglob("*")) if path.suffix in (".py", ".toml")]
+        return [
+            Stage(
+                "torch",
+                f"torch, CPU build (about 200 MB): {self.settings.torch_spec or TORCH_VERSION}",
+                (str(self.settings.torch_spec), str(self.settings.torch_index_url), *BUILD_TOOLS),
+                self._install_cpu_torch,
+                lambda: True,
+            ),
+            Stage(
+                "sglang",
+                f"{spec} and what it imports on a CPU (about 1 GB)",
+                (spec, requirements.read_text(), no_deps.read_text()),
+                lambda: self._install_cpu_sglang(spec, requirements, no_deps),
+                lambda: True,
+            ),
+            Stage(
+                "shims",
+                "CPU shims for sgl_kernel and torchvision",
+                (file_digest(shim_files),),
+                lambda: self._install_shims(shims),
+                lambda: True,
+            ),
+        ]
+
+    def _make_venv(self) -> None:
+        # Only an environment that an earlier call created is cleared.
+        clear = ["--clear"] if self.made_here else []
+        try:
+            self._command([sys.executable, "-m", "venv", *clear, str(self.settings.venv)])
+        except SetupError as error:
+            hint = "Is Python's venv module installed? (Debian and Ubuntu: apt install python3-venv)"
+            raise SetupError(f"{error}\n{hint}") from error
+
+    def _torch_index(self) -> list[str]:
+        return ["--index-url", self.settings.torch_index_url] if self.settings.torch_index_url else []
+
+    def _install_cpu_torch(self) -> None:
+        self._pip(*BUILD_TOOLS)
+        if self.settings.torch_spec or self.settings.torch_index_url:
+            self._pip(self.settings.torch_spec or f"torch=={TORCH_VERSION}", *self._torch_index())
+            return
+        cpu_build = f"torch=={TORCH_VERSION}+cpu"
+        attempts = [
+            (cpu_build, []),
+            (cpu_build, ["--extra-index-url", PYTORCH_CPU_INDEX]),
+            (f"torch=={TORCH_VERSION}", []),
+        ]
+        for spec, options in attempts[:-1]:
+            with contextlib.suppress(SetupError):
+                self._pip(spec, *options)
+                return
+        print(f"    no index offers {cpu_build}; taking the ordinary build, which may be large", flush=True)
+        spec, options = attempts[-1]
+        self._pip(spec, *options)
+
+    def _install_cpu_sglang(self, spec: str, requirements: Path, no_deps: Path) -> None:
+        self._pip("-r", str(requirements))
+        self._pip("--no-deps", "-r", str(no_deps))
+        self._pip("--no-deps", spec)
+
+    def _install_shims(self, shims: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(scratch, shims.name)
+            shutil.copytree(shims, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+            self._pip("--no-deps", "--no-build-isolation", "--force-reinstall", str(copy))
+
+    def _check_imports(self) -> None:
+        environment = {} if self.settings.gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
+        code = "import sgl_prefix_attn._native, sglang.srt.entrypoints.http_server"
+        self._command([str(self.settings.python), "-c", code], environment=environment)
+
+    def _pip(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+        command = [str(self.settings.python), "-m", "pip", "install", *options, *arguments]
+        self._command(command, environment=environment)
+
+    def _command(self, command: list[str], *, environment: dict[str, str] | None = None) -> None:
+        """Runs a command with its output in the log; prints a line every few seconds."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a+b") as output:
+            output.seek(0, os.SEEK_END)
+            begin = output.tell()
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                status = self._wait(process)
+            finally:
+                process.kill()
+                process.wait()
+            if status == 0:
+                return
+            output.seek(begin)
+            lines = output.read().decode(errors="replace").splitlines()
+        tail = [textwrap.shorten(line, ERROR_COLUMNS, placeholder=" ...") for line in lines[-ERROR_LINES:]]
+        failed = f"failed with status {status}: {' '.join(command)}"
+        raise SetupError("\n".join([failed, *tail, f"whole output: {self.log}"]))
+
+    @staticmethod
+    def _wait(process: subprocess.Popen[bytes]) -> int:
+        started = time.monotonic()
+        while True:
+            try:
+                return process.wait(HEARTBEAT_SECONDS)
+            except subprocess.TimeoutExpired:
+                print(f"    still working ({time.monotonic() - started:.0f} s)", flush=True)
+
+    def _read_stamps(self) -> dict[str, str]:
+        if not self.stamp_file.exists():
+            return {}
+        try:
+            return dict(json.loads(self.stamp_file.read_text()))
+        except ValueError:
+            return {}
+
+    def _write_stamps(self, stamps: dict[str, str]) -> None:
+        if self.settings.venv.exists():
+            self.stamp_file.write_text(json.dumps(stamps, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def only_one(venv: Path) -> Iterator[None]:
+    """Holds a lock against a second setup of the same environment."""
+    lock = Path(tempfile.gettempdir(), f"prefixpack-setup-{digest([str(venv)])[:16]}.lock")
+    with lock.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"[setup] another setup of {venv} is running; waiting for it", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment (default: .venv)")
+    parser.add_argument("--sglang", default=DEFAULT_SGLANG, help=f"version to install (default: {DEFAULT_SGLANG})")
+    parser.add_argument(
+        "--gpu", choices=("auto", "yes", "no"), default="auto", help="default: yes if nvidia-smi lists a GPU"
+    )
+    parser.add_argument("--list", action="store_true", help="list the stages and change nothing")
+    chosen = parser.parse_args(arguments)
+    return Settings(
+        venv=chosen.venv.absolute(),
+        sglang=chosen.sglang,
+        list_only=chosen.list,
+        gpu=has_nvidia_gpu() if chosen.gpu == "auto" else chosen.gpu == "yes",
+        torch_spec=os.environ.get("TORCH_SPEC") or None,
+        torch_index_url=os.environ.get("TORCH_INDEX_URL") or None,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = parse(arguments)
+    try:
+        if settings.list_only:
+            Installer(settings).show_stages()
+            return 0
+        check_machine(settings)
+        with only_one(settings.venv):
+            Installer(settings).run()
+    except SetupError as error:
+        print(f"[setup] error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("[setup] interrupted; the next call goes on with the unfinished stage", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

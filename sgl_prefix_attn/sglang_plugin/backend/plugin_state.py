@@ -1,0 +1,144 @@
+"""The state of the plug-in in one SGLang process, with one record for each backend."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sgl_prefix_attn.core.planner import Planner
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.prefix import handover as handover_module
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, Kind
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
+
+logger = logging.getLogger(__name__)
+
+_Owned = TypeVar("_Owned")
+
+
+@dataclass(slots=True, eq=False)
+class BackendRecord:
+    """What the process keeps about one backend.
+
+    Attributes:
+        planners: the executor's planners, one for each attention shape.
+        last_packed: paths of its last packed step; None before the first.
+    """
+
+    planner: StepPlanner
+    router: StepRouter
+    planners: list[Planner]
+    last_packed: Handed | None = None
+
+
+@dataclass
+class PluginState:
+    """State of one process, shared by all its backends.
+
+    Attributes:
+        settings: settings in force.
+        counters: totals of all backends.
+        handover: None until the first backend is built; until then no hook does anything.
+        exporter: Prometheus metrics; None if this process exports none.
+        stock_backend: name of the stock backend of the target model.
+        backends: the record of each backend, in the order of their creation, for as long as the backend lives.
+        metrics_failures: updates of the Prometheus metrics that raised.
+    """
+
+    settings: Settings
+    sglang_version: str
+    counters: Counters = field(default_factory=Counters)
+    handover: Handover | None = None
+    exporter: MetricsExporter | None = None
+    stock_backend: str = ""
+    backends: weakref.WeakKeyDictionary[Any, BackendRecord] = field(default_factory=weakref.WeakKeyDictionary)
+    metrics_failures: int = 0
+    _owned: dict[type, Any] = field(default_factory=dict, repr=False)
+    _steps: int = field(default=0, repr=False)
+
+    def serve(self, kind: Kind, runner: Any) -> Handover:
+        """Starts the handover of paths and the metrics; called for each backend, works once."""
+        if self.handover is None:
+            self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
+            self.handover = Handover(kind, BatchTracker(), self.counters)
+            handover_module.activate(self.handover)
+        return self.handover
+
+    def add(self, backend: Any, record: BackendRecord) -> None:
+        """Adds the record of a backend. Paths are read from now on if any backend may pack them."""
+        self.backends[backend] = record
+        if self.handover is not None:
+            self.handover.leave_out(self.never_packs)
+
+    def never_packs(self, mode: Mode) -> str | None:
+        """The reason why no backend packs steps of a kind, None if one may."""
+        reasons = [record.planner.never_packs(mode) for record in self.backends.values()]
+        reasons = [reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER]  # their steps are not read
+        return None if not reasons or None in reasons else reasons[0]
+
+    def reported(self) -> BackendRecord | None:
+        """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
+        records = [record for record in self.backends.values() if record.planner.never_packed is None]
+        packed = [record for record in records if record.last_packed is not None]
+        return next(reversed(packed or records), None)
+
+    def own(self, kind: type[_Owned], *arguments: Any) -> _Owned:
+        """The one object of a type in this process, made with `arguments` by the first call.
+
+        For state of packages that must not import this one (compat, pinning, offline): their hooks are bound methods
+        of the object, and `hook_table` puts them into its tables.
+        """
+        found = self._owned.get(kind)
+        if found is None:
+            found = self._owned[kind] = kind(*arguments)
+        return found
+
+    def step_done(self) -> None:
+        """Called once a step: updates the metrics every `metrics_flush_steps` steps. Never raises."""
+        if self.exporter is None:
+            return
+        self._steps += 1
+        if self._steps >= self.settings.metrics_flush_steps:
+            self.flush_metrics()
+
+    def flush_metrics(self) -> None:
+        """Updates the metrics. Never raises: failures are counted, and the first is logged."""
+        self._steps = 0
+        if self.exporter is None:
+            return
+        try:
+            self.exporter.update(self.counters)
+        except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
+            if not self.metrics_failures:
+                logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")
+            self.metrics_failures += 1
+
+
+_state: PluginState | None = None
+
+
+def active() -> PluginState | None:
+    """The state of this process; None while nothing of the plug-in runs here."""
+    return _state
+
+
+def of_process(settings: Settings, sglang_version: str) -> PluginState:
+    """The state of this process, made by the first call with its settings."""
+    global _state
+    if _state is None:
+        _state = PluginState(settings, sglang_version)
+    return _state
+
+
+def reset() -> None:
+    """Drops the state, so that the hooks of this process do nothing (tests)."""
+    global _state
+    _state = None
+    handover_module.activate(None)

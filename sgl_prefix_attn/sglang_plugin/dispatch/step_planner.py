@@ -1,0 +1,233 @@
+"""The decision how a step runs: packed, without sharing, or on the stock backend. Everything that is a fallback.
+
+The backend asks once for each step. The answer depends on the batch, its paths and the last decision only, so all
+tensor-parallel ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.planner import Plan
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge
+from sgl_prefix_attn.routing.policy import Route
+from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
+
+
+class Kind(enum.Enum):
+    """How a step runs."""
+
+    PACKED = "packed"  # shared prefixes are read once
+    UNSHARED = "unshared"  # on the packed kernels, every request reads its own KV; only in captured graphs
+    STOCK = "stock"  # on the stock backend
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """How a step runs.
+
+    Attributes:
+        reason: why the step is not packed (a key of `fallback_reasons.EXPLANATIONS`); None for packed steps, steps
+            routed to the stock backend, and captures.
+        step: the plans, ready for the layers; None on the stock backend.
+        is_graph_variant: whether the step runs in the stock backend's variant of a packed graph.
+    """
+
+    kind: Kind
+    reason: str | None = None
+    step: PackedStep | None = None
+    is_graph_variant: bool = False
+
+
+STOCK = StepDecision(Kind.STOCK)
+STOCK_VARIANT = StepDecision(Kind.STOCK, is_graph_variant=True)
+
+
+@functools.cache  # bounded by the fixed set of reasons
+def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
+    return StepDecision(Kind.STOCK, reason, is_graph_variant=is_graph_variant)
+
+
+class StepPlanner:
+    """Decides the steps of one backend and plans those that run packed.
+
+    Args:
+        executor: runs packed steps.
+        layers: the model's attention layers.
+        router: routes decode steps that could run packed.
+        counters: process totals.
+
+    Attributes:
+        graph_variants: decode graphs of the stock backend beside the packed ones.
+    """
+
+    def __init__(self, executor: Executor, layers: LayerRegistry, router: StepRouter, counters: Counters) -> None:
+        self._executor = executor
+        self._layers = layers
+        self._router = router
+        self._counters = counters
+        self.graph_variants = GraphVariants(self._wants_variants)
+
+    # Facts about the server -----------------------------------------------------------------------------------------
+
+    @property
+    def never_packed(self) -> str | None:
+        """The reason why no step of this runner ever runs packed, None if some may."""
+        return self._layers.never_packed
+
+    def never_packs(self, mode: Mode) -> str | None:
+        """The reason why no step of a kind ever runs packed, None if some may. No paths are read for such steps."""
+        return self._layers.never_packed or self._executor.packs(mode)
+
+    @property
+    def packs_some_steps(self) -> bool:
+        """Whether any step may run packed."""
+        return any(
+            self.never_packs(mode) is None and not (mode == "decode" and self._router.always_stock) for mode in MODES
+        )
+
+    @property
+    def graphs_may_be_packed(self) -> bool:
+        """Whether decode graphs may hold packed layers."""
+        return (
+            self._layers.never_packed is None
+            and self._executor.runs_in_graphs
+            and self._executor.packs("decode") is None
+            and not self._router.always_stock
+        )
+
+    def graph_is_packed(self, forward_mode: Any) -> bool:
+        """Whether SGLang's graphs of a forward mode hold packed layers: the same at capture and at replays."""
+        return forward_mode.is_decode() and bool(self._executor.planners) and self.graphs_may_be_packed
+
+    def _wants_variants(self, forward_mode: Any) -> bool:
+        # Packed graphs with stock layers have no variants: the stock backend keeps metadata of one graph a size.
+        return self._router.may_change and self.graph_is_packed(forward_mode) and not self._layers.has_stock_layers
+
+    # Each step --------------------------------------------------------------------------------------------------------
+
+    def decide(self, handed: Handed, forward_batch: Any, last: StepDecision, in_graph: bool) -> StepDecision:
+        """Decides a step. A packed step is ready for its layers afterwards. Fallbacks are counted.
+
+        Args:
+            handed: the paths of the batch, or why there are none.
+            forward_batch: SGLang's ForwardBatch; padded in a graph.
+            last: the decision of the step before. A steady step returns it unchanged.
+            in_graph: whether a captured graph runs the layers.
+        """
+        in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
+        may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
+        step = last.step
+        if step is not None and handed.step is step.paths and step.continues_with(forward_batch, handed, in_graph):
+            self._executor.begin(step)
+            self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
+            if may_route:
+                self._router.stays_packed()
+            return last
+        if may_route and self._router.stays_stock(handed.step):
+            return STOCK_VARIANT if in_packed_graph else STOCK
+        outcome = self._plan(handed, forward_batch, in_graph, in_packed_graph, may_route)
+        if isinstance(outcome, PackedStep):
+            return StepDecision(Kind.PACKED, step=outcome)
+        if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
+            self._counters.fallback(outcome)
+        if in_packed_graph and not may_route:
+            return self._unshared(forward_batch, outcome)
+        return _stock(outcome, in_packed_graph)
+
+    def decide_capture(self, handed: Handed, forward_batch: Any, last: StepDecision) -> StepDecision:
+        """Decides what a graph that is about to be captured holds. The batch has no paths."""
+        if self.graph_variants.capturing:
+            return STOCK_VARIANT
+        if self.graph_is_packed(forward_batch.forward_mode):
+            return self._unshared(forward_batch, None)
+        return self.decide(handed, forward_batch, last, in_graph=True)
+
+    def _plan(
+        self, handed: Handed, forward_batch: Any, in_graph: bool, in_packed_graph: bool, may_route: bool
+    ) -> PackedStep | str | None:
+        """The packed step, a reason why there is none, or None for a step routed to the stock backend."""
+        paths = self._supported(handed.step, forward_batch, in_graph and not in_packed_graph)
+        if isinstance(paths, str):
+            return paths
+        planners = self._executor.planners
+        size = forward_batch.batch_size
+        if size < paths.num_requests or (size > paths.num_requests and not in_graph):
+            return fallback_reasons.ROW_MISMATCH
+        host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
+        if host_lens is None:
+            return fallback_reasons.ROW_MISMATCH
+        if may_route and paths.mode == "decode" and self._router.decide(paths, host_lens) is Route.STOCK:
+            return None
+        try:
+            plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
+        except Exception:  # the one guard of planning: contradicting input, or no memory for a plan
+            self._counters.plan_refused()
+            return fallback_reasons.PLAN_REFUSED
+        tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
+        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph)
+        step.may_be_padded = self._executor.runs_in_graphs and paths.query_lens is not None
+        if planners:
+            step.kv_tokens = planners[0].kv_tokens
+        try:
+            self._executor.begin(step)
+        except PlanTooLarge as too_large:
+            self._counters.plan_too_large(str(too_large))
+            return fallback_reasons.PLAN_TOO_LARGE
+        self._counters.packed(paths.mode, step.kv_tokens)
+        return step
+
+    def _supported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> StepPaths | str:
+        """The paths if the step can run packed, else the reason why not."""
+        if forward_batch.forward_mode.is_idle():
+            return fallback_reasons.IDLE
+        layers = self._layers
+        if layers.never_packed is not None:
+            return layers.never_packed
+        if in_stock_graph:
+            return fallback_reasons.GRAPH
+        reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)
+        if reason is None and not layers.scanned:
+            layers.scan_model()
+            reason = layers.never_packed
+        return paths if reason is None else reason
+
+    def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> str | None:
+        if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
+            return fallback_reasons.TWO_BATCH_OVERLAP
+        if forward_batch.spec_info is not None:
+            return fallback_reasons.SPECULATIVE
+        if forward_batch.encoder_lens is not None:
+            return fallback_reasons.ENCODER_DECODER
+        if forward_batch.forward_mode.is_decode() != (paths.mode == "decode"):
+            return fallback_reasons.ROW_MISMATCH
+        return self._executor.packs(paths.mode)
+
+    def _unshared(self, forward_batch: Any, reason: str | None) -> StepDecision:
+        """A step of a packed graph without usable paths: correct, but every request reads its own KV."""
+        lens = forward_batch.seq_lens_cpu
+        if lens is None:  # the one wait for the device; SGLang keeps host lengths where `needs_cpu_seq_lens`
+            lens = forward_batch.seq_lens.cpu()
+        # At least one row, even if all are padding (an idle rank that replays along): a plan cannot be empty.
+        count = max(1, forward_batch.batch_size - getattr(forward_batch, "num_padding", 0))
+        host_lens: Int64Array = np.maximum(lens[:count].numpy().astype(np.int64), 1)
+        plans: list[Plan] = self._executor.unshared(host_lens)
+        step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
+        self._executor.begin(step)
+        return StepDecision(Kind.UNSHARED, reason, step)

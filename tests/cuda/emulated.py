@@ -1,0 +1,64 @@
+"""Runs a case on the emulated GPU kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+
+from tests.cuda.cases import Case, Result
+
+GROWTH = 5
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).numpy()
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def emulate(
+    emulation: ModuleType,
+    case: Case,
+    *,
+    blocks: int = 3,
+    late_copies: bool = True,
+    warps_first: bool = False,
+    fan_in: int = 16,
+) -> Result:
+    """Output and log-sum-exp of a case. fan_in: most KV splits of a tile that are combined in one level."""
+    out = torch.full_like(case.q, torch.nan)
+    lse = torch.full(case.q.shape[:2], torch.nan)
+    pool, sinks = case.pool, case.variant["sinks"]
+    emulation.attention(
+        case.plan,
+        bits(case.q),
+        bits(pool.k_cache),
+        bits(pool.v_cache),
+        bits(out),
+        lse.numpy(),
+        pool.req_to_token.numpy(),
+        pool.req_pool_indices.numpy(),
+        case.planned_lens,
+        pool.seq_lens.numpy(),
+        growth=GROWTH,
+        bfloat16=case.q.dtype == torch.bfloat16,
+        blocks=blocks,
+        late_copies=late_copies,
+        warps_first=warps_first,
+        fan_in=fan_in,
+        **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
+    )
+    return out, lse
+
+
+def with_tile_rows(case: Case, rows: int) -> Case:
+    """A case whose items of more than a warp tile, or with few rows all items, run in tiles of `rows` rows."""
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "merge_", "items", "narrow_"))]
+    plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
+    plan.items = plan.items.copy()
+    tile_rows = plan.items[:, 6]
+    tile_rows[(tile_rows > 8) if rows > 16 else slice(None)] = rows
+    return replace(case, plan=plan)

@@ -1,0 +1,102 @@
+"""The combine of many KV splits in two levels: right, and the same bits in every order of arrival.
+
+The emulation fills partial results with NaN, checks that every semaphore is reset, and runs each layer twice.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda.cases import Case, check, make_case
+from tests.cuda.emulated import emulate, with_tile_rows
+
+FAN_IN = 5  # most splits of a tile that are combined in one level; the kernels' own is 16
+WARP_ROWS = 8
+
+
+def splits_of(case: Case) -> int:
+    """Most KV splits of an item's queries."""
+    return int(np.unique(case.plan.items[:, 0], return_counts=True)[1].max())
+
+
+def document(requests: int, tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
+    """`requests` on one document, split for many CTAs; each has a short tail."""
+    lens = tokens + 1 + 3 * np.arange(requests, dtype=np.int64)
+    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    case = make_case(tokens, heads=heads, batch=batch, multiprocessors=132, **options)
+    assert splits_of(case) > FAN_IN
+    return case
+
+
+def single(tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
+    """One request, split for many warps, whatever tile the planner chose."""
+    batch = ([[]], np.array([tokens], dtype=np.int64), np.ones(1, dtype=np.int64))
+    case = make_case(tokens, heads=heads, batch=batch, multiprocessors=132, **options)
+    assert splits_of(case) > FAN_IN
+    return with_tile_rows(case, 16 if case.shape.group > WARP_ROWS else WARP_ROWS)
+
+
+def same_bits(emulation: ModuleType, case: Case) -> None:
+    """The result is right, whoever arrives last."""
+    out, lse = emulate(emulation, case, fan_in=FAN_IN)
+    check(case, (out, lse))
+    for options in ({"blocks": 1}, {"blocks": 7}, {"warps_first": True}, {"late_copies": False, "blocks": 4}):
+        again, again_lse = emulate(emulation, case, fan_in=FAN_IN, **options)
+        assert torch.equal(out.view(torch.int16), again.view(torch.int16)), options
+        assert torch.equal(lse, again_lse), options
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2), (16, 1), (11, 1)], ids=str)
+def test_ctas_combine_the_splits_of_a_document(emulation: ModuleType, heads: tuple[int, int]) -> None:
+    same_bits(emulation, document(6, 1400, heads=heads))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)], ids=str)
+def test_warps_combine_the_splits_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
+    same_bits(emulation, single(1400, heads=heads))
+
+
+def test_one_split_more_than_one_level_takes(emulation: ModuleType) -> None:
+    """The last group of a tile has a single split, which stays in the query's own list."""
+    case = single(1400, heads=(4, 1))
+    splits = splits_of(case)
+    flat, flat_lse = emulate(emulation, case, fan_in=splits)
+    grouped, grouped_lse = emulate(emulation, case, fan_in=splits - 1)
+    check(case, (flat, flat_lse))
+    check(case, (grouped, grouped_lse))
+    assert not torch.equal(flat_lse, grouped_lse)  # another order of summation: groups were at work
+
+
+@pytest.mark.parametrize("fan_in", [1, 2, 3, 5])
+def test_any_fan_in(emulation: ModuleType, fan_in: int) -> None:
+    """Small groups, on several levels of a forest, also of tiles with queries of different lists."""
+    case = make_case(fan_in, heads=(8, 2), requests=8, levels=3, tokens=900, multiprocessors=132)
+    assert splits_of(case) > fan_in
+    check(case, emulate(emulation, case, fan_in=fan_in))
+
+
+@pytest.mark.parametrize("queries", [5, 128])
+def test_queries_of_extend(emulation: ModuleType, queries: int) -> None:
+    batch = ([[]], np.array([1000], dtype=np.int64), np.full(1, queries, dtype=np.int64))
+    case = make_case(queries, heads=(1, 1), batch=batch, multiprocessors=132)
+    assert splits_of(case) > FAN_IN
+    check(case, emulate(emulation, case, fan_in=FAN_IN))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"with_sinks": True}, {"window_left": 70}, {"dtype": torch.float16}, {"head_dim": 128}, {"head_dim": 256}],
+    ids=str,
+)
+def test_variants(emulation: ModuleType, options: dict[str, Any]) -> None:
+    """A window leaves whole groups behind; a sink counts once."""
+    case = document(5, 1000, heads=(8, 1), **options)
+    check(case, emulate(emulation, case, fan_in=FAN_IN))
+    if options.get("head_dim") != 256:
+        case = single(1000, heads=(4, 1), **options)
+        check(case, emulate(emulation, case, fan_in=FAN_IN))

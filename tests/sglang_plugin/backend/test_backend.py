@@ -1,0 +1,167 @@
+"""The backend: what runs packed gives torch_native's numbers, what cannot goes to the stock backend, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.compat.delegation import delegated_members
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import Fixture
+
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
+MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
+
+
+def decode(**options: Any) -> Fixture:
+    return Fixture(SHARED, LENGTHS, **options)
+
+
+def extend(**options: Any) -> Fixture:
+    return Fixture(SHARED, LENGTHS, [4, 1, 5, 9], **options)
+
+
+def mixed(**options: Any) -> Fixture:
+    return Fixture(SHARED, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
+
+
+def assert_same(packed: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(packed, stock, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("make", "mode"), [(decode, "decode"), (extend, "extend"), (mixed, "mixed")])
+class TestPackedSteps:
+    def test_numbers_are_torch_natives(self, make: Any, mode: str) -> None:
+        fixture = make()
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.state.counters.steps_packed[mode] == 1
+        assert fixture.fallbacks == {}
+        assert fixture.stock.layer_calls == 0
+        assert fixture.stock.metadata_calls == 0
+
+    def test_keys_and_values_are_in_the_pool_before_they_are_read(self, make: Any, mode: str) -> None:
+        fixture = make()
+        fixture.run()
+        for layer in fixture.layers:
+            _, k, v = fixture.qkv(layer)
+            slots = fixture.batch.out_cache_loc
+            torch.testing.assert_close(fixture.pool.get_key_buffer(layer.layer_id)[slots], k)
+            torch.testing.assert_close(fixture.pool.get_value_buffer(layer.layer_id)[slots], v)
+
+    def test_kv_reads_are_counted(self, make: Any, mode: str) -> None:
+        fixture = make()
+        fixture.run()
+        counters = fixture.state.counters
+        assert counters.kv_tokens_unique <= counters.kv_tokens_read < counters.kv_tokens_per_request
+        assert counters.plans_made == 1
+        assert counters.host_seconds > 0
+
+    def test_can_be_switched_off(self, make: Any, mode: str) -> None:
+        fixture = make(settings=Settings(metrics=False, **{f"pack_{mode}": False}))
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.DISABLED: 1}
+
+
+def test_a_prefill_of_nothing_but_new_prompts_runs_packed_too() -> None:
+    fixture = Fixture([[], [], []], [40, 3, 17], [40, 3, 17])
+    assert_same(fixture.run(), fixture.run_stock())
+    assert fixture.fallbacks == {}
+
+
+class TestAttentionVariants:
+    def test_sliding_window(self) -> None:
+        for make in (decode, extend, mixed):
+            fixture = make()
+            for layer in fixture.layers:
+                layer.sliding_window_size = 7
+            assert_same(fixture.run(), fixture.run_stock())
+            assert fixture.fallbacks == {}
+
+    def test_soft_cap_changes_the_result_and_runs_packed(self) -> None:
+        fixture = decode()
+        plain = fixture.run()
+        for layer in fixture.layers:
+            layer.logit_cap = 0.5
+        assert fixture.backend._layers.unsupported_reasons() == {None}
+        capped = fixture.run()
+        assert fixture.fallbacks == {}
+        assert not torch.allclose(plain[0], capped[0], atol=1e-3)
+
+    def test_sinks_take_part_in_the_denominator(self) -> None:
+        fixture = decode()
+        plain = fixture.run()
+        with_sinks = fixture.run(sinks=torch.full((4,), 3.0, dtype=torch.bfloat16))
+        assert fixture.fallbacks == {}
+        assert (with_sinks[0].abs() < plain[0].abs()).all()
+
+    def test_kv_in_half_precision(self) -> None:
+        fixture = decode(kv_dtype=torch.bfloat16)
+        for ours, theirs in zip(fixture.run(), fixture.run_stock(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        assert fixture.fallbacks == {}
+
+    def test_a_layer_that_keeps_no_kv_of_its_own_reads_another_ones(self) -> None:
+        fixture = decode()
+        layer = fixture.layers[0]
+        before = fixture.pool.get_key_buffer(0).clone()
+        with fixture.handover.handed_over(fixture.handed):
+            fixture.backend.init_forward_metadata(fixture.batch)
+            q, _, _ = fixture.qkv(layer)
+            fixture.backend.forward(q, None, None, layer, fixture.batch, save_kv_cache=False)
+        assert torch.equal(fixture.pool.get_key_buffer(0), before)
+        assert fixture.fallbacks == {}
+
+
+class TestPlanReuse:
+    def test_steady_decode_plans_once(self) -> None:
+        fixture = decode()
+        for _ in range(10):
+            fixture.run()
+        assert (fixture.state.counters.plans_made, fixture.state.counters.plans_reused) == (1, 9)
+
+    def test_growing_tails_keep_the_numbers_right(self) -> None:
+        fixture = decode()
+        fixture.run()
+        for extra in range(1, 4):
+            for row, length in enumerate(fixture.seq_lens, 1):
+                fixture.rows.req_to_token[row, length + extra - 1] = extra
+            fixture.batch.seq_lens = torch.tensor(fixture.seq_lens) + extra
+            fixture.batch.out_cache_loc = torch.full((4,), extra)
+            assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.state.counters.plans_made == 1
+
+
+class TestDelegation:
+    def test_no_member_of_the_base_class_answers_with_its_default(self) -> None:
+        own = {name for name in vars(PrefixPackBackend) if not name.startswith("__")}
+        for name in delegated_members(AttentionBackend, type("Empty", (), {})):
+            assert name in own, f"AttentionBackend.{name} would bypass the stock backend"
+
+    def test_methods_properties_and_attributes_are_the_stock_ones(self) -> None:
+        fixture = decode()
+        assert fixture.backend.support_triton() is False  # torch_native's answer; the base class says True
+        fixture.stock.extend_dummy_seqs_capped_by_req_pool = True
+        assert fixture.backend.extend_dummy_seqs_capped_by_req_pool is True
+        fixture.backend.forward_metadata = "written through"
+        assert fixture.stock.forward_metadata == "written through"
+
+    def test_what_only_the_stock_backend_has_is_found(self) -> None:
+        fixture = decode()
+        fixture.stock.workspace_of_its_own = 5
+        assert fixture.backend.workspace_of_its_own == 5
+        assert not hasattr(fixture.backend, "nobody_has_this")
+
+    def test_lengths_on_the_host_are_asked_for_whatever_the_stock_backend_needs(self) -> None:
+        fixture = decode()
+        fixture.stock.needs_cpu_seq_lens = False
+        assert fixture.backend.needs_cpu_seq_lens is True

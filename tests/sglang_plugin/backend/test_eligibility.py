@@ -1,0 +1,102 @@
+"""Servers, layers and shapes that may run packed on CUDA."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import eligibility
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.gpu_fixture import (
+    decode,
+    graphs,
+    host_kernels,
+)
+
+
+class TestEligibility:
+    @pytest.fixture(autouse=True)
+    def _kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
+
+    def executor(self, **arguments: Any) -> Any:
+        runner = decode().runner
+        runner.device = "cuda"
+        vars(runner.server_args).update(arguments)
+        return eligibility.make_executor(runner, Settings())
+
+    def test_a_plain_server_packs(self) -> None:
+        assert isinstance(self.executor(), CudaExecutor)
+
+    @pytest.mark.parametrize(
+        ("argument", "reason"),
+        [
+            ("disable_radix_cache", fallback_reasons.NO_RADIX_CACHE),
+            ("enable_two_batch_overlap", fallback_reasons.TWO_BATCH_OVERLAP),
+            ("enable_pdmux", fallback_reasons.PDMUX),
+        ],
+    )
+    def test_servers_whose_graphs_are_stock(self, argument: str, reason: str) -> None:
+        assert self.executor(**{argument: True}) == reason
+
+    def test_a_server_with_drafts_has_stock_graphs(self) -> None:
+        runner = decode().runner
+        runner.device, runner.spec_algorithm = "cuda", SpeculativeAlgorithm.EAGLE
+        assert eligibility.make_executor(runner, Settings()) == fallback_reasons.SPECULATIVE
+
+    def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from sglang.srt.environ import envs
+
+        switch = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH
+        self.executor()
+        assert versions.GLUE_VARIABLE not in os.environ
+        monkeypatch.setenv(versions.GLUE_VARIABLE, "1")
+        assert self.executor(disable_radix_cache=True) == fallback_reasons.NO_RADIX_CACHE
+        assert switch.get(), "nothing of ours is in the graphs of a server that never packs"
+        self.executor()
+        assert not switch.get()
+        assert f"{versions.GLUE_VARIABLE} is switched off" in caplog.text
+
+    def test_layers_the_gpu_kernels_do_not_know(self) -> None:
+        fixture = decode(head_dim=32)
+        fixture.backend._layers.scan_model()
+        assert fixture.backend._layers.unsupported_reasons() == {fallback_reasons.HEAD_DIM}
+        fixture = decode(kv_dtype=torch.float32)
+        fixture.backend._layers.scan_model()
+        assert fixture.backend._layers.unsupported_reasons() == {fallback_reasons.KV_DTYPE}
+
+    @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (256, 64)])
+    def test_plans_have_the_tiles_that_the_kernels_have_for_the_head_size(self, head_dim: int, widest: int) -> None:
+        fixture = decode(head_dim=head_dim)
+        fixture.backend._layers.scan_model()
+        assert [planner.device.tile_rows[-1] for planner in fixture.executor.planners] == [widest]
+
+    def test_a_model_of_such_layers_only_has_stock_graphs(self) -> None:
+        fixture = decode(head_dim=32, graphs=4)
+        with fixture.handover.handed_over(fixture.handed):
+            fixture.backend.init_forward_metadata_out_graph(fixture.batch, in_capture=True)
+        assert fixture.stock.graph_calls == ["state 4", "capture"]
+
+    def test_a_query_of_another_type_than_the_cache(self) -> None:
+        fixture = decode()
+        layer = fixture.layers[0]
+        with fixture.handover.handed_over(fixture.handed):
+            fixture.backend.init_forward_metadata(fixture.batch)
+            fixture.backend.forward(*fixture.qkv(layer, torch.float32), layer, fixture.batch)
+        assert fixture.fallbacks == {fallback_reasons.QUERY_DTYPE: 1}
+
+    def test_a_shape_that_shows_up_late(self) -> None:
+        fixture = graphs(4)
+        late = SimpleNamespace(**vars(fixture.layers[0]))
+        late.tp_q_head_num = 8
+        assert fixture.backend._layers.facts(late).unsupported_reason == fallback_reasons.LATE_LAYER

@@ -1,0 +1,107 @@
+"""Images of Gemma 3 over the Triton backend: their mask reaches the stock backend, made by SGLang's own code."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_attn_backend
+from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import factory, hook_table
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
+from sgl_prefix_attn.sglang_plugin.compat import hooks
+
+# The tokens 1 to 3 of five are an image's.
+TOKENS, IMAGE = 5, (1, 3)
+
+
+def triton_backend() -> Any:
+    backend = TritonAttnBackend.__new__(TritonAttnBackend)
+    backend.forward_metadata = SimpleNamespace(custom_mask=None, mask_indptr=None)
+    return backend
+
+
+def ours(stock: Any) -> Any:
+    backend = PrefixPackBackend.__new__(PrefixPackBackend)
+    backend.stock = stock
+    return backend
+
+
+def prepare(backend: Any, *, hooked: bool = True) -> Any:
+    """The mask that the model makes of a prefill with an image, None if it makes none."""
+    image = SimpleNamespace(is_image=lambda: True, offsets=[IMAGE])
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        extend_seq_lens=torch.tensor([TOKENS]),
+        extend_prefix_lens=torch.tensor([0]),
+        mm_inputs=[SimpleNamespace(mm_items=[image])],
+    )
+    original = Gemma3ForConditionalGeneration.prepare_attn_masks
+    arguments = (None, batch, torch.zeros(TOKENS, dtype=torch.int64))
+    with forward_context(ForwardContext(attn_backend=backend)):
+        if hooked:
+            around_prepare_attn_masks(original, *arguments, mask_dtype=torch.bool)
+        else:
+            original(*arguments, mask_dtype=torch.bool)
+        assert get_attn_backend() is backend
+    return backend.forward_metadata.custom_mask
+
+
+def test_the_stock_backend_gets_the_mask_that_a_stock_one_gets() -> None:
+    expected = prepare(triton_backend(), hooked=False).view(TOKENS, TOKENS)
+    assert expected[IMAGE[0], IMAGE[1]], "tokens of an image see each other"
+    assert not expected[0, 1]
+    stock = triton_backend()
+    assert torch.equal(prepare(ours(stock)).view(TOKENS, TOKENS), expected)
+    assert stock.forward_metadata.custom_mask is not None
+
+
+def test_without_the_hook_there_is_none() -> None:
+    assert prepare(ours(triton_backend()), hooked=False) is None
+
+
+def test_other_backends_are_left_alone() -> None:
+    stock = triton_backend()
+    assert prepare(stock) is not None
+    assert prepare(ours(SimpleNamespace(forward_metadata=SimpleNamespace(custom_mask=None)))) is None
+
+
+def test_the_hook_sits_where_the_model_calls() -> None:
+    (hook,) = hook_table.IMAGE_MASK_HOOKS
+    original = Gemma3ForConditionalGeneration.prepare_attn_masks
+    try:
+        assert hooks.ensure_applied(hook_table.IMAGE_MASK_HOOKS) == []
+        assert hooks.is_applied(hook)
+    finally:
+        Gemma3ForConditionalGeneration.prepare_attn_masks = original
+
+
+def runner(architecture: str) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stock", "wanted"),
+    [
+        ("Gemma3ForConditionalGeneration", "triton", True),
+        ("Gemma3ForConditionalGeneration", "fa3", False),
+        ("LlamaForCausalLM", "triton", False),
+    ],
+)
+def test_it_is_wanted_for_that_model_and_backend(architecture: str, stock: str, wanted: bool) -> None:
+    assert factory.masks_images(runner(architecture), stock, Settings()) == wanted
+
+
+def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not factory.masks_images(runner("Gemma3ForConditionalGeneration"), "triton", Settings(pack_extend=True))
+    assert "with pack_extend, tokens of an image do not see those that come after them" in caplog.text

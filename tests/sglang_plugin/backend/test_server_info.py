@@ -1,0 +1,80 @@
+"""What a running server tells: the state in /server_info and the Prometheus metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.explain.server import ServerState
+from sgl_prefix_attn.sglang_plugin.backend import server_info
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import Fixture
+
+PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
+
+
+def answer() -> Any:
+    return SimpleNamespace(internal_state={"world_size": 1})
+
+
+class TestState:
+    def test_it_joins_sglangs_answer_and_is_what_explain_reads(self) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run()
+        fixture.run(NOTHING)
+        result = answer()
+        assert server_info.after_get_internal_state(result, None, None) is None
+        assert result.internal_state["world_size"] == 1
+        told = json.loads(json.dumps(result.internal_state["prefixpack"]))
+        ServerState.model_validate(told)
+        assert told["version"] == 1
+        assert told["handover"] == "hooks"
+        assert told["sglang"] == "0.5.20"
+        assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0}
+        assert told["counters"]["fallbacks"] == {fallback_reasons.NO_PATHS: 1}
+        assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
+        assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9
+        assert told["shape"] == {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
+        assert set(told["device"]) == set(asdict(fixture.backend._executor.planners[0].device))
+
+    def test_the_last_packed_batch_can_be_rebuilt(self) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run()
+        result = answer()
+        server_info.after_get_internal_state(result)
+        batch = result.internal_state["prefixpack"]["batch"]
+        assert batch["mode"] == "decode"
+        assert batch["seq_lens"] == [30, 27, 25, 9]
+        assert batch["query_lens"] == [1, 1, 1, 1]
+        rebuilt = PrefixForest.from_paths([[tuple(segment) for segment in path] for path in batch["paths"]])
+        assert rebuilt.node_begin.tolist() == fixture.step.forest.node_begin.tolist()
+        assert rebuilt.node_end.tolist() == fixture.step.forest.node_end.tolist()
+        assert rebuilt.order.tolist() == fixture.step.forest.order.tolist()
+
+    def test_before_the_first_packed_step_there_is_no_batch(self) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.run(NOTHING)
+        result = answer()
+        server_info.after_get_internal_state(result)
+        assert result.internal_state["prefixpack"]["batch"] is None
+
+    def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
+        result = answer()
+        server_info.after_get_internal_state(result)
+        server_info.after_on_idle(None)
+        assert result.internal_state == {"world_size": 1}
+
+    def test_an_exception_leaves_sglangs_answer_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        result = SimpleNamespace(internal_state=None)
+        with caplog.at_level(logging.ERROR):
+            server_info.after_get_internal_state(result)
+        assert fixture.fallbacks == {fallback_reasons.HOOK_FAILED: 1}
+        assert "Traceback" in caplog.text

@@ -1,0 +1,151 @@
+"""Which SGLang versions the plug-in registers with, and what it says otherwise."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from sgl_prefix_attn.sglang_plugin import entry
+from sgl_prefix_attn.sglang_plugin.compat import targets, versions
+
+
+@pytest.mark.parametrize("version", targets.SUPPORTED_VERSIONS)
+def test_every_version_of_the_contract_is_accepted(version: str) -> None:
+    versions.check_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.12.post1", "0.5.14rc1", "0.5.24", "0.6.0", "unknown"])
+def test_others_are_refused_with_the_way_out(version: str) -> None:
+    with pytest.raises(versions.UnsupportedSglangError) as caught:
+        versions.check_supported(version)
+    message = str(caught.value)
+    assert version in message
+    assert "0.5.14 to 0.5.23" in message
+    assert "PREFIXPACK_ALLOW_UNTESTED_SGLANG=1" in message
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.24", "unknown"])
+def test_others_are_accepted_when_allowed(version: str) -> None:
+    versions.check_supported(version, allow_untested=True)
+
+
+class TestEntry:
+    @pytest.fixture(autouse=True)
+    def _registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt import server_args
+        from sglang.srt.layers.attention import attention_registry
+
+        known = [name for name in server_args.ATTENTION_BACKEND_CHOICES if name != entry.NAME]
+        factories = {name: f for name, f in attention_registry.ATTENTION_BACKENDS.items() if name != entry.NAME}
+        monkeypatch.setattr(server_args, "ATTENTION_BACKEND_CHOICES", known)
+        monkeypatch.setattr(server_args, "add_attention_backend_choices", known.extend)
+        monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", factories)
+        self.choices, self.factories = known, factories
+
+    def test_the_name_is_registered_once(self) -> None:
+        entry.register()
+        entry.register()
+        assert self.choices.count("prefixpack") == 1
+        assert "prefixpack" in self.factories
+
+    def test_an_unsupported_version_registers_nothing_and_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
+        with caplog.at_level(logging.ERROR):
+            entry.register()
+        assert "prefixpack" not in self.choices
+        assert "prefixpack" not in self.factories
+        assert "0.5.99 is installed" in caplog.text
+
+    def test_an_unsupported_version_registers_when_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
+        monkeypatch.setenv("PREFIXPACK_ALLOW_UNTESTED_SGLANG", "1")
+        entry.register()
+        assert "prefixpack" in self.choices
+
+    def test_a_typo_in_the_settings_registers_nothing_and_names_the_key(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("PREFIXPACK_STOCK_BACKND", "triton")
+        with caplog.at_level(logging.ERROR):
+            entry.register()
+        assert "prefixpack" not in self.choices
+        assert "PREFIXPACK_STOCK_BACKND" in caplog.text
+
+    def test_the_main_process_gets_no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("a hook was registered")
+
+        monkeypatch.setattr(HookRegistry, "register", refuse)
+        entry.register()
+
+    def test_a_scheduler_process_gets_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        registered: list[str] = []
+        monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
+        monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
+        entry.register()
+        assert {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} <= set(registered)
+
+    def test_with_the_native_seam_the_hand_over_needs_no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        registered: list[str] = []
+        monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
+        monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
+        entry.register()
+        assert targets.INTERNAL_STATE.path in registered
+        assert targets.MODEL_RUNNER_FORWARD.path not in registered
+
+
+@pytest.mark.parametrize("option", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
+def test_the_three_options_accept_the_name(option: str) -> None:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    entry.register()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(["--model-path", "m", option, "prefixpack"])
+    assert getattr(parsed, option.removeprefix("--").replace("-", "_")) == "prefixpack"
+
+
+class TestTreeCore:
+    @pytest.fixture
+    def core(self, monkeypatch: pytest.MonkeyPatch) -> type:
+        from sglang.srt.environ import envs
+        from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface
+
+        class Core:
+            pass
+
+        monkeypatch.setattr(unified_tree_core_interface, "UnifiedTreeCoreInterface", Core)
+        monkeypatch.setattr(type(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND), "get", lambda self: "rust")
+        return Core
+
+    def test_a_native_core_that_tells_no_paths_is_replaced(self, core: type) -> None:
+        environ: dict[str, str] = {}
+        assert versions.ask_for_readable_tree_core(environ)
+        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+
+    def test_a_core_that_tells_paths_stays(self, core: type) -> None:
+        core.collect_path_info = None  # type: ignore[attr-defined]
+        environ: dict[str, str] = {}
+        assert not versions.ask_for_readable_tree_core(environ)
+        assert environ == {}
+
+    def test_what_the_user_chose_stays(self, core: type) -> None:
+        environ = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+        assert not versions.ask_for_readable_tree_core(environ)
+        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+
+    def test_the_installed_version_needs_no_help(self) -> None:
+        environ: dict[str, str] = {}
+        assert not versions.ask_for_readable_tree_core(environ)

@@ -1,0 +1,310 @@
+"""Decode graphs for either route, without a GPU: what is captured, which graph a step replays, and its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention import base_attn_backend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+
+from sgl_prefix_attn.core.step_buffers import PlanTooLarge
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
+from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.routing.profiles import write_profile
+from tests.sglang_plugin.fixture import LAYERS
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
+
+# Steps run packed once the longest request has more than 2,700 tokens; at first it has 2,640.
+BORDER = {"packed": {"launch": 27.0}, "stock": {"longest_request": 10.0}}
+ALWAYS_STOCK = {"packed": {"launch": 1000.0}, "stock": {"launch": 1.0}}
+ALWAYS_PACKED = {"packed": {"launch": 1.0}, "stock": {"launch": 1000.0}}
+
+
+class Routed:
+    """Makes worlds whose steps are routed by a profile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, profile: dict[str, Any], *sizes: int, hooked: bool = True, **options: Any) -> GpuFixture:
+        path = write_profile(self.folder, profile["packed"], profile["stock"], kernels="native", backend="fa3")
+        settings = Settings(metrics=False, route_profile=path, route_margin=0)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256, **options)
+        if sizes:
+            fixture.graphs = DecodeGraphs(fixture, max(sizes), hooked=hooked)
+            for size in sorted(sizes, reverse=True):
+                fixture.graphs.capture(size)
+        return fixture
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> Routed:
+    return Routed(tmp_path)
+
+
+def routes(fixture: GpuFixture) -> dict[str, int]:
+    return dict(fixture.state.counters.routed_steps)
+
+
+class TestCapture:
+    def test_each_size_has_a_graph_for_either_route(self, routed: Routed) -> None:
+        fixture = routed(BORDER, 4, 8)
+        assert fixture.backend.graph_variants.sizes == [4, 8]
+        labels = [(key.size, key.variant_label) for key in fixture.graphs.graphs]
+        assert labels == [(8, None), (8, graph_variants.LABEL), (4, None), (4, graph_variants.LABEL)]
+
+    def test_the_stock_graph_holds_the_stock_backend_alone(self, routed: Routed) -> None:
+        fixture = routed(BORDER, 4)
+        warm_up = ["in graph", "warm"]
+        assert fixture.stock.graph_calls == ["state 4", "capture", *warm_up, *warm_up, "in graph"]
+        before = fixture.device_step.attended
+        for launch in fixture.graphs.stock_graph(4)[0]:
+            launch()
+        assert fixture.device_step.attended == before
+
+    def test_a_label_that_sglang_gave_is_kept(self) -> None:
+        routes = graph_variants.GraphVariants(lambda mode: True)
+        routes.capturing = True
+        assert routes.key(ShapeKey(4, variant_label="lora"), True).variant_label == "lora+prefixpack-stock"
+
+    @pytest.mark.parametrize("route", ["packed", "stock"])
+    def test_a_fixed_route_has_one_graph_for_each_size(self, route: Any) -> None:
+        fixture = GpuFixture(
+            SHARED, LENGTHS, settings=Settings(metrics=False, route=route), stock_backend="fa3", graphs=4
+        )
+        fixture.graphs.capture(4)
+        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert bool(fixture.steps) == (route == "packed"), "a server that never runs packed needs no buffers"
+
+    def test_a_server_whose_kernels_the_profile_does_not_know_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        fixture = GpuFixture(SHARED, LENGTHS, stock_backend="torch_native", graphs=4)
+        fixture.graphs.capture(4)
+        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
+        assert "no cost of stock kernel 'torch_native', so all decode steps run packed" in caplog.text
+
+    def test_packed_graphs_with_stock_layers_stay_the_only_ones(self, routed: Routed) -> None:
+        fixture = routed(BORDER)
+        fixture.layers[1].attn_type = AttentionType.DECODER_BIDIRECTIONAL
+        fixture.graphs = DecodeGraphs(fixture, 4)
+        fixture.graphs.capture(4)
+        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
+
+    def test_without_the_hook_on_keys_there_is_no_second_graph(
+        self, routed: Routed, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It would lie under the key of the first."""
+        fixture = routed(ALWAYS_STOCK, 4, hooked=False)
+        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
+        assert "does not ask for graph keys" in caplog.text
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert fixture.state.counters.steps_packed["decode"] == 1
+
+    def test_graphs_that_sglang_captures_anew(self, routed: Routed) -> None:
+        fixture = routed(ALWAYS_STOCK, 4)
+        fixture.graphs.replay()
+        fixture.graphs.graphs.clear()
+        fixture.graphs.capture(4)
+        assert len(fixture.graphs.graphs) == 2
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+
+    def test_a_backend_behind_another_one_for_prefill_is_found(self, routed: Routed) -> None:
+        fixture = routed(BORDER)
+        hybrid = SimpleNamespace(prefill_backend=fixture.stock, decode_backend=fixture.backend)
+        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=hybrid)) is fixture.backend
+        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=fixture.stock)) is None
+
+    def test_a_backend_behind_one_for_linear_attention_is_found(self, routed: Routed) -> None:
+        """Newer versions put that one before the one for prefill and decode, older ones behind it."""
+        fixture = routed(BORDER)
+        linear = SimpleNamespace(linear_attn_backend=SimpleNamespace())
+        of_both = SimpleNamespace(full_attn_backend=fixture.backend, **vars(linear))
+        decode = SimpleNamespace(prefill_backend=fixture.stock, decode_backend=fixture.backend)
+        for outermost in (
+            of_both,
+            SimpleNamespace(full_attn_backend=decode, **vars(linear)),
+            SimpleNamespace(prefill_backend=fixture.stock, decode_backend=of_both),
+        ):
+            found = graph_variants.packing_backend(SimpleNamespace(attn_backend=outermost))
+            assert found is fixture.backend
+        none = SimpleNamespace(full_attn_backend=fixture.stock, **vars(linear))
+        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=none)) is None
+
+    def test_a_runner_without_a_backend_has_none(self) -> None:
+        assert graph_variants.packing_backend(SimpleNamespace()) is None
+
+
+class TestFailedCapture:
+    @staticmethod
+    def fail_from(fixture: GpuFixture, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = fixture.stock.init_forward_metadata_out_graph
+
+        def out_of_memory(forward_batch: Any, in_capture: bool = False) -> None:
+            if in_capture and forward_batch.batch_size <= size:
+                raise torch.OutOfMemoryError("no memory is left")
+            original(forward_batch, in_capture)
+
+        monkeypatch.setattr(fixture.stock, "init_forward_metadata_out_graph", out_of_memory)
+
+    def test_the_server_goes_on_with_what_there_is_and_says_so_once(
+        self, routed: Routed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fixture = routed(ALWAYS_STOCK)
+        self.fail_from(fixture, 6, monkeypatch)
+        fixture.graphs = DecodeGraphs(fixture, 8)
+        for size in (8, 6, 4):
+            fixture.graphs.capture(size)
+        assert fixture.backend.graph_variants.sizes == [8]
+        assert caplog.text.count("hold packed layers only") == 1
+        assert "decode graphs of fewer than 8 requests" in caplog.text
+        for size in (8, 6, 4):
+            assert_same(fixture.graphs.replay(size=size), fixture.run_stock())
+        assert routes(fixture) == {"packed": 0, "stock": 1}
+        assert fixture.state.counters.steps_packed["decode"] == 2
+
+    def test_ranks_that_capture_in_step_fail_together(
+        self, routed: Routed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(graph_variants, "several_ranks", lambda: True)
+        fixture = routed(ALWAYS_STOCK)
+        self.fail_from(fixture, 8, monkeypatch)
+        fixture.graphs = DecodeGraphs(fixture, 8)
+        with pytest.raises(torch.OutOfMemoryError):
+            fixture.graphs.capture(8)
+        assert "PREFIXPACK_ROUTE=packed" in caplog.text
+        assert not fixture.backend.graph_variants.capturing
+
+
+class TestReplay:
+    @pytest.mark.parametrize("size", [4, 5, 8])
+    def test_a_step_that_is_cheaper_there_replays_the_stock_graph(self, routed: Routed, size: int) -> None:
+        fixture = routed(ALWAYS_STOCK, size)
+        prepared = fixture.device_step.prepared
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert fixture.stock.graph_calls[-1] == "replay"
+        assert fixture.device_step.prepared == prepared, "nothing of ours is to be paid for"
+        assert routes(fixture) == {"packed": 0, "stock": 1}
+        assert fixture.fallbacks == {}, "a route is no fallback"
+
+    def test_a_step_that_is_cheaper_packed_costs_the_stock_backend_nothing(self, routed: Routed) -> None:
+        fixture = routed(ALWAYS_PACKED, 4)
+        calls = list(fixture.stock.graph_calls)
+        for _ in range(STEPS_BETWEEN_PLANS + 2):
+            assert_same(fixture.graphs.replay(), fixture.run_stock())
+            fixture.grow(1)
+        assert fixture.stock.graph_calls == calls
+        assert routes(fixture) == {"packed": STEPS_BETWEEN_PLANS + 2, "stock": 0}
+
+    def test_a_growing_batch_changes_its_route_midway(self, routed: Routed) -> None:
+        fixture = routed(BORDER, 4)
+        taken = []
+        for _ in range(16):
+            assert_same(fixture.graphs.replay(), fixture.run_stock())
+            taken.append("stock" if fixture.backend.decision.step is None else "packed")
+            fixture.grow(8)
+        assert taken == sorted(taken, reverse=True), "from stock to packed, once"
+        assert set(taken) == {"stock", "packed"}
+
+    def test_routes_that_take_turns(self, routed: Routed) -> None:
+        fixture = routed(BORDER, 4)
+        for longer in (0, 128):
+            fixture.grow(longer)
+            for handed in (None, NOTHING, None, NOTHING):
+                fixture.backend._record.router._stock_paths = None  # look at every step
+                assert_same(fixture.graphs.replay(handed), fixture.run_stock())
+        assert routes(fixture) == {"packed": 2, "stock": 2}
+
+    def test_steady_steps_are_not_looked_at(self, routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+        fixture = routed(ALWAYS_STOCK, 4)
+        looks = []
+        host_lens = fixture.executor.host_lens
+        monkeypatch.setattr(fixture.executor, "host_lens", lambda *args: looks.append(1) or host_lens(*args))
+        for _ in range(2 * STEPS_BETWEEN_PLANS):
+            fixture.graphs.replay()
+        assert len(looks) == 2
+        assert routes(fixture)["stock"] == 2 * STEPS_BETWEEN_PLANS
+
+    @pytest.mark.parametrize(
+        "handed", [NOTHING, Handed(fallback_reasons.BEAM_ROWS), Handed(fallback_reasons.NO_RADIX_CACHE)]
+    )
+    def test_steps_without_paths_replay_the_stock_graph(self, routed: Routed, handed: Handed) -> None:
+        fixture = routed(ALWAYS_PACKED, 8)
+        assert_same(fixture.graphs.replay(handed), fixture.run_stock())
+        assert fixture.fallbacks == {handed.step: 1}
+        assert fixture.stock.graph_calls[-1] == "replay"
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert routes(fixture) == {"packed": 1, "stock": 0}
+
+    def test_a_plan_that_does_not_fit_is_a_step_of_the_stock_graph(
+        self, routed: Routed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fixture = routed(ALWAYS_PACKED, 4)
+
+        def too_large(*args: Any) -> None:
+            raise PlanTooLarge("the plan needs 9 items; the buffers hold 8")
+
+        monkeypatch.setattr(fixture.device_step, "load", too_large)
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.PLAN_TOO_LARGE: 1}
+        assert fixture.stock.graph_calls[-1] == "replay"
+
+    def test_eager_steps_are_routed_too(self, routed: Routed) -> None:
+        fixture = routed(ALWAYS_STOCK)
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.stock.metadata_calls == 1
+        assert fixture.stock.layer_calls == LAYERS
+        assert routes(fixture) == {"packed": 0, "stock": 1}
+
+    def test_graphs_of_other_modes_keep_their_keys(self, routed: Routed) -> None:
+        fixture = routed(ALWAYS_STOCK, 4)
+        fixture.graphs.replay()
+        view = SimpleNamespace(**vars(fixture.batch))
+        view.forward_mode = ForwardMode.TARGET_VERIFY
+        fixture.backend.init_forward_metadata_out_graph(view)
+        assert fixture.graphs._key(4) == ShapeKey(4)
+
+    def test_prefill_is_not_routed(self, tmp_path: Path) -> None:
+        path = write_profile(tmp_path, **ALWAYS_STOCK, kernels="native", backend="fa3")
+        settings = Settings(metrics=False, route_profile=path, pack_extend=True)
+        fixture = GpuFixture(SHARED, LENGTHS, [4, 1, 5, 9], settings=settings, stock_backend="fa3")
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.state.counters.steps_packed["extend"] == 1
+        assert routes(fixture) == {"packed": 0, "stock": 0}
+
+
+@pytest.mark.skipif(not hasattr(base_attn_backend, "SharedReadEnds"), reason="SGLang 0.5.18 and later ask")
+class TestFence:
+    """The scheduler may change its tables for the next step as soon as a step's reads of them are over."""
+
+    def test_packed_graphs_alone_read_copies(self) -> None:
+        fixture = GpuFixture(SHARED, LENGTHS, graphs=4)
+        fixture.graphs.capture(4)
+        assert fixture.backend.shared_read_ends(ForwardMode.DECODE) is base_attn_backend.SharedReadEnds.PRE_REPLAY
+
+    def test_with_graphs_for_either_route_the_later_end_holds(self, routed: Routed) -> None:
+        fixture = routed(BORDER, 4)
+        stock = fixture.stock.shared_read_ends(ForwardMode.DECODE)
+        assert stock is base_attn_backend.SharedReadEnds.IN_REPLAY
+        assert fixture.backend.shared_read_ends(ForwardMode.DECODE) is stock
+
+
+def test_state_tells_how_steps_are_routed(routed: Routed) -> None:
+    fixture = routed(BORDER, 4)
+    fixture.graphs.replay()
+    state = process_state(fixture.state)["route"]
+    assert state == {
+        "setting": "auto",
+        "profile": "made by hand, commit none",
+        "last": {"route": "stock", "packed_us": 27.0, "stock_us": 26.4},
+        "graph_sizes": [4],
+    }

@@ -1,0 +1,154 @@
+"""Decisions as values: which kind a step is, for which reason, and what a steady step reuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.managers import overlap_utils
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+import sgl_prefix_attn
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind, StepDecision
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.gpu_fixture import GpuFixture
+
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
+PLUGIN = str(Path(sgl_prefix_attn.__file__).parent / "sglang_plugin")
+
+
+def decide(fixture: Fixture, handed: Any = None) -> StepDecision:
+    """The backend's decision on the fixture's batch."""
+    fixture.prepare(handed)
+    return fixture.backend.decision
+
+
+class TestKinds:
+    def test_packed(self) -> None:
+        decision = decide(Fixture(SHARED, LENGTHS))
+        assert (decision.kind, decision.reason, decision.is_graph_variant) == (Kind.PACKED, None, False)
+        assert decision.step is not None
+        assert [plan.num_requests for plan in decision.step.plans] == [4]
+
+    def test_stock_with_a_reason(self) -> None:
+        assert decide(Fixture(SHARED, LENGTHS), NOTHING) == StepDecision(Kind.STOCK, fallback_reasons.NO_PATHS)
+
+    def test_routed_to_stock_without_a_reason(self) -> None:
+        fixture = Fixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="stock"))
+        assert decide(fixture) == StepDecision(Kind.STOCK)
+
+    def test_unshared_in_a_packed_graph(self) -> None:
+        fixture = GpuFixture(SHARED, LENGTHS, graphs=4, settings=Settings(metrics=False, route="packed"))
+        fixture.graphs.capture(4)
+        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (Kind.UNSHARED, None)
+        fixture.graphs.replay(NOTHING)
+        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (Kind.UNSHARED, NOTHING.step)
+
+    @pytest.mark.parametrize("error", [ValueError, MemoryError, OverflowError, RuntimeError])
+    def test_an_error_of_the_planner_is_a_fallback(
+        self, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fixture = Fixture(SHARED, LENGTHS)
+        fixture.backend._layers.scan_model()
+
+        class Refusing:
+            def plan(self, *args: Any) -> Any:
+                raise error("no plan")
+
+        monkeypatch.setattr(fixture.backend._executor, "planners", [Refusing()])
+        assert decide(fixture) == StepDecision(Kind.STOCK, fallback_reasons.PLAN_REFUSED)
+        assert fixture.stock.metadata_calls == 1
+        assert caplog.text.count("Traceback") == 1
+
+
+class TestSteadySteps:
+    def test_the_decision_itself_is_reused_until_the_planner_has_to_see_the_batch(self) -> None:
+        fixture = GpuFixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="packed"))
+        decisions = []
+        for _ in range(STEPS_BETWEEN_PLANS + 1):
+            decisions.append(decide(fixture))
+            fixture.grow(1)
+        assert len(set(map(id, decisions))) == 2
+        assert decisions[0] is decisions[STEPS_BETWEEN_PLANS - 1]
+        assert decisions[0] is not decisions[STEPS_BETWEEN_PLANS]
+
+    def test_a_step_returns_to_no_file_of_the_plugin_more_than_twice(self) -> None:
+        """Files by the order in which their functions are called, for a steady step and for one with a new plan."""
+        fixture = GpuFixture(SHARED, LENGTHS)
+        decide(fixture)
+        for last in (fixture.backend.decision, StepDecision(Kind.STOCK)):
+            fixture.grow(1)
+            fixture.backend.decision = last
+            files: list[str] = []
+
+            def note(frame: Any, event: str, arg: object, files: list[str] = files) -> None:
+                name = frame.f_code.co_filename
+                if event == "call" and name.startswith(PLUGIN) and files[-1:] != [name]:
+                    files.append(name)
+
+            with fixture.handover.handed_over(fixture.handed):
+                sys.setprofile(note)
+                try:
+                    fixture.backend.init_forward_metadata(fixture.batch)
+                finally:
+                    sys.setprofile(None)
+            assert fixture.backend.decision.kind is Kind.PACKED
+            assert len(set(files)) > 4
+            assert max(files.count(name) - 1 for name in files) <= 2, files
+
+
+class TestHostLengths:
+    """Lengths in host memory cost speculation a wait for the device in each step. SGLang asks every backend."""
+
+    def needs(self, stock: bool, make: Any = Fixture, **options: Any) -> bool:
+        fixture = make(SHARED, LENGTHS, **options)
+        fixture.stock.needs_cpu_seq_lens = stock
+        return fixture.backend.needs_cpu_seq_lens
+
+    @pytest.mark.parametrize("make", [Fixture, GpuFixture])
+    def test_where_steps_run_packed(self, make: Any) -> None:
+        assert self.needs(False, make) is True
+
+    @pytest.mark.parametrize("stock", [False, True])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"is_draft_worker": True},
+            {"device": "cuda", "spec_algorithm": SpeculativeAlgorithm.EAGLE},
+            {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
+            {"settings": Settings(metrics=False, route="stock", pack_extend=False, pack_mixed=False)},
+            {"settings": Settings(metrics=False, pack_decode=False, pack_extend=False, pack_mixed=False)},
+        ],
+        ids=["draft model", "speculation", "speculation on a CPU", "stock route", "nothing is to be packed"],
+    )
+    def test_where_nothing_packs_the_stock_backend_answers(self, options: dict[str, Any], stock: bool) -> None:
+        assert self.needs(stock, **options) is stock
+
+    def test_a_refused_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
+        assert self.needs(False) is False
+
+    def test_routed_decode_beside_packed_prefill(self) -> None:
+        assert self.needs(False, settings=Settings(metrics=False, route="stock")) is True  # on a CPU prefill packs
+
+    @pytest.mark.skipif(not hasattr(overlap_utils, "decide_needs_cpu_seq_lens"), reason="not in this SGLang")
+    def test_an_eagle_server_over_such_a_stock_backend_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from unittest import mock
+
+        for name in ("get_exec", "get_spec"):
+            monkeypatch.setattr(overlap_utils, name, mock.MagicMock(), raising=False)
+        getattr(overlap_utils, "get_exec", mock.MagicMock())().overlap.enable_two_batch_overlap = False
+        getattr(overlap_utils, "get_spec", mock.MagicMock())().speculative_algorithm = "EAGLE"
+        eagle = {"spec_algorithm": SpeculativeAlgorithm.EAGLE}
+        target, draft = Fixture(SHARED, LENGTHS, **eagle), Fixture(SHARED, LENGTHS, is_draft_worker=True, **eagle)
+        for fixture in (target, draft):
+            fixture.stock.needs_cpu_seq_lens = False  # as fa3 and triton say
+        assert overlap_utils.decide_needs_cpu_seq_lens([target.backend, draft.backend]) is False

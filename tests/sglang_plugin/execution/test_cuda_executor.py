@@ -1,0 +1,155 @@
+"""Eager steps on CUDA without a GPU: what is loaded and prepared when, and that the numbers are right."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import LAYERS
+from tests.sglang_plugin.gpu_fixture import (
+    assert_same,
+    decode,
+    extend,
+    out_of_memory,
+)
+
+
+class TestEagerSteps:
+    def test_decode_runs_packed(self) -> None:
+        fixture = decode()
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {}
+        assert fixture.stock.metadata_calls == fixture.stock.layer_calls == 0
+        assert (len(fixture.device_step.loads), fixture.device_step.prepared) == (1, 1)
+        assert fixture.device_step.attended == LAYERS
+        assert fixture.state.counters.kv_tokens_read < fixture.state.counters.kv_tokens_per_request
+
+    def test_extend_stays_with_the_stock_backend(self) -> None:
+        fixture = extend()
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.COMPUTE_BOUND: 1}
+        assert fixture.stock.metadata_calls == 1
+        assert fixture.stock.layer_calls == LAYERS
+        never_packed = fixture.handover._tracker.never_packed
+        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == [
+            None,
+            *[fallback_reasons.COMPUTE_BOUND] * 2,
+        ]
+
+    def test_extend_runs_packed_if_asked_for(self) -> None:
+        fixture = extend(settings=Settings(metrics=False, pack_extend=True))
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {}
+        assert fixture.state.counters.steps_packed["extend"] == 1
+
+    def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
+        fixture = extend(settings=Settings(metrics=False, pack_extend=True))
+        layer = fixture.layers[0]
+        q, k, v = fixture.qkv(layer)
+        with fixture.handover.handed_over(fixture.handed):
+            fixture.backend.init_forward_metadata(fixture.batch)
+            out = fixture.backend.forward(torch.cat([q, q[:3]]), k, v, layer, fixture.batch)
+        assert_same([out[: len(q)]], fixture.run_stock()[:1])
+        assert not out[len(q) :].any()
+        assert fixture.fallbacks == {}
+
+    def test_a_plan_is_loaded_once_and_prepared_every_step(self) -> None:
+        fixture = decode()
+        for _ in range(STEPS_BETWEEN_PLANS + 3):
+            assert_same(fixture.run(), fixture.run_stock())
+            fixture.grow(1)
+        assert len(fixture.device_step.loads) == 1
+        assert fixture.device_step.prepared == STEPS_BETWEEN_PLANS + 3
+
+    def test_tails_never_outgrow_their_room_before_a_new_plan_is_loaded(self) -> None:
+        fixture = decode(settings=Settings(metrics=False, replan_growth=5))
+        for _ in range(40):
+            fixture.run()  # HostStep refuses a tail beyond what the plan was loaded with
+            fixture.grow(1)
+        assert len(fixture.device_step.loads) > 1
+
+    def test_without_memory_for_buffers_the_server_goes_on_with_the_stock_backend(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fixture = decode()
+        out_of_memory(fixture)
+        for _ in range(2):
+            assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.NO_MEMORY: 2}
+        assert caplog.text.count("no memory for the buffers") == 1
+
+    def test_steps_that_other_backends_ran_meanwhile_are_noticed(self) -> None:
+        fixture = decode(room=256)
+        fixture.run()
+        for tokens in (100, 2, 0):  # one is what a step of ours adds
+            fixture.grow(tokens)
+            assert_same(
+                fixture.run(), fixture.run_stock()
+            )  # HostStep refuses a tail beyond what the plan was loaded with
+            assert fixture.backend.decision.step is not None
+            assert fixture.backend.decision.step.age == 0
+        fixture.grow(1)
+        fixture.run()
+        assert fixture.backend.decision.step.age == 1
+
+    def test_a_step_in_place_of_its_lengths_keeps_those_it_was_planned_for(self) -> None:
+        fixture = decode()
+        fixture.run()
+        step = fixture.backend.decision.step
+        assert step is not None
+        planned = step.host_lens.copy()
+        fixture.batch.seq_lens_cpu += 1  # as SGLang does with the static lengths of its graphs
+        assert step.host_lens.tolist() == planned.tolist()
+
+    def test_a_plan_that_does_not_fit_goes_to_the_stock_backend(self, caplog: pytest.LogCaptureFixture) -> None:
+        fixture = decode()
+        fixture.run()
+        fixture.grow(1)
+        fixture.backend.decision = STOCK
+        fixture.executor._shapes[0].loaded = None
+        fixture.device_step.limits = SimpleNamespace(queries=64, items=64, kv_slots=100, partial_slots=64)
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.PLAN_TOO_LARGE: 1}
+        assert "kv_slots; the buffers hold 100" in caplog.text
+        assert fixture.stock.layer_calls == LAYERS
+
+    def test_other_lengths_than_announced_are_another_batch(self) -> None:
+        fixture = decode()
+        lens = fixture.batch.seq_lens_cpu.clone()
+        lens[1] += 1
+        assert_same(fixture.run(Handed(fixture.step, fixture.batch.req_pool_indices, lens)), fixture.run_stock())
+        assert fixture.fallbacks == {fallback_reasons.ROW_MISMATCH: 1}
+
+    def test_rows_beyond_the_announced_ones_are_not_ours(self) -> None:
+        fixture = decode()
+        step = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
+        fixture.run(Handed(step, fixture.batch.req_pool_indices[:2], fixture.batch.seq_lens_cpu[:2]))
+        assert fixture.fallbacks == {fallback_reasons.ROW_MISMATCH: 1}
+
+    def test_no_tensor_of_the_device_is_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fixture = decode()
+        fixture.run()
+        fixture.grow(1)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("this waits for the device")
+
+        for name in ("item", "tolist", "cpu", "equal", "__bool__"):
+            monkeypatch.setattr(torch.Tensor, name, refuse)
+        monkeypatch.setattr(torch, "equal", refuse)
+        fixture.prepare()
+        fixture.backend.decision = STOCK
+        fixture.prepare()
+        monkeypatch.undo()
+        assert fixture.fallbacks == {}
+        assert fixture.device_step.prepared == 3

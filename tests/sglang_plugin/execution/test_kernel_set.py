@@ -1,0 +1,57 @@
+"""Which kernels run packed steps on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_prefix_attn.sglang_plugin.execution import kernel_set
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.gpu_fixture import (
+    host_kernels,
+)
+
+
+def choose(setting: Any) -> Any:
+    return kernel_set.choose_kernels(setting, TestKernels.GPU)
+
+
+class TestKernels:
+    GPU = torch.device("cuda")
+
+    @pytest.fixture
+    def h200(self, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+        monkeypatch.setattr(kernel_set._native, "built_with_cuda", True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        return monkeypatch
+
+    def test_native_where_they_run(self, h200: pytest.MonkeyPatch) -> None:
+        assert choose("auto").name == choose("native").name == "native"
+        assert choose("triton").name == "triton"
+
+    def test_triton_for_an_old_gpu(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert choose("auto").name == "triton"
+        assert "the GPU has 7.5" in kernel_set.choose_kernels("native", self.GPU)
+
+    def test_triton_for_a_build_without_nvcc(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(kernel_set._native, "built_with_cuda", False)
+        assert choose("auto").name == "triton"
+        assert "built without CUDA" in kernel_set.choose_kernels("native", self.GPU)
+
+    def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
+        h200.setattr(kernel_set._native, "built_with_cuda", False)
+        h200.setattr(kernel_set, "triton_kernels", lambda: (_ for _ in ()).throw(ImportError("no triton")))
+        assert "no triton" in kernel_set.choose_kernels("auto", self.GPU)
+
+    def test_none_for_other_devices(self) -> None:
+        assert kernel_set.choose_kernels("auto", torch.device("xpu")) == (
+            "there are no packed kernels for the device xpu"
+        )
+
+    def test_rows_that_are_not_whole_words(self) -> None:
+        cache = torch.zeros(8, 2, 65, dtype=torch.bfloat16)[:, :, :64]
+        assert host_kernels().unsupported_reason(64, cache) == fallback_reasons.KV_LAYOUT
+        assert host_kernels().unsupported_reason(64, cache.contiguous()) is None

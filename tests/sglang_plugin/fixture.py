@@ -1,0 +1,190 @@
+"""A runner with SGLang's real pools, attention layers and torch_native backend, small enough for unit tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
+
+Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
+
+
+class CountingStock(TorchNativeAttnBackend):
+    """torch_native that counts what it is asked."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.metadata_calls = 0
+        self.layer_calls = 0
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.metadata_calls += 1
+        super().init_forward_metadata(forward_batch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.layer_calls += 1
+        return super().forward(*args, **kwargs)
+
+
+class Fixture:
+    """Pools with random KV in which the batch's requests share slots as their paths say.
+
+    Args:
+        paths: of the batch.
+        seq_lens, query_lens: of the batch; query_lens None: decode.
+        room: tokens that requests may grow by.
+        tensors: device of all tensors.
+        stock_backend: name of the stock backend.
+        runner: attributes of the ModelRunner.
+    """
+
+    def __init__(
+        self,
+        paths: list[list[tuple[int, int, int]]],
+        seq_lens: list[int],
+        query_lens: list[int] | None = None,
+        *,
+        num_decode: int = 0,
+        settings: Settings | None = None,
+        kv_dtype: torch.dtype = torch.float32,
+        head_dim: int = HEAD_DIM,
+        room: int = 8,
+        tensors: str = "cpu",
+        stock_backend: str = "",
+        **runner: Any,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.paths, self.seq_lens = paths, seq_lens
+        self.query_lens = query_lens
+        self.tensors = tensors
+        total = sum(seq_lens) + 8
+        self.pool = MHATokenToKVPool(
+            total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
+        )
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.view(kv_dtype).copy_(torch.randn(buffer.shape, generator=generator))
+        self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
+        slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
+        of_node: dict[int, list[int]] = {}
+        for row, (path, length) in enumerate(zip(paths, seq_lens, strict=True), 1):
+            filled: list[int] = []
+            for node, start, end in path:
+                of_node.setdefault(node, [next(slots) for _ in range(end - start)])
+                filled += of_node[node]
+            filled += [next(slots) for _ in range(length - len(filled))]
+            self.rows.req_to_token[row, :length] = torch.tensor(filled, dtype=torch.int32)
+        self.layers = [RadixAttention(Q_HEADS, head_dim, head_dim**-0.5, KV_HEADS, i) for i in range(LAYERS)]
+        self.model = torch.nn.ModuleList(self.layers)
+        self.runner = SimpleNamespace(
+            **{
+                "device": "cpu",
+                "dtype": torch.float32,
+                "token_to_kv_pool": self.pool,
+                "req_to_token_pool": self.rows,
+                "model": self.model,
+                "model_config": SimpleNamespace(is_encoder_decoder=False),
+                "is_draft_worker": False,
+                "use_mla_backend": False,
+                **runner,
+            }
+        )
+        plugin_state.reset()
+        self.state = plugin_state.of_process(settings or Settings(metrics=False), "0.5.20")
+        self.state.serve("hooks", self.runner)
+        self.state.stock_backend = stock_backend
+        self.stock = self.make_stock()
+        self.backend = PrefixPackBackend(self.runner, self.stock, self.state, self.make_executor())
+        prefix = [s - q for s, q in zip(seq_lens, query_lens or [1] * len(seq_lens), strict=True)]
+        self.step = StepPaths(
+            PrefixForest.from_paths(paths, prefix_lens=prefix),
+            "decode" if query_lens is None else "mixed" if num_decode else "extend",
+            len(seq_lens),
+            len(seq_lens) if query_lens is None else num_decode,
+            None if query_lens is None else np.array(query_lens, dtype=np.int64),
+        )
+        self.batch = self._batch()
+        self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
+
+    def make_stock(self) -> Any:
+        """The stock backend."""
+        return CountingStock(self.runner)
+
+    def make_executor(self) -> Any:
+        """The executor; None: the one that the backend makes for the runner."""
+
+    @property
+    def handover(self) -> Handover:
+        assert self.state.handover is not None
+        return self.state.handover
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self.state.counters.fallbacks)
+
+    def _batch(self) -> ForwardBatch:
+        lengths = torch.tensor(self.seq_lens, dtype=torch.int64)
+        on_device = lengths.to(self.tensors)
+        new = [1] * len(self.seq_lens) if self.query_lens is None else self.query_lens
+        rows = torch.arange(1, len(self.seq_lens) + 1)
+        written = [
+            self.rows.req_to_token[row, length - fresh : length]
+            for row, length, fresh in zip(rows.tolist(), self.seq_lens, new, strict=True)
+        ]
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if self.query_lens is None else ForwardMode.EXTEND,
+            batch_size=len(self.seq_lens),
+            input_ids=torch.zeros(sum(new), dtype=torch.int64, device=self.tensors),
+            req_pool_indices=rows.to(self.tensors),
+            seq_lens=on_device,
+            out_cache_loc=torch.cat(written).to(torch.int64),
+            seq_lens_sum=sum(self.seq_lens),
+            seq_lens_cpu=lengths,
+        )
+        if self.query_lens is not None:
+            batch.extend_seq_lens = torch.tensor(new, dtype=torch.int32, device=self.tensors)
+            batch.extend_prefix_lens = (on_device - batch.extend_seq_lens).to(torch.int32)
+        return batch
+
+    def qkv(self, layer: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query as the models pass it, flat; key and value as RadixAttention passes them on."""
+        generator = torch.Generator().manual_seed(100 + layer.layer_id)
+        tokens = self.batch.input_ids.shape[0]
+
+        def random(heads: int) -> torch.Tensor:
+            return torch.randn((tokens, heads, layer.qk_head_dim), generator=generator).to(self.tensors, dtype)
+
+        q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
+        return q.flatten(1), k, v
+
+    def prepare(self, handed: Handed | None = None) -> None:
+        """The backend's decision on the batch, which was handed `handed` (default: the batch's paths)."""
+        with self.handover.handed_over(self.handed if handed is None else handed):
+            self.backend.init_forward_metadata(self.batch)
+
+    def run(self, handed: Handed | None = None, **kwargs: Any) -> list[torch.Tensor]:
+        """Every layer through our backend, inside a forward that was handed `handed` (default: the batch's paths)."""
+        with self.handover.handed_over(self.handed if handed is None else handed):
+            self.backend.init_forward_metadata(self.batch)
+            return [
+                self.backend.forward(*self.qkv(layer), layer, self.batch, save_kv_cache=True, **kwargs)
+                for layer in self.layers
+            ]
+
+    def run_stock(self) -> list[torch.Tensor]:
+        """Every layer through a torch_native backend of its own."""
+        stock = TorchNativeAttnBackend(self.runner)
+        stock.init_forward_metadata(self.batch)
+        return [stock.forward(*self.qkv(layer), layer, self.batch, save_kv_cache=True) for layer in self.layers]

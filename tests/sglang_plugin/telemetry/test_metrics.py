@@ -1,0 +1,122 @@
+"""The Prometheus metrics of a scheduler process."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sgl_prefix_attn.sglang_plugin.backend import server_info
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
+from tests.sglang_plugin.fixture import Fixture
+
+PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
+
+
+def answer() -> Any:
+    return SimpleNamespace(internal_state={"world_size": 1})
+
+
+class TestMetrics:
+    def exporter(self) -> tuple[MetricsExporter, CollectorRegistry]:
+        registry = CollectorRegistry()
+        return MetricsExporter({"model_name": "m", "tp_rank": "0"}, registry), registry
+
+    def test_counters_follow_the_totals(self) -> None:
+        exporter, registry = self.exporter()
+        counters = Counters()
+        for read, fallbacks in ((40, 1), (100, 4)):
+            counters.kv_tokens_read, counters.kv_tokens_per_request = read, 2 * read
+            counters.steps_packed["decode"] = read
+            counters.fallbacks[fallback_reasons.NO_PATHS] = fallbacks
+            counters.routed_steps["stock"] = 3 * fallbacks
+            exporter.update(counters)
+        labels = {"model_name": "m", "tp_rank": "0"}
+        sample = registry.get_sample_value
+        assert sample("sglang:prefixpack_kv_tokens_read_total", labels) == 100
+        assert sample("sglang:prefixpack_kv_tokens_saved_total", labels) == 100
+        assert sample("sglang:prefixpack_packed_steps_total", {**labels, "mode": "decode"}) == 100
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "stock"}) == 12
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "packed"}) == 0
+        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "inner"}) == 12  # deprecated
+        assert "Deprecated: route=inner" in generate_latest(registry).decode()
+        assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": fallback_reasons.NO_PATHS}) == 4
+        assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
+
+    def test_every_name_is_exported(self) -> None:
+        exporter, registry = self.exporter()
+        counters = Counters()
+        counters.host_seconds = 0.5
+        exporter.update(counters)
+        text = generate_latest(registry).decode()
+        for name in ("plans_made", "plans_reused", "plan_seconds", "host_seconds", "kv_tokens_read", "kv_tokens_saved"):
+            assert f"sglang:prefixpack_{name}_total" in text
+
+    def test_they_are_updated_every_few_steps_only(self) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.state.exporter, registry = self.exporter()
+        fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 3})
+        labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
+        seen = []
+        for _ in range(4):
+            fixture.run()
+            seen.append(registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels))
+        assert seen == [None, None, 3.0, 3.0]
+        server_info.after_on_idle(None)
+        assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 4.0
+
+    def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture.state.exporter, registry = self.exporter()
+        fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 1})
+
+        def full(counters: Counters) -> None:
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+            broken.setattr(fixture.state.exporter, "update", full)
+            fixture.run()
+            fixture.run()
+            server_info.after_on_idle(None)
+            result = answer()
+            server_info.after_get_internal_state(result)
+        assert fixture.state.metrics_failures == 4
+        assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
+        assert caplog.text.count("Traceback") == 1
+        assert "updating the Prometheus metrics failed" in caplog.text
+        assert fixture.fallbacks == {}  # no step left the packed path for it
+        fixture.run()
+        labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
+        assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 3.0
+
+    @pytest.mark.parametrize(
+        ("options", "tp_rank", "exports"),
+        [
+            ({"enable_metrics": False}, 0, False),
+            ({"enable_metrics": True}, 0, True),
+            ({"enable_metrics": True}, 1, False),
+            ({"enable_metrics": True, "enable_metrics_for_all_schedulers": True}, 1, True),
+        ],
+    )
+    def test_who_exports(
+        self, options: dict[str, Any], tp_rank: int, exports: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
+        ranks = SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
+        for runner in (
+            SimpleNamespace(server_args=arguments),
+            SimpleNamespace(server_args=arguments, ps=SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)),
+            SimpleNamespace(server_args=arguments, tp_rank=tp_rank, pp_rank=0, dp_rank=None),
+        ):
+            exporter = MetricsExporter.for_runner(runner)
+            assert (exporter is not None) == exports
+            if exporter is not None:
+                assert exporter.labels == {"model_name": "m", "tp_rank": str(tp_rank), "pp_rank": "0"}

@@ -1,0 +1,328 @@
+"""The factory behind the name `prefixpack`: what it refuses, wraps and hooks."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import factory
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import cpu_device
+from sgl_prefix_attn.sglang_plugin.factory import create_backend
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import Fixture
+
+
+def gpu_runner(
+    architecture: str = "LlamaForCausalLM", *, kv_dtype: torch.dtype = torch.bfloat16, dcp_size: int = 1
+) -> Any:
+    """What of a runner on a GPU decides about its stock backend."""
+    return SimpleNamespace(
+        device="cuda",
+        kv_cache_dtype=kv_dtype,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])),
+        server_args=SimpleNamespace(dcp_size=dcp_size),
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hooks that the factory asks for; none is applied."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: hooks.extend(wanted) or [])
+    return hooks
+
+
+@pytest.fixture
+def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock backends of a GPU cannot be built here."""
+    monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
+    monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())
+
+
+def new_runner(**options: Any) -> Any:
+    """A CPU runner without plug-in state."""
+    runner = Fixture([[]], [9], **options).runner
+    plugin_state.reset()
+    return runner
+
+
+def draft_on_gpu(**options: Any) -> Any:
+    """A GPU runner that needs no kernels."""
+    runner = new_runner(is_draft_worker=True, **options)
+    runner.device = "cuda"
+    return runner
+
+
+@pytest.mark.usefixtures("asked")
+class TestFactory:
+    def test_an_mla_model_is_refused_by_name(self) -> None:
+        with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
+            create_backend(new_runner(use_mla_backend=True), Settings())
+
+    def test_on_a_cpu_torch_native_is_wrapped(self) -> None:
+        runner = new_runner()
+        backend = create_backend(runner, Settings(metrics=False))
+        assert type(backend.stock).__name__ == "TorchNativeAttnBackend"
+
+    @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
+    def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"stock_backend='{name}' needs a GPU"):
+            create_backend(new_runner(), Settings(stock_backend=name))
+
+    def test_the_patch_is_asked_for_but_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: False)
+        with pytest.raises(ValueError, match=r"handover='patch', but the installed SGLang .* does not carry the patch"):
+            create_backend(new_runner(), Settings(handover="patch"))
+
+    @pytest.mark.parametrize(
+        ("setting", "patched", "kind"),
+        [
+            ("auto", False, "hooks"),
+            ("auto", True, "patch"),
+            ("hooks", True, "hooks"),
+            ("hooks", False, "hooks"),
+            ("patch", True, "patch"),
+        ],
+    )
+    def test_how_paths_are_handed_over(
+        self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
+        assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
+
+    @pytest.mark.parametrize("patched", [False, True])
+    def test_with_linear_attention_layers_paths_go_through_hooks(
+        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """SGLang's backend for both kinds of layers does not pass on what the patch shows it."""
+        from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+        from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+        from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+        assert "prepare_schedule_batch" not in vars(HybridLinearAttnBackend)
+        if patched:
+            monkeypatch.setattr(AttentionBackend, "prepare_schedule_batch", lambda self, batch: None, raising=False)
+        runner = new_runner()
+        pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+        pool.__dict__.update(vars(runner.req_to_token_pool))
+        runner.req_to_token_pool = pool
+        create_backend(runner, Settings(metrics=False))
+        current = plugin_state.active()
+        assert current is not None
+        assert current.handover.kind == "hooks"
+        assert set(factory.hook_table.HANDOVER_HOOKS) <= set(asked)
+        if patched:
+            with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
+                factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
+
+    def test_with_sparse_layers_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
+
+        assert "prepare_schedule_batch" not in vars(MiniMaxHybridAttnBackend)
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
+        runner = new_runner()
+        runner.model_config = gpu_runner("MiniMaxM3SparseForCausalLM").model_config
+        assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
+        with pytest.raises(ValueError, match=r"handover='patch', but this model has layers .* or sparse ones"):
+            factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
+
+    def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lost = factory.hook_table.HANDOVER_HOOKS[1]
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [lost])
+        runner = new_runner()
+        with caplog.at_level(logging.ERROR):
+            create_backend(runner, Settings(metrics=False))
+        assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
+        assert f"SGLang {versions.installed_version()}" in caplog.text
+        assert "no step runs packed" in caplog.text
+
+    @pytest.mark.usefixtures("no_stock")
+    @pytest.mark.parametrize(("route", "hooked"), [("auto", True), ("packed", False), ("stock", False)])
+    def test_decode_graphs_are_hooked_where_steps_may_go_either_way(
+        self, route: Any, hooked: bool, asked: list[Any]
+    ) -> None:
+        runner = draft_on_gpu(draft_attention_backend=None)
+        create_backend(runner, Settings(metrics=False, stock_backend="fa3", route=route))
+        assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
+
+    @pytest.mark.usefixtures("no_stock")
+    @pytest.mark.parametrize(("stock", "hooked"), [("triton", True), ("fa3", False)])
+    def test_image_masks_are_hooked_where_the_stock_backend_reads_them(
+        self, stock: Any, hooked: bool, asked: list[Any]
+    ) -> None:
+        gemma = SimpleNamespace(
+            is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
+        )
+        runner = draft_on_gpu(draft_attention_backend=None, model_config=gemma)
+        create_backend(runner, Settings(metrics=False, stock_backend=stock))
+        assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
+
+    def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
+        runner = new_runner()
+        with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
+            create_backend(runner, Settings(metrics=False, route_profile="nowhere.json"))
+
+    @pytest.mark.parametrize(
+        ("chosen", "stock"),
+        [
+            ("fa3", "fa3"),
+            ("flashinfer", "flashinfer"),
+            ("triton", "triton"),
+            ("trtllm_mha", "triton"),
+            (None, "triton"),
+        ],
+    )
+    def test_on_cuda_the_stock_backend_is_sglangs_own_choice_where_it_can_be_wrapped(
+        self, chosen: str | None, stock: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
+        assert stock_name(gpu_runner(), "auto") == stock
+
+    def test_settings_shape_the_planners_device(self) -> None:
+        device = cpu_device(Settings(cpu_threads=3, max_tile_rows=16))
+        assert device.workers == 3
+        assert max(device.tile_rows) == 16
+        assert cpu_device(Settings(cpu_threads=3, workers=7)).workers == 7
+
+
+class TestSuitedStockBackend:
+    """Changes that SGLang makes, by name, to the backend it chose or was told, made to the one behind our name."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "default_attention_backend", lambda runner: "fa3")
+
+    @pytest.mark.parametrize("setting", ["auto", "fa3"])
+    def test_fa3_cannot_read_e5m2(self, setting: str, caplog: pytest.LogCaptureFixture) -> None:
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), setting) == "triton"
+        assert "stock backend 'triton' instead of 'fa3': it reads no fp8_e5m2 KV cache" in caplog.text
+
+    def test_it_reads_other_types(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e4m3fn), "auto") == "fa3"
+        assert not caplog.records
+
+    def test_another_backend_may_read_e5m2(self) -> None:
+        assert stock_name(gpu_runner(kv_dtype=torch.float8_e5m2), "flashinfer") == "flashinfer"
+
+    def test_sglang_makes_the_same_change_to_its_own_choice(self) -> None:
+        change = pytest.importorskip("sglang.srt.arg_groups.overrides")._attention_backend_fa3_fp8_fallback
+        asked = SimpleNamespace(attention_backend="fa3", kv_cache_dtype="fp8_e5m2")
+        assert change(asked) == {"attention_backend": "triton"}
+        asked.attention_backend = "prefixpack"
+        assert change(asked) == {}
+
+    @pytest.mark.parametrize("setting", ["auto", "fa3", "flashinfer"])
+    def test_decode_context_parallelism_is_known_to_triton_alone(
+        self, setting: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert stock_name(gpu_runner(dcp_size=2), setting) == "triton"
+        assert "it does not know KV that is spread over ranks (--dcp-size)" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("architecture", "setting", "stock"),
+        [
+            ("Olmo2ForCausalLM", "flashinfer", "triton"),
+            ("Olmo2ForCausalLM", "auto", "fa3"),
+            ("Lfm2ForCausalLM", "triton", "flashinfer"),
+            ("LlamaForCausalLM", "flashinfer", "flashinfer"),
+        ],
+    )
+    def test_what_sglang_refuses_for_a_model(self, architecture: str, setting: str, stock: str) -> None:
+        assert stock_name(gpu_runner(architecture), setting) == stock
+
+    def test_torch_native_on_a_gpu_needs_graphs_off(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert stock_name(gpu_runner(), "torch_native") == "torch_native"
+        assert "needs --disable-cuda-graph" in caplog.text
+
+
+@pytest.mark.usefixtures("asked", "no_stock")
+class TestDraftModel:
+    """The steps of a draft model run on a stock backend, which SGLang looks up by its name."""
+
+    def create(self, **options: Any) -> Any:
+        runner = draft_on_gpu(**options)
+        create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
+        return runner
+
+    @staticmethod
+    def backends_of_steps(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What SGLang's own factory makes for draft steps and for the extension after them."""
+        from sglang.srt.layers.attention import attention_registry
+        from sglang.srt.speculative import draft_utils
+
+        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("prefixpack", "prefixpack"))
+        monkeypatch.setattr(
+            draft_utils, "get_spec", lambda: SimpleNamespace(speculative_attention_mode="prefill"), raising=False
+        )
+        monkeypatch.setattr(draft_utils, "_assert_draft_needs_no_conv_sidecar", lambda runner: None)
+        for name in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+            monkeypatch.setattr(attention_registry, name, lambda runner, backend: backend)
+        factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
+        for name in ("decode", "prefill"):
+            made = SimpleNamespace(attn_backends=[])
+            monkeypatch.setattr(factory, f"_create_fa3_{name}_backend", lambda made=made: ("fa3", made))
+        made = [factory.create_decode_backend(), factory.create_draft_extend_backend()]
+        return [backend.decode_attention_backend_str for backend in made]
+
+    def test_sglang_has_no_such_backend_under_our_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = SimpleNamespace(draft_attention_backend=None)
+        with pytest.raises(ValueError, match="EAGLE is not supported in decode attention backend prefixpack"):
+            self.backends_of_steps(runner, monkeypatch)
+
+    def test_they_run_on_the_stock_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = self.create(draft_attention_backend=None)
+        assert runner.draft_attention_backend == "fa3"
+        assert self.backends_of_steps(runner, monkeypatch) == ["fa3", "fa3"]
+
+    def test_the_draft_runner_itself_still_gets_ours_which_never_packs(self) -> None:
+        """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
+        runner = new_runner(is_draft_worker=True, draft_attention_backend=None)
+        backend = create_backend(runner, Settings(metrics=False))
+        assert backend._layers.never_packed == fallback_reasons.DRAFT_WORKER
+
+    def test_what_the_process_tells_about_is_the_target(self) -> None:
+        runner = new_runner(draft_attention_backend=None)
+        create_backend(runner, Settings(metrics=False))
+        runner.is_draft_worker, runner.device = True, "cuda"
+        create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
+        current = plugin_state.active()
+        assert current is not None
+        assert current.stock_backend == "torch_native"
+
+    def test_what_the_user_named_stays(self) -> None:
+        assert self.create(draft_attention_backend="flashinfer").draft_attention_backend == "flashinfer"
+
+    def test_a_target_model_changes_nothing(self) -> None:
+        runner = new_runner(draft_attention_backend=None)
+        create_backend(runner, Settings(metrics=False))
+        assert runner.draft_attention_backend is None
+
+    def test_up_to_0_5_15_the_server_arguments_say_so(self) -> None:
+        arguments = SimpleNamespace(speculative_draft_attention_backend=None)
+        self.create(server_args=arguments)
+        assert arguments.speculative_draft_attention_backend == "fa3"
+
+    def test_in_0_5_16_and_17_they_have_to_be_told_who_changes_them(self) -> None:
+        class Arguments:
+            speculative_draft_attention_backend = None
+
+            def override(self, source: str, **fields: Any) -> None:
+                self.changes = (source, fields)
+
+        arguments = Arguments()
+        self.create(server_args=arguments)
+        assert arguments.changes == ("prefixpack", {"speculative_draft_attention_backend": "fa3"})
+
+    def test_where_that_cannot_be_done_the_option_is_named(self) -> None:
+        with pytest.raises(ValueError, match="name one with --speculative-draft-attention-backend, for example 'fa3'"):
+            self.create(server_args=SimpleNamespace())

@@ -1,0 +1,97 @@
+"""The installer of a source checkout, and how setup.py finds nvcc."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALLER = ROOT / "sgl_prefix_attn" / "installer" / "setup_env.py"
+
+
+def install(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the installer with the standard library alone, from a folder that is not the checkout."""
+    command = [sys.executable, "-I", "-S", str(INSTALLER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=True)
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    assert "--venv" in install("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("gpu", "names"),
+    [("no", ["venv", "torch", "sglang", "shims", "build", "check"]), ("yes", ["venv", "sglang", "build", "check"])],
+)
+def test_it_lists_its_stages_and_creates_nothing(gpu: str, names: list[str], tmp_path: Path) -> None:
+    lines = install("--list", "--venv", str(tmp_path / "venv"), "--gpu", gpu).stdout.splitlines()
+    assert [line.split()[1] for line in lines] == names
+    assert all(" to do " in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wheel_leaves_it_out(setup_names: dict[str, Any]) -> None:
+    packages = setup_names["python_packages"]()
+    assert "sgl_prefix_attn.routing" in packages
+    assert not [name for name in packages if "installer" in name]
+
+
+@pytest.fixture
+def setup_names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The functions of setup.py."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+class TestNvcc:
+    @pytest.fixture
+    def find(self, setup_names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], str | None]:
+        monkeypatch.setenv("PREFIXPACK_CUDA", "auto")
+        return setup_names["find_nvcc"]
+
+    @staticmethod
+    def compiler(folder: Path) -> Path:
+        path = folder / "bin" / "nvcc"
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return path
+
+    def test_cuda_home_comes_first(
+        self, find: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home, other = self.compiler(tmp_path / "home"), self.compiler(tmp_path / "other")
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("PATH", f"{other.parent}{os.pathsep}{os.environ['PATH']}")
+        assert find() == str(home)
+
+    def test_a_stale_cuda_home_does_not_hide_the_one_on_path(
+        self,
+        find: Callable[[], str | None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        on_path = self.compiler(tmp_path / "cuda-13")
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda-12"))
+        monkeypatch.setenv("PATH", str(on_path.parent))
+        assert find() == str(on_path)
+        assert f"no nvcc in CUDA_HOME={tmp_path / 'cuda-12'}/bin" in capsys.readouterr().err
+
+    def test_none_at_all_is_an_error_only_if_it_is_asked_for(
+        self, find: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert find() is None
+        monkeypatch.setenv("PREFIXPACK_CUDA", "1")
+        with pytest.raises(SystemExit, match="nvcc is neither in CUDA_HOME/bin nor on PATH"):
+            find()
