@@ -14,7 +14,7 @@ from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep
-from sgl_prefix_attn.explain.balance import simulate
+from sgl_prefix_attn.simulator import makespan
 
 GROWTH = 64
 
@@ -93,7 +93,7 @@ class PrefixPack(Baseline):
     def facts(self) -> dict[str, Any]:
         plan = self.plan_made
         return {
-            "predicted_us": round(simulate(plan, self.lens, self.shape, self.model).seconds * 1e6, 3),
+            "predicted_us": round(makespan(plan, self.lens, self.shape, self.model).seconds * 1e6, 3),
             "items": len(plan.items),
             "partial_slots": plan.num_slots,
             "kv_tokens_packed": plan.kv_tokens_packed,

@@ -224,8 +224,33 @@ Tiling::Finish Tiling::finish_time(const Split& split) const {
   return {narrow_finish + narrow_combine, std::max(whole_finish, even + narrow_loss) + whole_combine, whole_combine};
 }
 
+// Alike tiles stand together; counting a run of them in a register does not wait for the count in memory.
 void Tiling::count_units() {
-  const double even = total_ / per_worker_;
+  to_bin_ = (kShareBins - 1) / longest_;
+  shares_.fill(0);
+  splittable_.clear();
+  levels_counted_ = false;
+  const double whole = kShares.back() * total_ / per_worker_;
+  const double narrow = std::min(whole, kNarrowShares.back() * narrow_ / per_worker_ / cost_->narrow_speedup());
+  int32_t run_bin = 0, run_shares = 0;
+  for (const Tile& tile : *this) {
+    const int32_t tile_bin = bin(tile.duration);
+    if (tile_bin != run_bin) {
+      shares_[run_bin] += run_shares;
+      run_bin = tile_bin;
+      run_shares = 0;
+    }
+    run_shares += tile.share;
+    if (tile.duration > (is_narrow(tile) ? narrow : whole))
+      splittable_.push_back(static_cast<int32_t>(&tile - begin()));
+  }
+  shares_[run_bin] += run_shares;
+}
+
+// Of the tiles that no longest unit splits. Most batches are even without it.
+void Tiling::count_levels() {
+  if (levels_counted_) return;
+  levels_counted_ = true;
   const double at_a_time = cost_->most_at_a_time();
   for (Level* level : {&whole_level_, &narrow_level_}) {
     level->count.fill(0);
@@ -234,36 +259,23 @@ void Tiling::count_units() {
     level->lone = 1;
     level->units = 0;
   }
+  const double even = total_ / per_worker_, narrow_even = narrow_ / per_worker_;
   whole_level_.workers = cost_->workers();
   whole_level_.to_bin = kBins / std::max(std::min(longest_tile_, kLongestCounted * even) * 1.001, 1e-12);
   narrow_level_.workers = int64_t{cost_->workers()} * cost_->most_at_a_time();
-  const double narrow_even = narrow_ / per_worker_;
-  narrow_level_.to_bin =
-      kBins /
-      std::max(std::min(longest_narrow_tile_ * cost_->narrow_speedup(), kLongestCounted * narrow_even) * 1.001, 1e-12);
-  const double splittable = kShares.back() * even;
-  const double splittable_narrow = std::min(splittable, kNarrowShares.back() * narrow_even / cost_->narrow_speedup());
-  to_bin_ = (kShareBins - 1) / longest_;
-  shares_.fill(0);
-  splittable_.clear();
-  int32_t run_bin = 0, run_shares = 0;
-  for (const Tile& tile : *this) {
+  const double counted = std::min(longest_narrow_tile_ * cost_->narrow_speedup(), kLongestCounted * narrow_even);
+  narrow_level_.to_bin = kBins / std::max(counted * 1.001, 1e-12);
+  size_t next = 0;
+  for (size_t i = 0; i < num_tiles_; ++i) {
+    if (next < splittable_.size() && splittable_[next] == static_cast<int32_t>(i)) {
+      ++next;
+      continue;
+    }
+    const Tile& tile = tiles_[i];
     const bool narrow = is_narrow(tile);
     const double duration = narrow ? tile.seconds * at_a_time : tile.seconds;
-    const int32_t tile_bin = bin(tile.duration);
-    if (tile_bin != run_bin) {
-      shares_[run_bin] += run_shares;
-      run_bin = tile_bin;
-      run_shares = 0;
-    }
-    run_shares += tile.share;
-    if (tile.duration > (narrow ? splittable_narrow : splittable)) {
-      splittable_.push_back(static_cast<int32_t>(&tile - begin()));
-    } else {
-      (narrow ? narrow_level_ : whole_level_).add(duration, lone_duration(tile, duration), 1);
-    }
+    (narrow ? narrow_level_ : whole_level_).add(duration, lone_duration(tile, duration), 1);
   }
-  shares_[run_bin] += run_shares;
 }
 
 // When the last worker is done if no unit is longer than `longest`: the work divided evenly, or the k-th unit of
@@ -310,7 +322,10 @@ void Tiling::choose_longest_unit() {
 // With many narrow units the bandwidth is shared by all warps: none should be longer than an even share of these.
 void Tiling::shorten_narrow_units() {
   const double even = narrow_ / per_worker_ / cost_->narrow_speedup();
-  if (longest_narrow_tile_ <= even || narrow_units_ * cost_->narrow_speedup() < narrow_level_.workers) return;
+  if (longest_narrow_tile_ <= even ||
+      narrow_units_ * cost_->narrow_speedup() < cost_->workers() * cost_->most_at_a_time())
+    return;
+  count_levels();
   double best = finish_time({longest_narrow_, longest_whole_}).narrow;
   for (double part : kNarrowShares) {
     const double candidate = even * part;
@@ -324,6 +339,16 @@ void Tiling::shorten_narrow_units() {
 
 // A row's partials are combined one after the other: more of them can cost more than shorter units save.
 void Tiling::lengthen_whole_units() {
+  double combine = 0;
+  for (int32_t i : splittable_) {
+    const Tile& tile = tiles_[i];
+    const int32_t pieces = this->pieces(tile);
+    if (pieces > 1 && !is_narrow(tile)) {
+      combine = std::max(combine, cost_->combine(tile.item.query_count, pieces, false));
+    }
+  }
+  if (combine == 0 || combine <= kDearCombine / 2 * finish_) return;
+  count_levels();
   Finish best = finish_time({longest_narrow_, longest_whole_});
   if (best.combine <= kDearCombine * best.all) return;
   const double chosen = longest_whole_;

@@ -113,6 +113,7 @@ class Tiling {
   double split_seconds(const Tile& tile, int32_t pieces) const;
   Finish finish_time(const Split& split) const;
   void count_units();
+  void count_levels();
   double even_time(double longest) const;
   void choose_longest_unit();
   void shorten_narrow_units();
@@ -124,6 +125,7 @@ class Tiling {
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
   std::vector<int32_t> splittable_;
+  bool levels_counted_ = false;
   Level whole_level_, narrow_level_;  // of the tiles that are short enough whatever is chosen
   double narrow_ = 0, total_ = 0;
   std::array<int32_t, kShareBins> shares_;  // of workers by unsplit duration
