@@ -53,13 +53,15 @@ class LockableTree(Protocol):
 
     Attributes:
         name: how the cache is accessed, for the log.
-        page_size: tokens per page; nodes begin and end at multiples of it.
         can_evict: whether `evict` works; False is final.
     """
 
     name: str
-    page_size: int
     can_evict: bool
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page; nodes begin and end at multiples of it."""
 
     def namespace(self, asked: Namespace) -> Namespace:
         """The namespace as the cache keeps it and as requests sent with it carry it."""
