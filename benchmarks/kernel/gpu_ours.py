@@ -55,7 +55,7 @@ class PrefixPack(Baseline):
             parent = -1
             for node, begin, end in path:
                 if not self.mirror.known(node):
-                    self.mirror.put(node, parent, begin, end)
+                    self.mirror.put(parent, begin, [node], [end], leaf=False)
                 parent = node
             self.last_nodes[request] = parent
         self._make_plan()

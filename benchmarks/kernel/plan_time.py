@@ -35,7 +35,7 @@ def mirror_of(paths: list[list[tuple[int, int, int]]]) -> tuple[RadixMirror, np.
         parent = -1
         for node, begin, end in path:
             if not mirror.known(node):
-                mirror.put(node, parent, begin, end)
+                mirror.put(parent, begin, [node], [end], leaf=False)
             parent = node
             prefix_lens[request] = end
         last_nodes[request] = parent

@@ -60,7 +60,8 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
         faster = makespan(plan, case.lengths, case.shape, device, {**H200, "bandwidth": 2 * H200["bandwidth"]})
-        assert faster.seconds <= 1.02 * found.seconds
+        # Another order of arrivals can leave one more combine to the end.
+        assert faster.seconds <= 1.02 * found.seconds + 2e-6
 
 
 def test_committed_times_are_met() -> None:
