@@ -1,10 +1,19 @@
 #include "cuda/combine_lists.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace prefixpack {
 
 namespace {
+
+// Partials whose rows a CTA loads at once; see kCombineBatch.
+constexpr int32_t kGroupMultiple = 4;
+
+int32_t group_size(int32_t splits) {
+  const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(splits))));
+  return (root + kGroupMultiple - 1) / kGroupMultiple * kGroupMultiple;
+}
 
 bool follows(const WorkItem& item, const WorkItem& before) {
   return item.query_count == before.query_count && item.tile_rows == before.tile_rows &&
@@ -47,7 +56,7 @@ class Builder {
     for (const std::vector<int32_t>& splits : find_splits(plan_)) {
       const auto count = static_cast<int32_t>(splits.size());
       if (count <= fan_in) continue;
-      const int32_t size = combine_group_size(count);
+      const int32_t size = group_size(count);
       for (int32_t begin = 0; begin + 1 < count; begin += size) {
         add_group(splits.data() + begin, std::min(size, count - begin));
       }

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/plan.h"
-
 namespace prefixpack {
 
 struct ModelShape {
@@ -102,7 +100,7 @@ class CostModel {
   double combine(int32_t queries, int32_t partials, bool narrow) const {
     const int32_t rows = std::max(1, narrow ? device_.merge_rows / 8 : device_.merge_rows);
     const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
-    return device_.merge_step * ((queries * group_ + rows - 1) / rows) * combine_steps(partials, width);
+    return device_.merge_step * ((queries * group_ + rows - 1) / rows) * ((partials + width - 1) / width);
   }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.

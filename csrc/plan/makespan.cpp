@@ -249,7 +249,7 @@ class Simulation {
     if (rows == 0) return 0;
     const int32_t at_once = narrow ? kRowsAtOnceByWarp : kRowsAtOnce;
     const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
-    const int32_t steps = (rows + at_once - 1) / at_once * combine_steps(most, partials_at_once);
+    const int32_t steps = (rows + at_once - 1) / at_once * ((most + partials_at_once - 1) / partials_at_once);
     return narrow ? machine_.warp_merge + steps * machine_.warp_merge_step
                   : machine_.block_merge + steps * machine_.block_merge_step;
   }

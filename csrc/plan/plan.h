@@ -11,15 +11,6 @@ constexpr int32_t kOpenEnd = -1;
 // WorkItem::slot_begin of an item whose queries have no other partial: it writes the output itself.
 constexpr int32_t kWriteThrough = -1;
 
-// KV splits of a tile from which on the GPU kernels combine their partials in two levels. One CTA reads some 100 GB/s,
-// so that hundreds of partials of many rows would keep it busy long after all others have finished.
-constexpr int32_t kCombineFanIn = 16;
-// KV splits of a group in the first of two levels: about the square root of their number, and a multiple of the
-// partials whose rows a CTA loads at once.
-int32_t combine_group_size(int32_t splits);
-// Loads in series of a combine of so many partials, `width` of which are loaded at once.
-int32_t combine_steps(int32_t partials, int32_t width);
-
 // One unit of the work queue, to be run once per KV head: some queries against one range of KV positions.
 struct WorkItem {
   int32_t query_begin;  // first entry in Plan::query_token and its siblings

@@ -39,7 +39,6 @@ def emulation() -> ModuleType:
                 "-Wno-unknown-pragmas",
                 *(f"-I{path}" for path in includes),
                 str(EMULATION / "module.cpp"),
-                str(ROOT / "csrc/plan/plan.cpp"),
                 str(ROOT / "csrc/cuda/serialize_plan.cpp"),
                 str(ROOT / "csrc/cuda/combine_lists.cpp"),
                 "-o",
