@@ -62,7 +62,7 @@ def test_many_splits_of_an_item_form_groups() -> None:
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
     case = make_case(1, heads=(8, 1), batch=batch, multiprocessors=60)
     plan = case.plan
-    words, _ = _native.serialize_plan(plan, lens, 0, 8)
+    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8)
     _, lists, parents, group_slots = item_columns(words)
     grouped = parents >= 0
     assert grouped.any()
@@ -86,7 +86,7 @@ def test_many_splits_of_an_item_form_groups() -> None:
 
 def test_few_splits_form_no_groups() -> None:
     case = make_case(1, heads=(8, 2), requests=12, levels=4)
-    words, _ = _native.serialize_plan(case.plan, case.planned_lens, 0, 4)
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4)
     assert (item_columns(words)[2] == -1).all()
     assert words[HEADER + 2 : HEADER + 4].tolist() == words[9:11].tolist()
 
