@@ -12,8 +12,7 @@ namespace prefixpack {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-// A pack joins at most this many nodes of a path: bounds the program on degenerate, very deep trees.
-constexpr int32_t kMaxJoined = 16;
+constexpr int32_t kMaxJoined = 16;  // nodes of a path per pack; bounds the program on very deep trees
 
 class Packer {
  public:
