@@ -67,7 +67,8 @@ def test_a_chain_is_read_in_linear_memory() -> None:
         tracemalloc.stop()
         return peak
 
-    assert peak(8000) < 2.5 * peak(4000)
+    # Tables that double when they are full are up to twice as large as they have to be; quadratic would be 64 times.
+    assert peak(32_000) < 16 * peak(4000)
 
 
 def test_requests_all_along_a_chain_are_read_in_linear_time() -> None:
