@@ -64,7 +64,7 @@ class Counters:
         self.fallbacks[reason] += 1
 
     def plan_refused(self) -> None:
-        """Logs the planner's first ValueError, to be called while it is handled."""
+        """Logs the planner's first error; to be called while it is handled."""
         if fallback_reasons.PLAN_REFUSED not in self.fallbacks:
             logger.exception("prefixpack: the planner refused a batch; this and such steps use the stock backend")
 

@@ -83,7 +83,8 @@ def test_cases_of_all_types_and_sizes_share_a_run_that_is_resumed(tmp_path: Path
 
 def test_no_case_is_begun_after_the_time_is_up() -> None:
     results = Results(None, {"machine": {"copy_bandwidth": 4e12}, "set": "dev", "seed": 1})
-    run_cases([small("a/0")], [DenseBaseline(OURS, [1.0])], results, FakeTimer(), args_of("--seconds", "-1"))  # type: ignore[arg-type]
+    baselines = [DenseBaseline(OURS, [1.0])]
+    run_cases([small("a/0")], baselines, results, FakeTimer(), args_of("--seconds", "-1"))  # type: ignore[arg-type]
     assert results.rows == []
 
 
