@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import rollout
-from benchmarks.serving.rollout import Rollout, Window, WindowOver, rollout_requests
+from benchmarks.serving.rollout import Window, WindowOver
 from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Request
 
-SIZES = Rollout(groups=50, samples=8, prompt_tokens=1024, output_tokens=700, longest=8192, seed=3)
 LOG = """\
 [2026-11-22 10:00:00.000 TP0] Decode batch, #running-req: 40, #token: 900
 [2026-11-22 10:00:00.020 TP0] Decode batch, #running-req: 40, #token: 940
@@ -22,19 +21,6 @@ another line
 [2026-11-22 10:00:00.080 TP0] Decode batch, #running-req: 64, #token: 980
 [2026-11-22 10:00:00.100] Decode batch, #running-req: 64, #token: 1044
 """
-
-
-def test_samples_of_a_prompt_follow_each_other_and_differ_in_length() -> None:
-    requests = rollout_requests(SIZES, Vocabulary(100, 1000))
-    assert len(requests) == 400
-    assert requests == rollout_requests(SIZES, Vocabulary(100, 1000))
-    prompts = [requests[8 * group].prompt for group in range(50)]
-    assert len(set(prompts)) == 50
-    assert all(request.prompt == prompts[number // 8] for number, request in enumerate(requests))
-    lengths = [request.max_new_tokens for request in requests]
-    assert 600 < sum(lengths) / len(lengths) < 800
-    assert len(set(lengths[:8])) > 4
-    assert all(len(request.prompt) + request.max_new_tokens <= SIZES.longest for request in requests)
 
 
 def test_steps_of_a_log() -> None:
