@@ -1,8 +1,8 @@
 """Run by test_arrangements.py in a process of its own: SGLang's processes arranged otherwise than by its launcher.
 
 `python -m tests.pinning.arrangements server MODEL` runs the HTTP server in a child process of multiprocessing, as
-SGLang's own adapter for training frameworks does, and asks for its pins; `factory` builds a prefixpack backend twice
-where nobody has registered hooks before, as in an actor. Either prints what was found as JSON.
+SGLang's own adapter for training frameworks does; `engine MODEL` asks `sglang.Engine` for a pin; `factory` builds a
+prefixpack backend twice where nobody has registered hooks before, as in an actor. Each prints JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
-from tests.pinning.engine_pins import OPTIONS
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "skip_tokenizer_init": True,
+    "disable_cuda_graph": True, "grammar_backend": "none", "context_length": 2048, "max_total_tokens": 2048,
+    "log_level": "error",
+}  # fmt: skip
 
 
 def server(model: str) -> dict[str, Any]:
@@ -32,6 +36,28 @@ def server(model: str) -> dict[str, Any]:
             return dict(json.load(listed))
     finally:
         running.shutdown()
+
+
+def engine(model: str) -> dict[str, Any]:
+    import sglang
+
+    from sgl_prefix_attn.sglang_plugin.pinning.client import EnginePins, PinningError
+
+    started = sglang.Engine(model_path=model, **OPTIONS)
+    try:
+        pins = EnginePins(started)
+        tokens = [20 + position % 900 for position in range(300)]
+        (made,) = pins.pin(tokens, label="system")
+        started.generate(input_ids=[[*tokens, 11, 12]], sampling_params={"max_new_tokens": 2})
+        (listed,) = pins.pins()
+        (released,) = pins.release(made["pin"]["id"])
+        try:
+            again = pins.release(made["pin"]["id"])
+        except PinningError as error:
+            again = error.kind
+        return {"made": made, "listed": listed, "released": released, "again": again}
+    finally:
+        started.shutdown()
 
 
 def factory() -> dict[str, Any]:
@@ -56,4 +82,4 @@ def factory() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(server(sys.argv[2]) if sys.argv[1] == "server" else factory()))
+    print(json.dumps({"server": server, "engine": engine, "factory": factory}[sys.argv[1]](*sys.argv[2:])))

@@ -29,12 +29,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
     return found
 
 
-def test_by_default_nothing_is_hooked(registered: list[Hook]) -> None:
-    registration.register(Settings(), in_scheduler=True)
-    assert registered == []
-    assert state.manager_of(object()) is None
-
-
 @pytest.mark.parametrize("settings", [Settings(pin_budget_percent=10), Settings(retention="reuse")])
 def test_what_is_asked_for_is_hooked_in_schedulers(registered: list[Hook], settings: Settings) -> None:
     registration.register(settings, in_scheduler=True)
@@ -61,11 +55,6 @@ def test_retention_alone_adds_no_addresses(registered: list[Hook], routes: list[
     registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
     assert registered == []
-
-
-def test_a_scheduler_gets_no_addresses(registered: list[Hook], routes: list[str]) -> None:
-    registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
-    assert routes == []
 
 
 def test_a_server_in_a_child_process_gets_addresses(
@@ -119,11 +108,6 @@ class TestInTheBackendsFactory:
         self.create(Settings(metrics=False, retention="reuse", group_scheduling=True))
         queue = [hook for hook in applied if hook.target == hooks.CALC_PRIORITY]
         assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduler", "hooks"]
-
-    def test_by_default_nothing_is(self, applied: list[Hook]) -> None:
-        self.create(Settings(metrics=False))
-        assert not set(applied) & set(hooks.pinning_hooks())
-        assert not state.current()
 
     def test_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
         state.activate(PinningSettings(budget_percent=10))
