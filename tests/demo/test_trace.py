@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.trace import TraceError, read_trace
 
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
@@ -18,18 +17,6 @@ def write(folder: Path, *lines: str) -> Path:
     path = folder / "trace.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
-
-
-def test_the_shipped_slice_has_200_requests_that_begin_alike() -> None:
-    rows = read_trace(TRACE_SLICE)
-    assert len(rows) == 200
-    assert {row.hash_ids[0] for row in rows} == {0}
-    assert (TRACE_SLICE.parent / "README.md").read_text().count("Apache") > 0
-
-
-def test_the_limit_counts_requests(tmp_path: Path) -> None:
-    path = write(tmp_path, *[json.dumps(GOOD)] * 3, "nonsense that is never read")
-    assert len(read_trace(path, limit=3)) == 3
 
 
 @pytest.mark.parametrize(

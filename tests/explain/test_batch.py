@@ -28,13 +28,6 @@ def test_a_tree_is_a_batch_of_requests() -> None:
     assert not extend.is_decode
 
 
-def test_children_of_a_tree_are_spread_evenly() -> None:
-    batch = parse_tree("2,3,5/10,20,30")
-    assert [[node for node, _, _ in path] for path in batch.paths] == [[0, 2], [0, 2], [0, 3], [0, 3], [1, 4]]
-    assert batch.paths[4] == [(1, 0, 10), (4, 10, 30)]
-    assert batch.seq_lens.tolist() == [60] * 5
-
-
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
@@ -66,13 +59,6 @@ def test_unusable_tree(tree: str, expected: str) -> None:
 def test_unusable_query_length(query_len: int, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         parse_tree("1,2/64,16", query_len=query_len)
-
-
-def test_batch_file(tmp_path: Path) -> None:
-    name = batch_file(tmp_path, {"paths": [[[7, 0, 5]], []], "seq_lens": [6, 3], "query_lens": [1, 2], "mode": "mixed"})
-    batch = read_batch_file(name)
-    assert batch.paths == [[(7, 0, 5)], []]
-    assert (batch.seq_lens.tolist(), batch.query_lens.tolist()) == ([6, 3], [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,6 @@ class TestDeprecatedNames:
         assert "stock (triton_gqa): " in capsys.readouterr().out
         assert "--inner is deprecated and will not be read by the next release; use --stock" in caplog.text
 
-    def test_so_is_a_policy(self, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-        assert main(["route", "compare", RESULTS, "inner"]) == 0
-        assert capsys.readouterr().out.splitlines()[2].split()[0] == "stock"
-        assert "inner is deprecated" in caplog.text
-
     def test_old_and_new_together_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as left:
             main(["route", "explain", "--tree", "4/8", "--inner", "fa3", "--stock=triton"])
