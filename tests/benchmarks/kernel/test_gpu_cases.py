@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel.gpu_flatten import levels_of
-from benchmarks.kernel.gpu_limits import cheapest_cut, limits
+from benchmarks.kernel.gpu_limits import cheapest_cut
 from sgl_prefix_attn.workloads.case import Case, make_case
-from sgl_prefix_attn.workloads.committed import random_forest, tree_paths
-
-
-def tree_case(tree: str, heads: tuple[int, int] = (32, 8)) -> Case:
-    return make_case("a/tree", heads, *tree_paths(tree))
+from sgl_prefix_attn.workloads.committed import random_forest
 
 
 def ragged_case(seed: int, requests: int = 40, levels: int = 4) -> Case:
@@ -33,14 +29,6 @@ def test_requests_share_slots_exactly_where_they_share_nodes(seed: int) -> None:
         assert (table[one, end:shorter] != table[other, end:shorter]).all()
     used = np.concatenate([row[:length] for row, length in zip(table, case.seq_lens, strict=True)])
     assert sorted(set(used.tolist())) == list(range(case.unique_tokens))
-
-
-def test_limits_without_sharing_are_bytes_over_bandwidth() -> None:
-    found = limits(tree_case("256/1024"), bandwidth=4e12, matrix_rate=800e12)
-    kv_bytes, q_and_out = 256 * 1024 * 2 * 8 * 128 * 2, 2 * 256 * 32 * 128 * 2
-    assert found.unique_us == pytest.approx((kv_bytes + q_and_out) / 4e12 * 1e6)
-    assert found.leafmerge_us == found.per_request_us == found.unique_us == found.limit_us
-    assert found.mma_us == pytest.approx(4 * 128 * 32 * 256 * 1024 / 800e12 * 1e6)
 
 
 @pytest.mark.parametrize("seed", range(6))

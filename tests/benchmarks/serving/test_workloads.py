@@ -19,12 +19,6 @@ def test_reinforcement_learning_groups_have_one_prompt_each() -> None:
     assert {(len(r.prompt), r.samples, r.max_new_tokens, r.arrival_seconds) for r in requests} == {(4096, 16, 256, 0.0)}
 
 
-def test_prompts_without_sharing_have_nothing_in_common() -> None:
-    requests = make_requests("no-sharing", Sizes(requests=20, prompt_tokens=32), VOCABULARY, CONTEXT)
-    assert len({request.prompt[:4] for request in requests}) == 20
-    assert {(len(request.prompt), request.samples) for request in requests} == {(32, 1)}
-
-
 def test_shared_prefix_groups_share_their_system_prompt_and_nothing_else() -> None:
     requests = make_requests("shared-prefix", Sizes(groups=4, samples=5, prompt_tokens=64), VOCABULARY, CONTEXT)
     assert Counter(Counter(request.prompt[:64] for request in requests).values()) == {5: 4}

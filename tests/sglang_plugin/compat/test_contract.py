@@ -243,11 +243,3 @@ def test_what_the_plugin_imports_is_in_the_table(path: Path) -> None:
         if not any(target == name or target.startswith(f"{name}.") for target in known)
     ]
     assert not missing, f"neither in targets.py nor in pinning_targets.py: {', '.join(missing)}"
-
-
-def test_only_the_plugin_imports_sglang() -> None:
-    package = PLUGIN.parent
-    others = [path for path in package.rglob("*.py") if PLUGIN not in path.parents]
-    importing = [str(path.relative_to(package)) for path in others for _, name in imported_names(path) if name]
-    strings_only = {"demo"}  # starts the server as a subprocess
-    assert [name for name in importing if name.split("/")[0] not in strings_only] == []

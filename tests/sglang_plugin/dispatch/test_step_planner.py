@@ -32,15 +32,6 @@ def decide(fixture: Fixture, handed: Any = None) -> StepDecision:
 
 
 class TestKinds:
-    def test_packed(self) -> None:
-        decision = decide(Fixture(SHARED, LENGTHS))
-        assert (decision.kind, decision.reason, decision.is_graph_variant) == (Kind.PACKED, None, False)
-        assert decision.step is not None
-        assert [plan.num_requests for plan in decision.step.plans] == [4]
-
-    def test_stock_with_a_reason(self) -> None:
-        assert decide(Fixture(SHARED, LENGTHS), NOTHING) == StepDecision(Kind.STOCK, fallback_reasons.NO_PATHS)
-
     def test_routed_to_stock_without_a_reason(self) -> None:
         fixture = Fixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="stock"))
         assert decide(fixture) == StepDecision(Kind.STOCK)
