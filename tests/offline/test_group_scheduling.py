@@ -162,15 +162,6 @@ def test_who_shares_a_prefix_under_way_is_held_back_with_other():
     assert admit(Adder(running=False), queue[1]) == "CONTINUE", "else nothing would ever run"
 
 
-def test_who_finds_the_prefix_in_the_cache_goes():
-    queue = in_job(0, 80)
-    arranged(queue)
-    admit(Adder(), queue[0])
-    arranged(queue[1:])
-    queue[1].prefix_indices = np.zeros(80)
-    assert admit(Adder(), queue[1]) == "CONTINUE"
-
-
 def test_memory_of_members_that_wait_is_not_given_away():
     queue = in_job(0, 80, 80, 0)  # a group of three and one that needs 100 + 5 tokens
     arranged(queue)
@@ -238,22 +229,6 @@ def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_the
     assert "in an offline job" in record.getMessage()
     assert "expected" in record.getMessage()
     assert len(record.getMessage()) < 1000
-
-
-def test_malformed_places_are_counted_once_a_request_and_logged_once(caplog):
-    for _ in range(3):
-        queue = [saying(["nonsense"]), saying("nonsense")]
-        arranged(queue)
-        arranged(queue)
-    assert group_scheduler.active().malformed == 6
-    (record,) = caplog.records
-    assert "['nonsense'] is no place in an offline job" in record.getMessage()
-
-
-@pytest.mark.timeout(20)
-def test_the_largest_number_a_request_can_say_costs_nothing():
-    near, far = Request("near", place=Place("x", 0, 0, 1)), Request("far", place=Place("x", (1 << 31) - 1, 0, 1))
-    assert arranged([far, near]) == ["near", "far"]
 
 
 def test_no_more_output_is_expected_than_a_request_may_generate():
