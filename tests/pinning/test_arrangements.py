@@ -27,6 +27,7 @@ def found(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_server_in_a_child_process_takes_pins() -> None:
     (scheduler,) = found("server", str(tiny_model()))["schedulers"]

@@ -56,6 +56,7 @@ def run_command(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_two_backends_of_the_real_server_agree(tmp_path: Path) -> None:
     sizes = ("--groups", "3", "--samples", "4", "--prompt-tokens", "96", "--output-tokens", "12")
