@@ -15,7 +15,6 @@ from collections import Counter
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.pinning import PinBudgetError
-from sgl_prefix_attn.sglang_plugin.pinning import state
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
@@ -148,7 +147,6 @@ def run(first: int, count: int) -> Counter[str]:
             error.add_note(f"RandomSchedule({seed}).run()")
             raise
         did += schedule.did
-    state.activate(None)
     return did
 
 

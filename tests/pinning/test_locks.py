@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.pinning import state
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
@@ -118,7 +118,7 @@ def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_bra
 def test_an_eviction_that_fails_leaves_the_cache_usable(
     server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.activate(PinningSettings(retention=True, lookahead=0, block=1))
+    server.hooks = PinningHooks(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         serve(server, [1000 * name + position for position in range(14)])
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy, hooks, state
+from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
@@ -136,7 +136,6 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
     with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
     for server in (without, with_hooks):
-        state.activate(None if server is without else pinning())
         for name in (1, 2, 3, 1, 4, 5, 1, 2):
             run(server, prompt(name))
     assert (with_hooks.cached_tokens, with_hooks.prompt_tokens) == (without.cached_tokens, without.prompt_tokens)
@@ -253,7 +252,7 @@ class TestCommands:
         else:
             monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         request = SimpleNamespace(rid=commands.encode(ListCommand()))
-        output = hooks.around_get_internal_state(lambda *args: None, scheduler, request)
+        output = server.hooks.around_get_internal_state(lambda *args: None, scheduler, request)
         assert output.internal_state[commands.ANSWER_KEY] == {
             "pins": [],
             "pinned_tokens": 0,
