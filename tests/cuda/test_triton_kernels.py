@@ -247,7 +247,7 @@ def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
     second = runner.run()
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
-    assert runner.step._tickets.tolist() == [0]
+    assert runner.step._tile_counter.tolist() == [0]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs are the GPU's")
