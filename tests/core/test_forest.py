@@ -202,3 +202,8 @@ def test_views_are_read_only_and_outlive_the_forest() -> None:
     with pytest.raises(ValueError, match="read-only"):
         order[0] = 3
     assert order.tolist() == [0, 1]
+
+
+def test_empty_batch() -> None:
+    forest = PrefixForest.from_paths([])
+    assert (forest.num_requests, forest.num_nodes) == (0, 0)

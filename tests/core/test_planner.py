@@ -207,3 +207,14 @@ def test_all_lengths_have_grown_alike(after: list[int], growth: int, grown: bool
     before = np.array([5, 7, 9], dtype=np.int64)
     assert grown_by(np.array(after, dtype=np.int64), before, growth) is grown
     assert grown_by(np.array(after, dtype=np.int32), before, growth) is grown
+
+
+def test_empty_batch() -> None:
+    plan = Planner(SHAPES[0], DEVICES[0]).plan(PrefixForest.from_paths([]), np.zeros(0, dtype=np.int64))
+    assert plan.items.shape == (0, 7)
+
+
+def test_growth_is_bounded_by_the_setting() -> None:
+    with pytest.raises(ValueError, match="max_growth -1 is negative"):
+        Planner(SHAPES[0], DEVICES[0], max_growth=-1)
+    assert Planner(SHAPES[0], DEVICES[0], max_growth=0).plans_made == 0
