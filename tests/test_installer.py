@@ -24,7 +24,10 @@ def install(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("gpu", "names"),
-    [("no", ["venv", "torch", "sglang", "shims", "build", "check"]), ("yes", ["venv", "sglang", "build", "check"])],
+    [
+        ("no", ["venv", "torch", "build", "sglang", "shims", "tools", "check"]),
+        ("yes", ["venv", "sglang", "build", "tools", "check"]),
+    ],
 )
 def test_it_lists_its_stages_and_creates_nothing(gpu: str, names: list[str], tmp_path: Path) -> None:
     lines = install("--list", "--venv", str(tmp_path / "venv"), "--gpu", gpu).stdout.splitlines()
