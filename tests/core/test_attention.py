@@ -13,7 +13,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from tests.core.batches import DTYPES, GROUPS, HEAD_DIMS, check, check_random, make_batch, random_batch
+from tests.core.batches import DTYPES, check, check_random, make_batch, random_batch
 from tests.core.forests import Path, random_paths
 
 
@@ -30,13 +30,6 @@ def reference_on_one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_ragged_forests(seed: int, isa: str) -> None:
     check_random(np.random.default_rng(seed), isa, dtype=DTYPES[seed % 3], kv_dtype=DTYPES[seed // 3 % 3])
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_group_and_head_dim(group: int, head_dim: int) -> None:
-    rng = np.random.default_rng(group * 1000 + head_dim)
-    check(random_batch(rng, group=group, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("isa", _native.cpu_isas())

@@ -119,17 +119,6 @@ def test_lengths(length: int) -> None:
     check(case, OnGpu(case).run())
 
 
-@pytest.mark.parametrize("window", [0, 64, 500])
-def test_sliding_window(window: int) -> None:
-    case = make_case(window, head_dim=128, window_left=window, max_new_tokens=40, tokens=600, requests=20)
-    check(case, OnGpu(case).run())
-
-
-def test_soft_cap_and_sinks() -> None:
-    case = make_case(1, head_dim=128, logit_cap=3.0, with_sinks=True, requests=20)
-    check(case, OnGpu(case).run())
-
-
 def test_the_same_bits_twice() -> None:
     case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, multiprocessors=132)
     on_gpu = OnGpu(case)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
-from sgl_prefix_attn.explain.balance import item_seconds, simulate
+from sgl_prefix_attn.explain.balance import item_seconds
 
 # One KV head, 128 bytes a token: 64 for K and 64 for V.
 SHAPE = ModelShape(q_heads=2, kv_heads=1, head_dim=32)
@@ -67,10 +67,3 @@ NARROW = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_r
 def test_seconds_of_an_item(items: list[Item], changes: dict[str, object], expected: list[float]) -> None:
     seconds = item_seconds(plan(items), np.full(8, 100, np.int64), SHAPE, device(**changes))  # type: ignore[arg-type]
     assert seconds.tolist() == pytest.approx(expected)
-
-
-def test_a_free_worker_takes_the_next_item() -> None:
-    items: list[Item] = [(query, 1, query, 0, tokens, -1, 16) for query, tokens in enumerate((30, 20, 10, 10))]
-    schedule = simulate(plan(items), np.full(4, 100, np.int64), SHAPE, device(item_overhead=0.0))  # type: ignore[arg-type]
-    assert sorted(schedule.worker_seconds.tolist()) == [30.0, 40.0]
-    assert schedule.max_over_mean == pytest.approx(40 / 35)

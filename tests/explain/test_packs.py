@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,14 +69,3 @@ def test_a_shared_pack_belongs_to_a_node_of_all_its_requests(batch: BatchDescrip
         else:
             assert pack.kv_end == forest.node_end[pack.node]
             assert requests <= set(forest.order[forest.node_first[pack.node] : forest.node_last[pack.node]].tolist())
-
-
-@settings(max_examples=40, deadline=None)
-@given(batches())
-def test_no_pack_is_cut_in_two(batch: BatchDescription) -> None:
-    forest, plan = planned(batch)
-    packs = packs_of(plan, forest, batch.seq_lens)
-    # Two packs with the same queries, one after the other, would always be cheaper as one.
-    assert max(Counter((pack.query_begin, pack.query_end, pack.kv_begin) for pack in packs).values()) == 1
-    ends = {(pack.query_begin, pack.query_end, pack.kv_end) for pack in packs}
-    assert not [pack for pack in packs if (pack.query_begin, pack.query_end, pack.kv_begin) in ends]

@@ -32,13 +32,6 @@ def test_shared_blocks_have_one_node(tmp_path: Path) -> None:
     assert first[2] != second[2]
 
 
-@pytest.mark.parametrize(("progress", "seq_len"), [(0.0, 513), (0.5, 517), (1.0, 522)])
-def test_progress_is_the_share_of_the_output_generated(tmp_path: Path, progress: float, seq_len: int) -> None:
-    batch = window(tmp_path, [line(512, [1], output_length=10)], "0:1", progress)
-    assert batch.seq_lens.tolist() == [seq_len]
-    assert batch.is_decode
-
-
 def test_a_window_selects_by_order_and_reads_no_further(tmp_path: Path) -> None:
     batch = window(tmp_path, [line(1, [0]), line(2, [0]), line(3, [0]), "garbage"], "1:2", 0.0)
     assert batch.seq_lens.tolist() == [3, 4]

@@ -56,7 +56,6 @@ class TestDeprecatedNames:
     ("arguments", "message"),
     [
         (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, conservative"),
-        (["compare", RESULTS, "depth>=2"], "'depth>=2': expected packed, stock, conservative"),
         (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, stock"),
         (["compare", RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
         (["compare", "nowhere.json", "packed"], "nowhere.json: cannot read the results"),
@@ -65,8 +64,6 @@ class TestDeprecatedNames:
         (["fit", RESULTS, "--out", "/nowhere/p.json"], "/nowhere/p.json: cannot write the profile"),
         (["explain", "--tree", "1,10"], "tree '1,10': expected NODES/TOKENS"),
         (["explain", "--tree", "4/8", "--margin", "-5"], "--margin -5: expected a percentage from 0 to 1000"),
-        (["explain", "--tree", "4/8", "--head-dim", "-5"], "--head-dim -5: expected 1 or more"),
-        (["explain", "--tree", "4/8", "--heads", "32"], "--heads 32: expected query heads / KV heads"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

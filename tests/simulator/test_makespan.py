@@ -34,11 +34,6 @@ def test_a_combine_is_waited_for() -> None:
     assert later.seconds - first.seconds == pytest.approx(50e-6)
 
 
-def test_a_longer_begin_moves_all() -> None:
-    before, after = simulated([100, 2000, 300])[0], simulated([100, 2000, 300], begin=H200["begin"] + 1e-3)[0]
-    assert after.seconds - before.seconds == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize("name", ["bandwidth", "block_rate", "warp_flops"])
 def test_rates_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match="positive"):

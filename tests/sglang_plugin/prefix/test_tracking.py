@@ -139,11 +139,3 @@ class TestKnownSituations:
         tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
         scheduler.running.pop()
         assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
-
-    def test_another_tree_object_starts_afresh(self, kind: str) -> None:
-        first, tracker = self.start(kind, [1] * 30, [1] * 30)
-        first.decode()
-        check(first, tracker, first.decode_batch())
-        second, _ = self.start(kind, [2] * 30, [3] * 30)
-        second.decode()
-        assert check(second, tracker, second.decode_batch()).forest.num_nodes == 0
