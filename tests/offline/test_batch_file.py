@@ -75,6 +75,7 @@ BAD = [
         "messages[0].content[1] is 'image_url'; only parts with the type 'text' can run offline",
     ),
     (with_content(["hello"]), "invalid_request", "messages[0].content[0] is 'hello'; only parts with the type 'text'"),
+    (with_content([{"type": "text"}]), "invalid_request", "messages[0].content[0].text = None: expected text"),
     (with_content(None, role="assistant"), "invalid_request", "messages[0].content = None"),
     (with_content(None, tool_calls=[{"id": "a"}]), "invalid_request", "messages[0].content = None"),
     (with_body(CHAT, prompt="x"), "unknown_field", "body.prompt is an unknown field"),

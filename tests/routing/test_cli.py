@@ -63,6 +63,7 @@ class TestDeprecatedNames:
         (["compare", RESULTS, "packed", "--packed", "cpu"], "no measured step has both times"),
         (["fit", RESULTS, "--out", "/nowhere/p.json"], "/nowhere/p.json: cannot write the profile"),
         (["explain", "--tree", "1,10"], "tree '1,10': expected NODES/TOKENS"),
+        (["explain", "--tree", "4/8", "--head-dim", "-5"], "--head-dim -5: expected 1 or more"),
         (["explain", "--tree", "4/8", "--margin", "-5"], "--margin -5: expected a percentage from 0 to 1000"),
     ],
 )
