@@ -23,8 +23,6 @@ from sgl_prefix_attn.sglang_plugin.compat.targets import (
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
-pytestmark = pytest.mark.xdist_group("wheels")
-
 ALL_TARGETS = (*TARGETS, *PINNING_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
