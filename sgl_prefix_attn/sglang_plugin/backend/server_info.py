@@ -3,9 +3,9 @@
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
-     "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
-     routed or null, "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first packed
-     step), "batch": null or the last packed batch as
+     "wrapped": names of the stock backends that run wrapped (wrap mode), "sglang": version, "metrics_failures": updates
+     of the Prometheus metrics that raised, "route": how decode steps are routed or null, "shape": fields of ModelShape,
+     "device": fields of DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}}
 
 `route` is {"setting": "auto"|"packed"|"stock", "profile": what it predicts by or null, "last": null or the last
@@ -49,6 +49,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "counters": state.counters.as_dict(),
         "handover": None if state.handover is None else state.handover.kind,
         "stock_backend": state.stock_backend,
+        "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
         "metrics_failures": state.metrics_failures,
         "route": None if record is None else route_state(record),

@@ -12,6 +12,8 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 
 logger = logging.getLogger(__name__)
 
+# Attribute of the factories that wrap mode puts into SGLang's registry: SGLang's own factory.
+STOCK_FACTORY = "prefixpack_stock_factory"
 CPU_DEFAULT = "torch_native"
 # Backends of CUDA builds that can be wrapped, and the one for servers where SGLang would choose another.
 CUDA_CHOICES = ("flashinfer", "fa3", "triton")
@@ -73,7 +75,7 @@ def _replaced(name: str, other: str, why: str) -> str:
 
 
 def build_stock(runner: Any, name: str) -> Any:
-    """Builds a stock backend through SGLang's own registry."""
+    """Builds a stock backend through SGLang's own registry, never wrapped."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     try:
@@ -83,7 +85,7 @@ def build_stock(runner: Any, name: str) -> Any:
             f"stock_backend={name!r}: SGLang {versions.installed_version()} has no such attention backend; it has "
             f"{', '.join(sorted(ATTENTION_BACKENDS))}"
         ) from None
-    return factory(runner)
+    return getattr(factory, STOCK_FACTORY, factory)(runner)
 
 
 def knows_kv_scales(name: str) -> bool:

@@ -92,9 +92,31 @@ def architectures(runner: Any) -> list[str]:
     return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
 
 
+def argument(runner: Any, name: str) -> Any:
+    """A server argument as SGLang resolved it; None if this version, or a runner without arguments, lacks it.
+
+    From 0.5.19 on the fields of ServerArgs keep what the user asked for, and decisions lie beside them.
+    """
+    arguments = getattr(runner, "server_args", None)
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolved_view  # 0.5.19 and later
+    except ImportError:
+        return getattr(arguments, name, None)
+    return getattr(resolved_view(arguments), name, None)
+
+
+def backend_names(runner: Any) -> tuple[str | None, str | None]:
+    """Names of the attention backends for prefill and decode of a target model's runner."""
+    shared = argument(runner, "attention_backend")
+    return (
+        argument(runner, "prefill_attention_backend") or shared,
+        argument(runner, "decode_attention_backend") or shared,
+    )
+
+
 def has_decode_context_parallel(runner: Any) -> bool:
     """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
-    return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
+    return (argument(runner, "dcp_size") or 1) > 1
 
 
 def set_draft_backend(runner: Any, name: str) -> bool:

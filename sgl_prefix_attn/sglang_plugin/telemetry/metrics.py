@@ -117,6 +117,7 @@ METRICS = (
         "KV tokens read by packed steps divided by those of request-wise attention, since the last update.",
         kind="gauge",
     ),
+    Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
 )
 
 
@@ -156,8 +157,12 @@ class MetricsExporter:
             labels["dp_rank"] = str(dp_rank)
         return cls(labels)
 
-    def update(self, counters: Counters) -> None:
-        """Brings the metrics up to date. Takes some microseconds, so it is not called in every step."""
+    def update(self, counters: Counters, wrapped: Sequence[str] = ()) -> None:
+        """Brings the metrics up to date. Takes some microseconds, so it is not called in every step.
+
+        Args:
+            wrapped: names of the stock backends that run wrapped.
+        """
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
         routed = counters.routed_steps
@@ -169,6 +174,7 @@ class MetricsExporter:
         if per_request > per_request_before:
             values["kv_read_ratio"] = (read - read_before) / (per_request - per_request_before)
         self._last_read = (read, per_request)
+        values["wrapped"] = dict.fromkeys(wrapped, 1.0)
         self._metrics.update(values)
 
 
