@@ -32,7 +32,7 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_help_names_every_command() -> None:
     result = command("--help")
     assert result.returncode == 0
-    for name in ("demo", "explain", "patch", "settings"):
+    for name in ("demo", "doctor", "explain", "patch", "settings"):
         assert f"\n    {name} " in result.stdout
 
 

@@ -1,20 +1,22 @@
-"""Wrap mode on real servers: the stock backend's name, or none, its tokens, and packed steps, however they start."""
+"""Wrap mode on real servers: stock names, stock tokens, packed steps, however they start. And what the doctor says."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from sgl_prefix_attn.demo.client import replay
-from sgl_prefix_attn.demo.server import ServerOptions
+from sgl_prefix_attn.demo.server import Server, ServerOptions
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from tests.e2e import workloads
-from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, Tokens, packing, tokens_of
+from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, Packing, Tokens, packing, tokens_of
 
 pytestmark = pytest.mark.e2e
 
@@ -23,23 +25,98 @@ WRAP = {"PREFIXPACK_WRAP": "1"}
 TIMEOUT_SECONDS = 300
 
 
-def test_launch_server_with_the_stock_backends_name(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.three_levels(vocabulary)
+@pytest.fixture(scope="module")
+def wrapped(launch: Launch) -> Iterator[Server]:
+    """A server under the stock backend's name with wrap mode on."""
     with launch(STOCK, environment=WRAP) as server:
-        replay(server.url, workloads.level_seeds(requests))
-        with packing(server) as done:
-            answers = replay(server.url, requests)
-        info, state = server.info(), server.packing_state()
-        metrics, log = server.get("/metrics"), server.log_text()
-    assert tokens_of(answers) == expected(requests)
+        yield server
+
+
+def replayed(server: Server, requests: list[Request]) -> tuple[Tokens, Packing]:
+    """Tokens of requests whose shared parts are in the cache, and what of their steps ran packed."""
+    replay(server.url, workloads.level_seeds(requests))
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    return tokens_of(answers), done
+
+
+def test_launch_server_with_the_stock_backends_name(
+    wrapped: Server, expected: Expected, vocabulary: Vocabulary
+) -> None:
+    requests = workloads.three_levels(vocabulary)
+    tokens, done = replayed(wrapped, requests)
+    assert tokens == expected(requests)
     done.assert_packed("decode", "extend")
-    assert info["attention_backend"] == STOCK
+    assert wrapped.info()["attention_backend"] == STOCK
+    state = wrapped.packing_state()
     assert state is not None
     assert state["wrapped"] == [STOCK]
-    assert f'stock_backend="{STOCK}"' in next(
-        line for line in metrics.splitlines() if line.startswith("sglang:prefixpack_wrapped{")
-    )
-    assert log.count(f"prefixpack: {STOCK} runs wrapped") == 1
+    metrics = wrapped.get("/metrics").splitlines()
+    assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
+    assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1
+
+
+def launch_arguments(options: ServerOptions) -> list[str]:
+    """What a user passes to `sglang.launch_server`, ports left out."""
+    return arguments_without(options.command(1)[3:], ["--port"])
+
+
+def doctor(options: ServerOptions) -> Diagnosis:
+    return diagnose(launch_arguments(options), {**options.full_environment()})
+
+
+def follow(changes: Sequence[Change], options: ServerOptions) -> tuple[list[str], dict[str, str]]:
+    """Launch arguments and our variables of a server after the doctor's changes."""
+    arguments, environment = launch_arguments(options), dict(options.environment)
+    for change in changes:
+        arguments = arguments_without(arguments, change.without)
+        environment = {name: value for name, value in environment.items() if name not in change.unset}
+        environment.update(change.variables)
+    return arguments, environment
+
+
+def check_packed(server: Server, found: Diagnosis, vocabulary: Vocabulary) -> None:
+    """The server packs the kinds of steps that the doctor names, and no others."""
+    server.flush_cache()
+    _, done = replayed(server, workloads.three_levels(vocabulary))
+    for mode in ("decode", "extend"):
+        assert (done.steps[mode] > 0) == (found.steps[mode].reason is None), mode
+
+
+def test_doctor_on_a_server_without_us(stock_server: Server, wrapped: Server, vocabulary: Vocabulary) -> None:
+    found = doctor(stock_server.options)
+    assert not found.packs
+    assert stock_server.packing_state() is None
+    assert follow(found.changes, stock_server.options) == (launch_arguments(wrapped.options), WRAP)
+    assert found.after is not None
+    check_packed(wrapped, found.after, vocabulary)
+
+
+def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary: Vocabulary) -> None:
+    with launch(STOCK, "--disable-radix-cache", environment=WRAP) as refused:
+        found = doctor(refused.options)
+        assert refused.packing_state() is None
+        assert f"{STOCK} is not wrapped, and runs as it is: {explained(found.steps['decode'].reason)}" in (
+            refused.log_text()
+        )
+    assert not found.packs
+    assert follow(found.changes, refused.options) == (launch_arguments(wrapped.options), WRAP)
+    assert found.after is not None
+    check_packed(wrapped, found.after, vocabulary)
+
+
+@pytest.mark.slow
+def test_doctor_on_a_server_with_packing_switched_off(launch: Launch, vocabulary: Vocabulary) -> None:
+    off = {**WRAP, "PREFIXPACK_PACK_DECODE": "0", "PREFIXPACK_PACK_EXTEND": "0", "PREFIXPACK_PACK_MIXED": "0"}
+    with launch(STOCK, environment=off) as refused:
+        found = doctor(refused.options)
+        assert refused.packing_state() is None
+    assert not found.packs
+    arguments, environment = follow(found.changes, refused.options)
+    assert arguments == launch_arguments(refused.options)
+    with launch(STOCK, environment=environment) as server:
+        assert found.after is not None
+        check_packed(server, found.after, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +124,8 @@ def test_launch_server_with_the_stock_backends_name(launch: Launch, expected: Ex
     [
         ("engine", None),
         ("slime", STOCK),
-        ("verl", STOCK),
-        pytest.param("areal", STOCK, marks=pytest.mark.slow),
+        pytest.param("verl", STOCK, marks=pytest.mark.slow),  # as areal, without its scheduler function
+        ("areal", STOCK),
     ],
 )
 def test_other_launchers(

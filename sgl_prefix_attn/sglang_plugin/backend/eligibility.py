@@ -80,9 +80,11 @@ def unsupported_kv(runner: Any) -> str | None:
 
 def choose_executor(runner: Any, settings: Settings) -> Executor | str:
     """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing."""
-    reason = server_refusal(runner)
-    if reason is not None:
-        return reason
+    return server_refusal(runner) or device_executor(runner, settings)
+
+
+def device_executor(runner: Any, settings: Settings) -> Executor | str:
+    """The executor of a runner's device, or the reason why there is none. Changes nothing."""
     if is_cpu(runner):
         return CpuExecutor(runner, settings)
     kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))

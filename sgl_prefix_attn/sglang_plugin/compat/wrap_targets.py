@@ -1,4 +1,4 @@
-"""Names of SGLang that only wrap mode uses; `targets.py` lists the others. Data only."""
+"""Names of SGLang that only wrap mode and the doctor use; `targets.py` lists the others. Data only."""
 
 from __future__ import annotations
 
@@ -41,4 +41,18 @@ WRAP_TARGETS = (
     # Slots that are not those of the request table.
     *_read("model_executor.model_runner.ModelRunner", "kv_index_translator", since="0.5.19"),
     *_read("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
+    # The doctor: a runner from arguments and configuration.
+    Target("configs.model_config.AttentionArch", Use.CLASS),
+    *_read("configs.model_config.AttentionArch", "MLA"),
+    Target("configs.model_config.ModelConfig.from_server_args", Use.CALL, ("server_args",)),
+    Target("configs.model_config.ModelConfig.get_num_attention_heads", Use.CALL, ("tensor_parallel_size",)),
+    Target("configs.model_config.ModelConfig.get_num_kv_heads", Use.CALL, ("tensor_parallel_size",)),
+    *_read(
+        "configs.model_config.ModelConfig",
+        "attention_arch dtype head_dim hf_text_config is_hybrid_swa is_multimodal num_hidden_layers "
+        "sliding_window_size v_head_dim",
+    ),
+    Target("speculative.spec_info.SpeculativeAlgorithm.from_string", Use.CALL, ("name",)),
+    Target("models.registry.ModelRegistry", Use.ATTRIBUTE),
+    Target("server_args.ServerArgs.resolve_once", Use.CALL, since="0.5.20"),
 )
