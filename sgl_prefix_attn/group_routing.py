@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 LOAD_BOUND = 1.25
-FREE_LOAD = 32
+SLACK = 32
 KEYS_KEPT = 100_000
 _KEY_BYTES = 8
 
@@ -30,15 +30,15 @@ class GroupRouter:
     """Assigns requests to servers: a group stays on its server as long as the server's load allows it.
 
     A group's first request goes to the server with the fewest requests. Later ones follow, unless the server would have
-    more than `free_load` requests and more than `load_bound` times the mean: then the group moves to the server with
-    the fewest.
+    more than `load_bound` times the mean number of requests, plus `slack`: then the group moves to the server with the
+    fewest.
 
     Not thread-safe; an asyncio program or a Ray actor calls it from one thread.
 
     Args:
         servers: names of the servers.
         load_bound: largest load of a server that keeps its groups, as a multiple of the mean; at least 1.
-        free_load: requests that a server may have whatever the others have; at least the samples of one prompt.
+        slack: requests that a server may have beyond that; at least the samples of one prompt, to keep them together.
         keys_kept: groups that are remembered; the one that was used longest ago is forgotten first.
 
     Attributes:
@@ -54,7 +54,7 @@ class GroupRouter:
         servers: Iterable[str],
         *,
         load_bound: float = LOAD_BOUND,
-        free_load: int = FREE_LOAD,
+        slack: int = SLACK,
         keys_kept: int = KEYS_KEPT,
     ) -> None:
         self.in_flight = dict.fromkeys(servers, 0)
@@ -63,7 +63,7 @@ class GroupRouter:
         if not load_bound >= 1:
             raise ValueError(f"load_bound={load_bound}: a bound below 1 leaves no server with room")
         self.moved = 0
-        self._bound, self._free = load_bound, free_load
+        self._bound, self._slack = load_bound, slack
         self._keys_kept = keys_kept
         self._server_of: OrderedDict[Hashable, str] = OrderedDict()
 
@@ -101,4 +101,4 @@ class GroupRouter:
     def _is_full(self, server: str) -> bool:
         """Whether one more request would exceed the bound on the server."""
         mean = (sum(self.in_flight.values()) + 1) / len(self.in_flight)
-        return self.in_flight[server] + 1 > max(self._free, self._bound * mean)
+        return self.in_flight[server] + 1 > self._bound * mean + self._slack
