@@ -51,6 +51,7 @@ def test_launch_server_with_the_stock_backends_name(
     state = wrapped.packing_state()
     assert state is not None
     assert state["wrapped"] == [STOCK]
+    assert state["running"]["prompts"] == []
     metrics = wrapped.get("/metrics").splitlines()
     assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
     assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1

@@ -233,6 +233,7 @@ _BATCHES = (
         "spec_algorithm tree_cache",
     ),
     *_attributes("managers.schedule_batch.Req", "finished_reason last_node"),
+    *_attributes("managers.scheduler.Scheduler", "running_batch"),
     *_attributes(
         "model_executor.forward_batch_info.ForwardBatch",
         "batch_size encoder_lens forward_mode out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.explain.server import ServerState
+from sgl_prefix_attn.explain.spread import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -57,6 +59,20 @@ class TestState:
         assert rebuilt.node_begin.tolist() == fixture.step.forest.node_begin.tolist()
         assert rebuilt.node_end.tolist() == fixture.step.forest.node_end.tolist()
         assert rebuilt.order.tolist() == fixture.step.forest.order.tolist()
+
+    def test_the_prompts_of_running_requests_can_be_compared(self) -> None:
+        Fixture(PATHS, [30, 27, 25, 9])
+        shared = list(range(600))
+        prompts = [array("q", shared), [*shared, 7], [5, *shared]]
+        requests = [SimpleNamespace(rid=str(i), origin_input_ids=prompt) for i, prompt in enumerate(prompts)]
+        result = answer()
+        server_info.after_get_internal_state(result, SimpleNamespace(running_batch=SimpleNamespace(reqs=requests)))
+        told = RunningPrompts.model_validate(result.internal_state["prefixpack"]["running"])
+        one, longer, other = told.prompts
+        assert (one.tokens, longer.tokens, told.block) == (600, 601, 512)
+        assert [len(prompt.hashes) for prompt in told.prompts] == [2, 2, 2]
+        assert one.hashes[0] == longer.hashes[0]
+        assert len({one.hashes[1], longer.hashes[1], *other.hashes}) == 4
 
     def test_before_the_first_packed_step_there_is_no_batch(self) -> None:
         fixture = Fixture(PATHS, [30, 27, 25, 9])
