@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,13 @@ def test_launch_server_with_the_stock_backends_name(
     metrics = wrapped.get("/metrics").splitlines()
     assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
     assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1
+    assert {"Scheduler.on_idle", "ForwardBatch.init_new", "ModelRunner.forward"} <= hooked(wrapped)
+
+
+def hooked(server: Server) -> set[str]:
+    """The names of SGLang that have a hook in the server's scheduler, by its log."""
+    targets = re.findall(r"Applied \d+ hook\(s\) to (\S+)", server.log_text())
+    return {".".join(target.split(".")[-2:]) for target in targets}
 
 
 def launch_arguments(options: ServerOptions) -> list[str]:
@@ -100,6 +108,7 @@ def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary:
         assert f"{STOCK} is not wrapped, and runs as it is: {explained(found.steps['decode'].reason)}" in (
             refused.log_text()
         )
+        assert hooked(refused) <= {"Engine._launch_scheduler_processes"}
     assert not found.packs
     assert follow(found.changes, refused.options) == (launch_arguments(wrapped.options), WRAP)
     assert found.after is not None

@@ -221,6 +221,11 @@ class TestRefused:
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.NO_CUDA_KERNEL
 
+    def test_a_model_that_never_decodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch)
+        runner.model_config.is_generation = False
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.COMPUTE_BOUND
+
     def test_a_route_that_is_never_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", gpu_stock(), settings) == reasons.DISABLED

@@ -142,6 +142,8 @@ def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | Non
 
 def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
     """The kinds of steps that a target model's backend gets: SGLang may run prefill and decode on different ones."""
+    if getattr(runner.model_config, "is_generation", True) is False:  # embeddings, rewards
+        return ("extend",)
     prefill, decode = versions.backend_names(runner)
     if prefill == decode or name not in (prefill, decode):
         return MODES

@@ -49,7 +49,7 @@ WRAP_TARGETS = (
     Target("configs.model_config.ModelConfig.get_num_kv_heads", Use.CALL, ("tensor_parallel_size",)),
     *_read(
         "configs.model_config.ModelConfig",
-        "attention_arch dtype head_dim hf_text_config is_hybrid_swa is_multimodal num_hidden_layers "
+        "attention_arch dtype head_dim hf_text_config is_generation is_hybrid_swa is_multimodal num_hidden_layers "
         "sliding_window_size v_head_dim",
     ),
     Target("speculative.spec_info.SpeculativeAlgorithm.from_string", Use.CALL, ("name",)),
