@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
@@ -26,14 +27,22 @@ def make_executor(runner: Any, settings: Settings) -> Executor | str:
         return fallback_reasons.DRAFT_WORKER
     if getattr(runner.model_config, "is_encoder_decoder", False):
         return fallback_reasons.ENCODER_DECODER
-    if versions.has_sliding_window_pool(runner.token_to_kv_pool):
-        return fallback_reasons.HYBRID_SWA
+    reason = unsupported_kv(runner)
+    if reason is not None:
+        return reason
     if versions.has_decode_context_parallel(runner):
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
     speculation = getattr(runner, "spec_algorithm", None)
     if speculation is not None and not speculation.is_none():
         return fallback_reasons.SPECULATIVE
     return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
+
+
+def unsupported_kv(runner: Any) -> str | None:
+    """The reason why the packed path can read no layer's KV in this runner, None if it may read some."""
+    if names_virtual_slots(runner):
+        return fallback_reasons.VIRTUAL_SLOTS
+    return unsupported_pool(runner.token_to_kv_pool)
 
 
 def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
