@@ -70,6 +70,9 @@ class HostStep:
         self.loads.append(plan)
         self._plan, self._most = plan, seq_lens + growth
 
+    def reset(self) -> None:
+        self._plan = None
+
     def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         assert self._plan is not None
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64

@@ -58,7 +58,7 @@ class PrefixPackBackend(AttentionBackend):
         self.graph_variants = self._planner.graph_variants
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
-        self._record = BackendRecord(self._planner, router, self._executor.planners, self._layers)
+        self._record = BackendRecord(self._planner, router, self._executor.planners, self._executor, self._layers)
         state.add(self, self._record)
 
     def __getattr__(self, name: str) -> Any:
