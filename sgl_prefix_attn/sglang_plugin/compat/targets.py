@@ -357,6 +357,22 @@ _ARGUMENTS = (
     ),
 )
 
+# Names that layouts rely on: HiCache, disaggregated decode, data parallel attention. See docs/models.md.
+_LAYOUTS = (
+    # The trees of HiCache are the same, and a request locks a node on the device.
+    Target("mem_cache.hiradix_cache.HiRadixCache", Use.CLASS, until="0.5.20"),
+    *_attributes("mem_cache.hiradix_cache.HiRadixCache", "disable root_node", until="0.5.20"),
+    Target("mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", Use.CALL, ("server_args", "params")),
+    *_attributes("mem_cache.base_prefix_cache.MatchResult", "last_device_node"),
+    # With its radix option, disaggregated decode matches and locks as an ordinary server does.
+    Target("disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock", Use.CALL, ("req",)),
+    *_attributes("server_args.ServerArgs", "disaggregation_decode_enable_radix_cache", until="0.5.19"),
+    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_decode_enable_radix_cache", since="0.5.20"),
+    # Each rank of data parallel attention has a scheduler and a tree of its own; a request may name its rank.
+    Target("managers.data_parallel_controller.DataParallelController", Use.CLASS),
+    *_attributes("managers.io_struct.GenerateReqInput", "routed_dp_rank"),
+)
+
 TARGETS = (
     *HOOKS,
     *_REGISTRATION,
@@ -368,4 +384,5 @@ TARGETS = (
     *_OFFLINE,
     *_TREES,
     *_ARGUMENTS,
+    *_LAYOUTS,
 )
