@@ -188,14 +188,18 @@ class Engine:
             self.released.difference_update(tags)
 
     def drain(self) -> bool:
-        """Waits until no request is in the engine. Returns False if a pause keeps some."""
+        """Waits until no request is in the engine, and flushes. Returns False if a pause keeps some."""
         if self.outstanding and self.paused is not None:
             return False
+        self.join()
+        self.server.flush_cache()  # succeeds once the engine is idle
+        return True
+
+    def join(self) -> None:
+        """Waits for all answers. The prefix cache stays for the next sequence."""
         for request in self.outstanding:
             request.check()
         self.outstanding.clear()
-        self.server.flush_cache()  # succeeds once the engine is idle
-        return True
 
     def _update(self, model: Path, *, flush: bool) -> None:
         if "weights" not in self.released:
@@ -220,7 +224,7 @@ class Engine:
         self._call(self._end)
 
     def _end(self) -> None:
-        assert self.drain()
+        self.join()
         if self.weights:
             self.other_weights()
 

@@ -17,7 +17,7 @@ import pytest
 
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerError
-from sgl_prefix_attn.demo.workload import Vocabulary
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e.conftest import BACKEND, STOCK, Launch, Tokens, packing
 from tests.e2e.life_cycle import LONGEST, Engine, other_weights, prompts, stock_tokens, update_from_disk
 
@@ -55,32 +55,25 @@ def run(
         yield sequences
 
 
-def assert_nothing_is_held(server: Server, vocabulary: Vocabulary) -> None:
-    """SGLang's idle check ends the scheduler if KV slots or locks are lost. A flush and a long request succeed."""
-    server.flush_cache()
-    state = server.packing_state()
-    assert state is not None
-    assert "hook_failed" not in state["counters"]["fallbacks"]
-    assert "plan_refused" not in state["counters"]["fallbacks"]
-
-
-def test_some_random_sequences(packed: Server, run: Run, vocabulary: Vocabulary) -> None:
+def test_some_random_sequences(packed: Server, run: Run) -> None:
+    packed.flush_cache()
     with packing(packed) as done:
         run(packed, range(10), 12)
     done.assert_packed("decode", "extend")
-    assert_nothing_is_held(packed, vocabulary)
 
 
 @pytest.mark.slow
 def test_two_hundred_random_sequences(launch: Launch, run: Run, vocabulary: Vocabulary) -> None:
-    # Small enough that requests are retracted and prefixes evicted between the calls.
-    with launch(BACKEND, "--chunked-prefill-size", "128", pool_tokens=1400) as server:
+    """SGLang's idle check ends the scheduler if it misses KV slots or rows. The last request needs every KV slot."""
+    pool = 1400  # small enough that requests are retracted and prefixes evicted between the calls
+    with launch(BACKEND, "--chunked-prefill-size", "128", pool_tokens=pool) as server:
         run(server, range(1000, 1020), 14)
         before = scheduler_bytes(server)
         with packing(server) as done:
             run(server, range(1020, 1200), 14)
         done.assert_packed("decode", "extend")
-        assert_nothing_is_held(server, vocabulary)
+        (whole_pool,) = replay(server.url, [Request("all", vocabulary.tokens(pool - 20, 23), 8)], timeout_seconds=60)
+        assert whole_pool.samples[0].finish == "length", "a lock that is left keeps slots from it"
         assert scheduler_bytes(server) < before + 64 * 2**20
 
 
