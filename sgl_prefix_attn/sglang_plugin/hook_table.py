@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, server_info
+from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, memory_release, server_info
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
@@ -18,6 +18,12 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
 )
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
+    Hook(
+        targets.RESUME_MEMORY,
+        memory_release.after_resume_memory_occupation,
+        "AFTER",
+        "after a release of the memory of CUDA graphs, packed steps may read lost plans",
+    ),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
 )
 # For servers with the setting group_scheduling: the hook on calc_priority reads the whole waiting queue.

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -39,6 +40,16 @@ class CountingStock(TorchNativeAttnBackend):
         return super().forward(*args, **kwargs)
 
 
+def hybrid_pool(size: int, dtype: torch.dtype, head_dim: int, device: str, windows: tuple[int, ...]) -> SWAKVPool:
+    """A pool whose window layers have slots of their own, under the same numbers: torch_native does not map them."""
+    pool = SWAKVPool(
+        size, size, 1, dtype, KV_HEADS, head_dim, list(windows), [i for i in range(LAYERS) if i not in windows], device,
+        enable_alt_stream=False,
+    )  # fmt: skip
+    pool.register_mapping(torch.arange(size + 2, device=device))
+    return pool
+
+
 class Fixture:
     """Pools with random KV in which the batch's requests share slots as their paths say.
 
@@ -48,6 +59,7 @@ class Fixture:
         room: tokens that requests may grow by.
         tensors: device of all tensors.
         stock_backend: name of the stock backend.
+        windows: ids of layers whose KV is in a sliding-window pool of their own.
         runner: attributes of the ModelRunner.
     """
 
@@ -64,6 +76,7 @@ class Fixture:
         room: int = 8,
         tensors: str = "cpu",
         stock_backend: str = "",
+        windows: tuple[int, ...] = (),
         **runner: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -71,10 +84,14 @@ class Fixture:
         self.query_lens = query_lens
         self.tensors = tensors
         total = sum(seq_lens) + 8
-        self.pool = MHATokenToKVPool(
+        self.pool: Any = MHATokenToKVPool(
             total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
         )
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        pools = [self.pool]
+        if windows:
+            self.pool = hybrid_pool(total, kv_dtype, head_dim, tensors, windows)
+            pools = [self.pool.full_kv_pool, self.pool.swa_kv_pool]
+        for buffer in (buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)):
             buffer.view(kv_dtype).copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
         slots = iter((torch.randperm(total, generator=generator) + 1).tolist())

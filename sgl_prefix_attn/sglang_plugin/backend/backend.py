@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
@@ -65,11 +65,14 @@ class PrefixPackBackend(AttentionBackend):
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))
         router = StepRouter(state.settings, self._counters, self._executor, stock_name, stock)
-        self._planner = StepPlanner(self._executor, self._layers, router, self._counters)
+        mixes = graphs_share_metadata(stock_name)
+        self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
-        self._record = BackendRecord(self._planner, router, self._executor.planners, wraps)
+        self._record = BackendRecord(
+            self._planner, router, self._executor.planners, self._executor, self._layers, wraps
+        )
         state.add(self, self._record)
 
     def __getattr__(self, name: str) -> Any:
@@ -239,7 +242,8 @@ class PrefixPackBackend(AttentionBackend):
                     divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
                     self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
                 return self._executor.attend(step, index, q, layer, self.token_to_kv_pool, kwargs.get("sinks"), scales)
-            self._counters.fallback(reason)
+            if reason not in fallback_reasons.BY_DESIGN:
+                self._counters.fallback(reason)
             # A stock layer in a captured graph needs the stock backend's metadata at every replay.
             self._layers.has_stock_layers |= step.in_graph
             if not self._has_stock_metadata:

@@ -17,7 +17,8 @@ from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
-from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, unsupported_pool
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
@@ -32,8 +33,6 @@ STOCK_CLASSES = {
     "triton": "TritonAttnBackend",
     "torch_native": "TorchNativeAttnBackend",
 }
-# The one class of KV pools, alone or inside a pool for hybrid models, whose slots and strides are known in wrap mode.
-KV_POOL = "MHATokenToKVPool"
 # Models that read `forward_metadata` of the current backend in their own code.
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 
@@ -65,17 +64,9 @@ def server_refusal(runner: Any) -> str | None:
 
 def unsupported_kv(runner: Any) -> str | None:
     """The reason why the packed path can read no layer's KV in this runner, None if it may read some."""
-    pool = runner.token_to_kv_pool
-    translator = getattr(runner, "kv_index_translator", None)
-    if (
-        versions.argument(runner, "enable_unified_memory")
-        or getattr(translator, "is_translating", False)
-        or type(pool).__name__.startswith("Unified")
-    ):
+    if versions.argument(runner, "enable_unified_memory") or names_virtual_slots(runner):
         return fallback_reasons.VIRTUAL_SLOTS
-    if versions.has_sliding_window_pool(pool):
-        return fallback_reasons.HYBRID_SWA
-    return None
+    return unsupported_pool(runner.token_to_kv_pool)
 
 
 def choose_executor(runner: Any, settings: Settings) -> Executor | str:
@@ -152,9 +143,6 @@ def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
 
 def _unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
     """The reason why no layer of the model runs packed, None if one may or if the model does not show its layers."""
-    pool = runner.token_to_kv_pool
-    if type(getattr(pool, "full_kv_pool", pool)).__name__ != KV_POOL and unsupported_pool(pool) is None:
-        return fallback_reasons.KV_LAYOUT
     registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
     reasons = [registry.unsupported_reason(layer) for layer in attention_layers(getattr(runner, "model", None))]
     return reasons[0] if reasons and None not in reasons else None

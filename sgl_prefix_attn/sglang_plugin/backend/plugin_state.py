@@ -11,6 +11,8 @@ from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS, Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -28,6 +30,8 @@ class BackendRecord:
 
     Attributes:
         planners: the executor's planners, one for each attention shape.
+        executor: runs packed steps.
+        layers: the model's attention layers.
         wraps: the stock backend's name in wrap mode, None under the name `prefixpack`.
         last_packed: paths of its last packed step; None before the first.
     """
@@ -35,6 +39,8 @@ class BackendRecord:
     planner: StepPlanner
     router: StepRouter
     planners: list[Planner]
+    executor: Executor
+    layers: LayerRegistry
     wraps: str | None = None
     last_packed: Handed | None = None
 

@@ -4,8 +4,9 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
      "wrapped": names of the stock backends that run wrapped (wrap mode), "sglang": version, "metrics_failures": updates
-     of the Prometheus metrics that raised, "route": how decode steps are routed or null, "shape": fields of ModelShape,
-     "device": fields of DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
+     of the Prometheus metrics that raised, "route": how decode steps are routed or null, "layers": {"packed": attention
+     layers that run packed, "stock": {reason: others}} or null, "shape": fields of ModelShape, "device": fields of
+     DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]},
      "running": fingerprints of the running requests' prompts; see `running_prompts`}
 
@@ -55,6 +56,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "sglang": state.sglang_version,
         "metrics_failures": state.metrics_failures,
         "route": None if record is None else route_state(record),
+        "layers": None if record is None else record.layers.summary(),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),
         "batch": None if last is None else batch_state(last),

@@ -20,6 +20,7 @@ CUDA_CHOICES = ("flashinfer", "fa3", "triton")
 CUDA_DEFAULT = "triton"
 # Backends that ignore the KV scales of a layer, both when they store and when they read.
 _WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
+_GRAPHS_SHARE_METADATA = frozenset({"fa3", "triton"})
 # Backends that SGLang refuses by name for a model, and the one that it takes instead.
 _UNSUITED = {
     ("Olmo2ForCausalLM", "flashinfer"): "triton",
@@ -91,6 +92,15 @@ def build_stock(runner: Any, name: str) -> Any:
 def knows_kv_scales(name: str) -> bool:
     """Whether a stock backend stores fp8 KV divided by the layers' scales, and multiplies by them when it reads."""
     return name not in _WITHOUT_KV_SCALES
+
+
+def graphs_share_metadata(name: str) -> bool:
+    """Whether two captured graphs of one size may hold layers of a stock backend.
+
+    Such a backend keeps what its layers read in buffers that all graphs share. Others, FlashInfer for one, make objects
+    for each capture and update the newest at a replay.
+    """
+    return name in _GRAPHS_SHARE_METADATA
 
 
 def is_cpu(runner: Any) -> bool:

@@ -70,6 +70,11 @@ MODEL_RUNNER_FORWARD = Target("model_executor.model_runner.ModelRunner.forward",
 SUPPORT_TRITON = Target("utils.common.support_triton", Use.HOOK, ("backend",))
 INTERNAL_STATE = Target("managers.scheduler.Scheduler.get_internal_state", Use.HOOK, ("self", "recv_req"))
 ON_IDLE = Target("managers.scheduler.Scheduler.on_idle", Use.HOOK, ("self",))
+RESUME_MEMORY = Target(
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+    Use.HOOK,
+    ("self", "recv_req"),
+)
 CALC_PRIORITY = Target("managers.schedule_policy.SchedulePolicy.calc_priority", Use.HOOK, ("self", "waiting_queue"))
 ADD_ONE_REQ = Target("managers.schedule_policy.PrefillAdder.add_one_req", Use.HOOK, ("self", "req"))
 _LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
@@ -91,6 +96,7 @@ HOOKS = (
     SUPPORT_TRITON,
     INTERNAL_STATE,
     ON_IDLE,
+    RESUME_MEMORY,
     CALC_PRIORITY,
     ADD_ONE_REQ,
     GET_LAST_LOC_EARLY,
@@ -223,6 +229,15 @@ _POOLS = (
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
     Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
+    *_attributes("mem_cache.swa_memory_pool.SWAKVPool", "full_kv_pool layers_mapping"),
+    # The window layers' slots are of no use to a write in a full layer, so a bare location is enough.
+    Target("mem_cache.memory_pool.unwrap_write_loc", Use.CALL, ("loc_info",)),
+    *_attributes(_MHA_POOL, "kv_cache_layout"),
+    *_attributes(_MHA_POOL, "use_hnd", since="0.5.15"),
+    *_attributes("mem_cache.memory_pool.MiniMaxSparseKVPool", "main_pool", since="0.5.15"),
+    *_attributes("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
+    Target("model_executor.model_runner.ModelRunner.kv_index_translator", Use.ATTRIBUTE, since="0.5.19"),
+    Target("managers.io_struct.ResumeMemoryOccupationReqInput.tags", Use.ATTRIBUTE),
 )
 
 # Batches and requests.
@@ -343,6 +358,22 @@ _ARGUMENTS = (
     ),
 )
 
+# Names that layouts rely on: HiCache, disaggregated decode, data parallel attention. See docs/models.md.
+_LAYOUTS = (
+    # The trees of HiCache are the same, and a request locks a node on the device.
+    Target("mem_cache.hiradix_cache.HiRadixCache", Use.CLASS, until="0.5.20"),
+    *_attributes("mem_cache.hiradix_cache.HiRadixCache", "disable root_node", until="0.5.20"),
+    Target("mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", Use.CALL, ("server_args", "params")),
+    *_attributes("mem_cache.base_prefix_cache.MatchResult", "last_device_node"),
+    # With its radix option, disaggregated decode matches and locks as an ordinary server does.
+    Target("disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock", Use.CALL, ("req",)),
+    *_attributes("server_args.ServerArgs", "disaggregation_decode_enable_radix_cache", until="0.5.19"),
+    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_decode_enable_radix_cache", since="0.5.20"),
+    # Each rank of data parallel attention has a scheduler and a tree of its own; a request may name its rank.
+    Target("managers.data_parallel_controller.DataParallelController", Use.CLASS),
+    *_attributes("managers.io_struct.GenerateReqInput", "routed_dp_rank"),
+)
+
 TARGETS = (
     *HOOKS,
     *_REGISTRATION,
@@ -354,4 +385,5 @@ TARGETS = (
     *_OFFLINE,
     *_TREES,
     *_ARGUMENTS,
+    *_LAYOUTS,
 )

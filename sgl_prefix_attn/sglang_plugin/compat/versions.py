@@ -179,14 +179,3 @@ def has_other_layers(runner: Any) -> bool:
     hf_config = getattr(runner.model_config, "hf_config", None)
     sparse = hf_config is not None and is_minimax_sparse(hf_config)
     return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
-
-
-def has_sliding_window_pool(pool: Any) -> bool:
-    """Whether the KV pool has separate slots for sliding-window layers."""
-    for module in ("sglang.srt.mem_cache.swa_memory_pool", "sglang.srt.mem_cache.memory_pool"):
-        try:
-            pool_class = importlib.import_module(module).SWAKVPool
-        except (ImportError, AttributeError):
-            continue
-        return isinstance(pool, pool_class)
-    return False

@@ -72,12 +72,21 @@ class StepPlanner:
         layers: the model's attention layers.
         router: routes decode steps that could run packed.
         counters: process totals.
+        mixes_in_graphs: whether a size may have two graphs where some layers of the packed one are stock.
 
     Attributes:
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
-    def __init__(self, executor: Executor, layers: LayerRegistry, router: StepRouter, counters: Counters) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        layers: LayerRegistry,
+        router: StepRouter,
+        counters: Counters,
+        mixes_in_graphs: bool = False,
+    ) -> None:
+        self._mixes_in_graphs = mixes_in_graphs
         self._executor = executor
         self._layers = layers
         self._router = router
@@ -117,8 +126,12 @@ class StepPlanner:
         return forward_mode.is_decode() and bool(self._executor.planners) and self.graphs_may_be_packed
 
     def _wants_variants(self, forward_mode: Any) -> bool:
-        # Packed graphs with stock layers have no variants: the stock backend keeps metadata of one graph a size.
-        return self._router.may_change and self.graph_is_packed(forward_mode) and not self._layers.has_stock_layers
+        # Packed graphs with stock layers have variants only where the stock backend can serve two graphs of a size.
+        return (
+            self._router.may_change
+            and self.graph_is_packed(forward_mode)
+            and (self._mixes_in_graphs or not self._layers.has_stock_layers)
+        )
 
     # Each step --------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,9 @@ class CpuExecutor:
     def begin(self, step: PackedStep) -> None:
         step.rows, step.seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
 
+    def memory_resumed(self) -> None:
+        """Nothing was released: SGLang's memory saver knows device memory only."""
+
     def attend(
         self,
         step: PackedStep,

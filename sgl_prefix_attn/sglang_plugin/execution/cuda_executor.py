@@ -231,6 +231,14 @@ class CudaExecutor:
                 state.loaded = plan
             state.step.prepare(table, rows, seq_lens)
 
+    def memory_resumed(self) -> None:
+        for state in self._shapes:
+            state.loaded = None
+            state.step.reset()
+            state.graph_out.zero_()
+            if state.graph_out.is_cuda:
+                torch.cuda.synchronize(state.graph_out.device)
+
     def attend(
         self,
         step: PackedStep,

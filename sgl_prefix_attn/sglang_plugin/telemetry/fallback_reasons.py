@@ -54,6 +54,10 @@ READS_METADATA: Final = "reads_metadata"
 HOOKS_MISSING: Final = "hooks_missing"
 FAILED: Final = "failed"
 
+# Reasons of layers that belong to the stock backend by the model's design. They are not counted. The server's state
+# tells under `layers` how many layers they concern.
+BY_DESIGN: Final = frozenset({HYBRID_SWA})
+
 EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
     "does not go through the scheduler",
@@ -71,9 +75,10 @@ EXPLANATIONS: Final[dict[str, str]] = {
     GRAPH: "the step runs inside a captured graph",
     TWO_BATCH_OVERLAP: "two-batch overlap cuts the batch in two",
     ENCODER_DECODER: "an encoder-decoder model: its rows start with encoder tokens",
-    HYBRID_SWA: "the KV pool keeps sliding-window layers in slots of their own",
+    HYBRID_SWA: "a sliding-window layer of a KV pool that keeps such layers in slots of their own",
     VIRTUAL_SLOTS: "unified memory (--enable-unified-memory): the requests' tables name virtual slots",
-    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension",
+    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension, or its pool is of a "
+    "class that the packed path does not know",
     KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
     "scales for each token or block (fp4, mxfp8)",
     KV_SCALES: "the layer's scales of an 8-bit KV cache are not one positive number each that the host knows",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention import base_attn_backend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
@@ -92,13 +91,6 @@ class TestCapture:
         fixture.graphs.capture(4)
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
         assert "no cost of stock kernel 'torch_native', so all decode steps run packed" in caplog.text
-
-    def test_packed_graphs_with_stock_layers_stay_the_only_ones(self, routed: Routed) -> None:
-        fixture = routed(BORDER)
-        fixture.layers[1].attn_type = AttentionType.DECODER_BIDIRECTIONAL
-        fixture.graphs = DecodeGraphs(fixture, 4)
-        fixture.graphs.capture(4)
-        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
 
     def test_without_the_hook_on_keys_there_is_no_second_graph(
         self, routed: Routed, caplog: pytest.LogCaptureFixture
