@@ -72,7 +72,7 @@ class PathInfoTree:
 
 @dataclass
 class Batch:
-    """The fields of ScheduleBatch that the tracker reads."""
+    """The fields of ScheduleBatch that the tracker and one-token steps read."""
 
     reqs: list[Req]
     tree_cache: Any
@@ -84,6 +84,14 @@ class Batch:
     decoding_reqs: list[Req] | None = None
     spec_algorithm: Any = None
     encoder_lens: Any = None
+    return_logprob: bool = False
+    return_hidden_states: bool = False
+    is_prefill_only: bool = False
+    input_embeds: Any = None
+    replace_embeds: Any = None
+    multimodal_inputs: list[Any] | None = None
+    global_num_tokens: list[int] | None = None
+    dllm_config: Any = None
 
     @property
     def seq_lens(self) -> torch.Tensor:

@@ -124,10 +124,12 @@ class BatchTracker:
 
     Attributes:
         never_packed: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
+        runs_as_decode: whether a prefill or mixed batch runs as a decode step (`one_token`).
     """
 
     def __init__(self) -> None:
         self.never_packed: Callable[[Mode], str | None] = _may_be_packed
+        self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
         self._mirror: TreeMirror | None = None
         self._no_mirror = fallback_reasons.UNKNOWN_TREE
@@ -261,12 +263,15 @@ class BatchTracker:
         requests = batch.reqs
         # With DP attention SGLang runs a decode batch as extend: decoding_reqs names the requests that decode.
         num_decode = len(batch.decoding_reqs or ())
-        mode: Mode = "mixed" if num_decode else "extend"
+        as_decode = self.runs_as_decode(batch)
+        mode: Mode = "decode" if as_decode else "mixed" if num_decode else "extend"
         # A mixed step changes no node of the requests that decode.
         self._prefilled.update(requests[: len(requests) - num_decode])
         if len(self._prefilled) > _MOST_PREFILLED:
             self._prefilled.clear()
             self._decode = None
+        if as_decode and num_decode:  # the next decode batch has the same requests
+            return self._decode_step(batch, mirror)
         useless = self.never_packed(mode)
         if useless is not None:
             return useless
@@ -275,12 +280,18 @@ class BatchTracker:
             int64_array(batch.prefix_lens),
             _live(_finished(requests)),
         )
-        query_lens = int64_array(batch.extend_lens)
-        return StepPaths(forest, mode, len(requests), num_decode, query_lens)
+        if as_decode:
+            return StepPaths(forest, mode, len(requests), len(requests))
+        return StepPaths(forest, mode, len(requests), num_decode, int64_array(batch.extend_lens))
 
 
 def _may_be_packed(mode: Mode) -> None:
     """None for all kinds of steps: no backend has said yet what it packs."""
+
+
+def _stays_prefill(batch: Any) -> bool:
+    """False: one-token steps are off."""
+    return False
 
 
 def _decode_state(

@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
+from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
 from tests.support.small_scheduler import TREES, SmallScheduler
 
@@ -16,14 +18,19 @@ from tests.support.small_scheduler import TREES, SmallScheduler
 class RandomHistory:
     """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, *, one_token_steps: bool) -> None:
         self.random = random.Random(seed)
+        self.one_token_steps = one_token_steps
         self.scheduler = SmallScheduler(kind, slots=2500)
         self.tracker = BatchTracker()
+        if one_token_steps:
+            self.tracker.runs_as_decode = OneTokenSteps(Counters()).applies
         self.seen: list[list[int]] = []
 
     def prompt(self) -> list[int]:
         choice = self.random.random()
+        if self.seen and self.one_token_steps and choice < 0.4:
+            return self.random.choice(self.seen)
         if self.seen and choice < 0.8:
             base = self.random.choice(self.seen)
             cut = self.random.randint(1, len(base))
@@ -86,9 +93,9 @@ class RandomHistory:
 
 
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("seed", range(3))
-def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int) -> None:
-    history = RandomHistory(kind, seed)
+@pytest.mark.parametrize(("seed", "one_token_steps"), [(0, False), (1, False), (2, True), (3, True)])
+def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int, one_token_steps: bool) -> None:
+    history = RandomHistory(kind, seed, one_token_steps=one_token_steps)
     for _ in range(700):
         history.step()
         assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away
