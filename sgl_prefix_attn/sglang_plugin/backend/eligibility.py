@@ -31,7 +31,7 @@ def make_executor(runner: Any, settings: Settings) -> Executor | str:
     if versions.has_decode_context_parallel(runner):
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
     speculation = getattr(runner, "spec_algorithm", None)
-    if speculation is not None and not speculation.is_none():
+    if speculation is not None and not speculation.is_none() and not is_cpu(runner):
         return fallback_reasons.SPECULATIVE
     return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
 
