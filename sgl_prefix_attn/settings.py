@@ -82,6 +82,11 @@ class Settings(BaseModel):
         "auto",
         description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
     )
+    one_token_steps: bool = Field(
+        False,
+        description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
+        "graphs, and packed. Such steps start requests whose prompt is cached. Best with --enable-mixed-chunk.",
+    )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
     )

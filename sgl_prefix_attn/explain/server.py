@@ -35,6 +35,7 @@ class Counters(BaseModel):
     kv_tokens_unique: int
     steps_packed: dict[str, int]
     fallbacks: dict[str, int]
+    one_token_steps: dict[str, int] = {}
 
 
 class ServerState(BaseModel):

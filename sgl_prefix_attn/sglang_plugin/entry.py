@@ -79,6 +79,8 @@ def register_hooks(settings: Settings, version: str) -> None:
         wanted += hook_table.GROUP_HOOKS
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
+    elif settings.one_token_steps:
+        wanted += hook_table.ONE_TOKEN_HOOKS
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     elif settings.route == "auto":

@@ -14,6 +14,7 @@ from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
 from sgl_prefix_attn.sglang_plugin.pinning import registration
+from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
@@ -99,10 +100,14 @@ def connect(
     """
     version = versions.installed_version()
     state = plugin_state.of_process(settings, version)
-    kind = state.serve(handover_kind(settings, version, runner), runner).kind
+    handover = state.serve(handover_kind(settings, version, runner), runner)
+    kind = handover.kind
+    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
+        if settings.one_token_steps and runs_one_token_steps(runner):
+            handover.run_one_token_steps()
+            wanted += hook_table.ONE_TOKEN_HOOKS if kind == "patch" else ()
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
@@ -133,6 +138,14 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
             f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
             f"with --speculative-draft-attention-backend, for example {name!r}"
         )
+
+
+def runs_one_token_steps(runner: Any) -> bool:
+    """Whether the server can run one-token steps; else logs why not."""
+    why_not = one_token.unsupported_server(runner)
+    if why_not is not None:
+        logger.warning("prefixpack: one_token_steps has no effect on this server: %s", why_not)
+    return why_not is None
 
 
 def masks_images(runner: Any, name: str, settings: Settings) -> bool:

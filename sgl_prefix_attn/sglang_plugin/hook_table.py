@@ -16,6 +16,10 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "no step runs packed"),
     Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_model_runner_forward, "AROUND", "no step runs packed"),
 )
+# For servers with the setting one_token_steps whose paths come through the patch.
+ONE_TOKEN_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "one-token steps run as prefill"),
+)
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(

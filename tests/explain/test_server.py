@@ -109,11 +109,13 @@ def test_counters_as_text(server_info: Info) -> None:
         **{"plans_made": 10, "plans_reused": 90, "plan_seconds": 0.0005, "host_seconds": 0.002},
         **{"kv_tokens_read": 2500, "kv_tokens_per_request": 10000, "kv_tokens_unique": 2000},
         **{"steps_packed": {"decode": 98, "extend": 2, "mixed": 0}, "fallbacks": {"no_paths": 3}},
+        "one_token_steps": {"extend": 0, "mixed": 7},
     }
     state = ServerState.model_validate(own_state(server_info) | {"counters": counters})
     text = "\n".join(" ".join(line.split(maxsplit=1)) for line in render_state(state).splitlines())
     for expected in (
         "steps packed  decode 98, extend 2",
+        "one token     mixed 7",
         "fallbacks no_paths 3",
         "plans 10 made, 90 reused (90%)",
         "2.00 ms, of which planning 500.0 us, 20.0 us a step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +186,19 @@ class Fixture:
 
         q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
         return q.flatten(1), k, v
+
+    def verify(self, **info: Any) -> None:
+        """Makes a verify step of an extend step with equally many tokens a request; they are its drafts."""
+        assert self.query_lens is not None
+        drafts = self.query_lens[0]
+        assert self.query_lens == [drafts] * len(self.seq_lens)
+        batch = self.batch
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens, batch.seq_lens_cpu = batch.seq_lens - drafts, batch.seq_lens_cpu - drafts
+        batch.extend_seq_lens = batch.extend_prefix_lens = None
+        batch.spec_info = SimpleNamespace(**{"topk": 1, "draft_token_num": drafts, **info})
+        self.step = dataclasses.replace(self.step, mode="verify", num_decode=len(self.seq_lens))
+        self.handed = Handed(self.step, batch.req_pool_indices, batch.seq_lens_cpu)
 
     def prepare(self, handed: Handed | None = None) -> None:
         """The backend's decision on the batch, which was handed `handed` (default: the batch's paths)."""

@@ -34,9 +34,10 @@ def batch_state(handed: Handed) -> dict[str, Any] | None:
     step = handed.step
     if isinstance(step, str):
         return None
+    lens = handed.seq_lens.numpy() + (step.query_lens if step.mode == "verify" else 0)
     return {
         "mode": step.mode,
-        "seq_lens": handed.seq_lens.tolist(),
+        "seq_lens": lens.tolist(),
         "query_lens": [1] * step.num_requests if step.query_lens is None else step.query_lens.tolist(),
         "paths": [[list(segment) for segment in path] for path in step.forest.paths()],
     }

@@ -119,6 +119,12 @@ def has_decode_context_parallel(runner: Any) -> bool:
     return (argument(runner, "dcp_size") or 1) > 1
 
 
+def has_multimodal_positions(runner: Any) -> bool:
+    """Whether tokens have rotary positions in several dimensions (mrope)."""
+    holder = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner  # since 0.5.16
+    return bool(holder.model_is_mrope)
+
+
 def set_draft_backend(runner: Any, name: str) -> bool:
     """Makes the steps of a draft model use the stock backend `name` unless the user has chosen one.
 

@@ -104,6 +104,8 @@ class CudaExecutor:
             self._reallocate(state)
 
     def packs(self, mode: Mode) -> str | None:
+        if mode == "verify":
+            return fallback_reasons.SPECULATIVE  # no kernel takes the rows of several drafts
         wanted = getattr(self._settings, f"pack_{mode}")
         if wanted == "auto":
             return fallback_reasons.COMPUTE_BOUND

@@ -21,6 +21,7 @@ NO_HOST_LENGTHS: Final = "no_host_lengths"
 MODE: Final = "mode"
 IDLE: Final = "idle"
 SPECULATIVE: Final = "speculative"
+SPECULATIVE_TREE: Final = "speculative_tree"
 DRAFT_WORKER: Final = "draft_worker"
 GRAPH: Final = "graph"
 TWO_BATCH_OVERLAP: Final = "two_batch_overlap"
@@ -70,7 +71,9 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
-    SPECULATIVE: "speculative decoding: draft, verify and draft-extend steps belong to the stock backend",
+    SPECULATIVE: "a step of speculative decoding that has no packed kernel: all of them on a GPU, draft and "
+    "draft-extend steps, and verify steps whose requests have different numbers of drafts",
+    SPECULATIVE_TREE: "a verify step of speculative decoding whose drafts are a tree (topk above 1, NGRAM)",
     DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",
     GRAPH: "the step runs inside a captured graph",
     TWO_BATCH_OVERLAP: "two-batch overlap cuts the batch in two",

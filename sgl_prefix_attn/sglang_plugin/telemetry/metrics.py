@@ -106,6 +106,11 @@ METRICS = (
     *(Metric(f"{name}_total", text) for name, text in TOTALS.items()),
     Metric("packed_steps_total", "Steps that ran packed, by mode.", label="mode"),
     Metric(
+        "one_token_steps_total",
+        "Prefill (extend) and mixed steps with one token a request that ran as decode steps, by mode.",
+        label="mode",
+    ),
+    Metric(
         "routed_steps_total",
         "Decode steps that could run packed or on the stock backend, by route: packed or stock. "
         "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
@@ -165,6 +170,7 @@ class MetricsExporter:
         """
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
+        values["one_token_steps_total"] = dict(counters.one_token_steps)
         routed = counters.routed_steps
         old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
         values["routed_steps_total"] = {**routed, **old}

@@ -73,7 +73,7 @@ class TestSteps:
             ({"is_draft_worker": True}, reasons.DRAFT_WORKER),
             ({"server_args": SimpleNamespace(dcp_size=2)}, reasons.DECODE_CONTEXT_PARALLEL),
             ({"server_args": SimpleNamespace(dcp_size=2), "device": "cuda"}, reasons.DECODE_CONTEXT_PARALLEL),
-            ({"spec_algorithm": SpeculativeAlgorithm.EAGLE}, reasons.SPECULATIVE),
+            ({"spec_algorithm": SpeculativeAlgorithm.EAGLE, "device": "cuda"}, reasons.SPECULATIVE),
             ({"device": "cuda", "settings": Settings(metrics=False, gpu_kernels="native")}, reasons.NO_CUDA_KERNEL),
             ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, reasons.ENCODER_DECODER),
         ],

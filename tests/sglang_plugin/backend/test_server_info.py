@@ -39,7 +39,7 @@ class TestState:
         assert told["version"] == 1
         assert told["handover"] == "hooks"
         assert told["sglang"] == "0.5.20"
-        assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0}
+        assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0, "verify": 0}
         assert told["counters"]["fallbacks"] == {fallback_reasons.NO_PATHS: 1}
         assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
         assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9

@@ -123,11 +123,10 @@ class TestHostLengths:
         [
             {"is_draft_worker": True},
             {"device": "cuda", "spec_algorithm": SpeculativeAlgorithm.EAGLE},
-            {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
             {"settings": Settings(metrics=False, route="stock", pack_extend=False, pack_mixed=False)},
             {"settings": Settings(metrics=False, pack_decode=False, pack_extend=False, pack_mixed=False)},
         ],
-        ids=["draft model", "speculation", "speculation on a CPU", "stock route", "nothing is to be packed"],
+        ids=["draft model", "speculation", "stock route", "nothing is to be packed"],
     )
     def test_where_nothing_packs_the_stock_backend_answers(self, options: dict[str, Any], stock: bool) -> None:
         assert self.needs(stock, **options) is stock
@@ -146,7 +145,7 @@ class TestHostLengths:
             monkeypatch.setattr(overlap_utils, name, mock.MagicMock(), raising=False)
         getattr(overlap_utils, "get_exec", mock.MagicMock())().overlap.enable_two_batch_overlap = False
         getattr(overlap_utils, "get_spec", mock.MagicMock())().speculative_algorithm = "EAGLE"
-        eagle = {"spec_algorithm": SpeculativeAlgorithm.EAGLE}
+        eagle = {"device": "cuda", "spec_algorithm": SpeculativeAlgorithm.EAGLE}
         target, draft = Fixture(SHARED, LENGTHS, **eagle), Fixture(SHARED, LENGTHS, is_draft_worker=True, **eagle)
         for fixture in (target, draft):
             fixture.stock.needs_cpu_seq_lens = False  # as fa3 and triton say
