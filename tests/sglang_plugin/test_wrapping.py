@@ -176,7 +176,6 @@ REFUSED = {
     "pdmux": (_argument(enable_pdmux=True), reasons.PDMUX),
     "decode context": (_argument(dcp_size=2), reasons.DECODE_CONTEXT_PARALLEL),
     "no radix cache": (_argument(disable_radix_cache=True), reasons.NO_RADIX_CACHE),
-    "speculation": (_runner(spec_algorithm=SpeculativeAlgorithm.NGRAM), reasons.SPECULATIVE),
     "unknown pool": (_pool(_become(PagedPool)), reasons.KV_LAYOUT),
     "hnd": (_pool(_hnd), reasons.KV_LAYOUT),
     "fp4": (_pool(lambda pool: setattr(pool, "k_scale_buffer", [])), reasons.KV_DTYPE),
@@ -220,6 +219,10 @@ class TestRefused:
         runner = on_gpu(monkeypatch)
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.NO_CUDA_KERNEL
+
+    def test_speculation_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE)
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.SPECULATIVE
 
     def test_a_model_that_never_decodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         runner = on_gpu(monkeypatch)

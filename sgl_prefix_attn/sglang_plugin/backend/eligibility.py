@@ -33,6 +33,7 @@ STOCK_CLASSES = {
     "triton": "TritonAttnBackend",
     "torch_native": "TorchNativeAttnBackend",
 }
+_PREFILL_MODES = ("extend", "mixed")
 # Models that read `forward_metadata` of the current backend in their own code.
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 
@@ -119,7 +120,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if None not in reasons:
         return reasons[0]
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
-    if masked and any(never_packs(executor, settings, mode) is None for mode in ("extend", "mixed") if mode in modes):
+    if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
     return _unsupported_model(runner, name, executor)
 
@@ -138,7 +139,7 @@ def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
     prefill, decode = versions.backend_names(runner)
     if prefill == decode or name not in (prefill, decode):
         return MODES
-    return ("decode",) if name == decode else ("extend", "mixed")
+    return tuple(mode for mode in MODES if (mode in _PREFILL_MODES) == (name == prefill))
 
 
 def _unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:

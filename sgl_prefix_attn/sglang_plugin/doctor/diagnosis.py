@@ -33,6 +33,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 _MOST_CHANGES = 8
+KINDS = ("decode", "extend", "mixed", "verify")
 
 
 @dataclass(frozen=True)
@@ -126,19 +127,17 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     """The diagnosis of a runner, without changes."""
     prefill, decode = backends = versions.backend_names(runner)
     of_backend = {name: _refusal(runner, name, settings) for name in {prefill, decode}}
-    names: dict[str, str | None] = {"decode": decode, "extend": prefill, "mixed": prefill}
-    steps: dict[str, Answer] = {}
+    # Steps that the plug-in knows no packed way for are not among MODES.
+    steps: dict[str, Answer] = {"verify": Answer(fallback_reasons.SPECULATIVE)}
     for mode in MODES:
-        found = of_backend[names[mode]]
+        found = of_backend[prefill if mode in ("extend", "mixed") else decode]
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
     if not versions.argument(runner, "enable_mixed_chunk"):
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
-    speculates = not runner.spec_algorithm.is_none()
-    steps["verify"] = Answer(
-        fallback_reasons.SPECULATIVE if speculates else advice.NO_SUCH_STEPS,
-        "" if speculates else "without speculative decoding",
-    )
+    if runner.spec_algorithm.is_none():
+        steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
     way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
+    steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
         backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device
     )
