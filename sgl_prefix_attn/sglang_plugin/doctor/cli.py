@@ -122,7 +122,8 @@ def as_text(found: Diagnosis, arguments: list[str]) -> str:
         *(f"  {_STEPS[mode]:8} {_line(answer)}" for mode, answer in found.steps.items()),
     ]
     if found.layers:
-        lines += ["Layers in packed steps", *(f"  {layers}: {_line(answer)}" for layers, answer in found.layers)]
+        lines.append("Layers in packed steps")
+        lines += [f"  {layers}: {' '.join(_line(answer).split())}" for layers, answer in found.layers]
     if found.changes:
         lines += ["What to change", *(f"  {number}. {c.text}" for number, c in enumerate(found.changes, 1))]
     if found.after is not None:
