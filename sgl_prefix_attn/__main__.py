@@ -14,6 +14,7 @@ from sgl_prefix_attn import __version__, deprecations
 COMMANDS = {
     "batch": ("sgl_prefix_attn.offline.cli", "run a batch file (OpenAI's format) offline, prefixes computed once"),
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
+    "doctor": ("sgl_prefix_attn.sglang_plugin.doctor.cli", "say what of a server would run packed, and what to change"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
     "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),
     "route": ("sgl_prefix_attn.routing.cli", "fit, test and explain the choice between packed and stock kernels"),
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    takes_more = False  # whether the command takes arguments that are not ours
     for name, (module_name, summary) in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary)
         # Only the chosen command is imported: `settings` must not need torch, `explain` not SGLang.
@@ -38,11 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(module_name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+            takes_more = getattr(module, "TAKES_MORE", False)
     try:
         arguments = deprecations.renamed_arguments(arguments)
     except ValueError as error:
         parser.error(str(error))
-    args = parser.parse_args(arguments)
+    args, more = parser.parse_known_args(arguments)
+    if more and not takes_more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    args.more = more
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from sgl_prefix_attn import deprecations
@@ -41,6 +41,8 @@ OTHER_VARIABLES = {
 # Kubernetes sets these in every pod of a namespace with a service named prefixpack or prefixpack-*.
 _KUBERNETES = re.compile(r"PREFIXPACK_(SERVICE_\w*|PORT\w*|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT(_\d+_\w+)?)")
 DEFAULT_SOURCE = "default"
+# Stock backends that wrap mode knows. trtllm_mha is none of them: its KV layout and scales were never run with ours.
+WRAPPABLE = ("fa3", "flashinfer", "triton", "torch_native")
 
 
 class SettingsError(ValueError):
@@ -57,6 +59,13 @@ class Settings(BaseModel):
         description="SGLang backend that runs every step that prefixpack does not run packed. auto: torch_native on a "
         "CPU; on CUDA the backend that SGLang would choose.",
     )
+    wrap: tuple[str, ...] = Field(
+        (),
+        description="Stock backends that run wrapped by prefixpack under their own names, in any server that this "
+        "package can serve: --attention-backend keeps its name, or is not given. true: all of them. Other servers get "
+        "SGLang's own backend, and the log says why.",
+        json_schema_extra={"accepts": f"true, false, or a list of {', '.join(WRAPPABLE)}"},
+    )
     handover: Literal["auto", "hooks", "patch"] = Field(
         "auto",
         description="How request paths reach the backend. hooks: SGLang's plug-in hooks. patch: the native seam of "
@@ -72,6 +81,11 @@ class Settings(BaseModel):
     pack_mixed: Literal["auto"] | bool = Field(
         "auto",
         description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
+    )
+    one_token_steps: bool = Field(
+        False,
+        description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
+        "graphs, and packed. Such steps start requests whose prompt is cached. Best with --enable-mixed-chunk.",
     )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."
@@ -153,6 +167,21 @@ class Settings(BaseModel):
     metrics_flush_steps: int = Field(
         32, ge=1, le=1_000_000, description="Steps, packed or not, between two updates of the Prometheus metrics."
     )
+
+    @field_validator("wrap", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> tuple[str, ...]:
+        """The names of `true`, `false`, a list, or a text with either."""
+        names = value
+        if isinstance(value, str):
+            names = [name.strip() for name in value.split(",")]
+            if len(names) == 1 and names[0] not in WRAPPABLE:
+                names = TypeAdapter(bool).validate_python(names[0])
+        if isinstance(names, bool):
+            return WRAPPABLE if names else ()
+        if not isinstance(names, (list, tuple)) or any(name not in WRAPPABLE for name in names):
+            raise ValueError("not a list of stock backends")
+        return tuple(name for name in WRAPPABLE if name in names)
 
     @field_validator("max_tile_rows")
     @classmethod

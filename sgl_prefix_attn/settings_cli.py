@@ -99,4 +99,6 @@ def _table(loaded: LoadedSettings) -> str:
 def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(value) or "false"
     return "none" if value is None else str(value)

@@ -8,6 +8,7 @@ import pytest
 
 from sgl_prefix_attn.settings import (
     OTHER_VARIABLES,
+    WRAPPABLE,
     Settings,
     SettingsError,
     accepted_values,
@@ -44,6 +45,24 @@ def test_variable_beats_file_beats_default(tmp_path: Path) -> None:
 def test_none_takes_an_optional_value_back(tmp_path: Path) -> None:
     environ = config(tmp_path, "workers = 7\n") | {"PREFIXPACK_WORKERS": " none "}
     assert load_settings(environ).workers is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("1", WRAPPABLE), ("off", ()), (" triton, fa3", ("fa3", "triton")), ("torch_native", ("torch_native",))],
+)
+def test_wrap_is_all_none_or_a_list(text: str, names: tuple[str, ...]) -> None:
+    assert load_settings({"PREFIXPACK_WRAP": text}).wrap == names
+
+
+def test_wrap_in_a_file(tmp_path: Path) -> None:
+    assert load_settings(config(tmp_path, "wrap = true\n")).wrap == WRAPPABLE
+    assert load_settings(config(tmp_path, 'wrap = ["triton"]\n')).wrap == ("triton",)
+
+
+@pytest.mark.parametrize("text", ["trtllm_mha", "fa3,fa4", "2"])
+def test_wrap_knows_no_other_backends(text: str) -> None:
+    assert "accepted is true, false, or a list of fa3" in message({"PREFIXPACK_WRAP": text})
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("on", True), ("0", False), ("False", False)])

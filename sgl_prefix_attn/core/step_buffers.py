@@ -75,6 +75,7 @@ class StepBuffers:
 
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
+        self._int_buffers: list[torch.Tensor] = []
         self.warp_blocks = 0  # CTAs of a launch whose warps take work tiles of their own
         # Three words a query, two for its combine list, and the slots of the lists. Lists of groups of KV splits, of
         # which each has two slots or more, come on top.
@@ -98,7 +99,16 @@ class StepBuffers:
         self._turn = 0
 
     def _ints(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=self.device)
+        self._int_buffers.append(torch.zeros(count, dtype=torch.int32, device=self.device))
+        return self._int_buffers[-1]
+
+    def reset(self) -> None:
+        """Makes the buffers as new, at the same addresses, after their memory lost its content.
+
+        The next step has to load its plan.
+        """
+        for buffer in self._int_buffers:
+            buffer.zero_()
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
         """Copies a plan to the device.

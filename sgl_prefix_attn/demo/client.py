@@ -143,7 +143,8 @@ def _record(samples: dict[int, Sample], event: dict[str, Any], now: float) -> Sa
     if len(tokens) > len(sample.tokens):
         sample.last = now
     sample.tokens = tokens
-    sample.cached_tokens = meta["cached_tokens"]
+    # SGLang leaves it out for a request that was aborted in the queue.
+    sample.cached_tokens = meta.get("cached_tokens", sample.cached_tokens)
     sample.retractions = meta.get("num_retractions", 0)
     sample.finish = (meta.get("finish_reason") or {}).get("type", "")
     return sample

@@ -54,6 +54,18 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Cohere 2 with the keys that make SGLang keep window layers in a KV pool of their own.
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "is_hybrid_swa": True,
+            "hybrid_layer_pattern": [1, 0, 1, 0],
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 VARIANTS = tuple(_VARIANTS)
 # Gemma 2 normalises what each layer adds. At the initial weights, with tied embeddings, that would be too little to

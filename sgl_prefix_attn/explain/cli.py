@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from sgl_prefix_attn.explain import spread
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError, parse_tree, read_batch_file
 from sgl_prefix_attn.explain.devices import DEVICE_NAMES, device_model, model_shape
 from sgl_prefix_attn.explain.report import Explanation, explain
@@ -21,6 +22,8 @@ _EXAMPLES = """examples:
       the first 64 requests of a Mooncake trace, decoding together
   %(prog)s --server http://127.0.0.1:30000
       counters and the last packed batch of a running server
+  %(prog)s --server http://host-a:30000 --server http://host-b:30000
+      how the running requests' shared prefixes are spread over engines
   %(prog)s --batch batch.json --json
       {"paths": [[[node id, start, end], ...] for each request], "seq_lens": [...], "query_lens": [...]}
 """
@@ -43,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument("--batch", metavar="FILE", help="JSON file with paths, seq_lens and, if not all 1, query_lens")
     source.add_argument("--trace", metavar="FILE", help="trace in Mooncake's JSON lines; blocks of 512 tokens")
-    source.add_argument("--server", metavar="URL", help="a running server, as in http://127.0.0.1:30000")
+    source.add_argument(
+        "--server",
+        metavar="URL",
+        action="append",
+        help="a running server, as in http://127.0.0.1:30000; given several times: the sharing that is lost because "
+        "requests with equal prefixes run on different servers",
+    )
 
     details = parser.add_argument_group("more about the batch")
     details.add_argument("--query-len", type=int, metavar="N", help="--tree: new tokens of each request (default 1)")
@@ -71,8 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         _check_options(args)
-        if args.server:
-            _run_server(args)
+        if args.server and len(args.server) > 1:
+            _run_servers(args)
+        elif args.server:
+            _run_server(args.server[0], args)
         else:
             shape = model_shape(args)
             explanation = explain(_batch(args), shape, device_model(args, shape))
@@ -105,17 +116,33 @@ def _batch(args: argparse.Namespace) -> BatchDescription:
     return read_batch_file(args.batch)
 
 
-def _run_server(args: argparse.Namespace) -> None:
-    states = dict(enumerate(read_states(args.server, args.api_key)))
+def _run_servers(args: argparse.Namespace) -> None:
+    """The spread of the running requests over several servers; each data-parallel rank is an engine of its own."""
+    for option in ("rank", "plot"):
+        if getattr(args, option) is not None:
+            raise InputError(f"--{option} works with one --server")
+    engines = {}
+    for url in dict.fromkeys(args.server):
+        states = read_states(url, args.api_key)
+        for rank, state in enumerate(states):
+            if state.running is None:
+                raise InputError(f"{url}: its version of sgl-prefix-attn does not tell the prompts of running requests")
+            engines[url if len(states) == 1 else f"{url} rank {rank}"] = state.running
+    found = spread.spread(engines)
+    _print(spread.as_json(found) if args.json else spread.render(found))
+
+
+def _run_server(url: str, args: argparse.Namespace) -> None:
+    states = dict(enumerate(read_states(url, args.api_key)))
     if args.rank is not None:
         if args.rank not in states:
-            raise InputError(f"--rank {args.rank}: {args.server} reports ranks 0 to {len(states) - 1}")
+            raise InputError(f"--rank {args.rank}: {url} reports ranks 0 to {len(states) - 1}")
         states = {args.rank: states[args.rank]}
-    explained = {rank: _explain_state(state, f"{args.server} rank {rank}", args) for rank, state in states.items()}
+    explained = {rank: _explain_state(state, f"{url} rank {rank}", args) for rank, state in states.items()}
     if args.json:
         _print(
             {
-                "server": args.server,
+                "server": url,
                 "ranks": [
                     {"rank": rank, **state.model_dump(exclude={"batch"}), "last_packed_batch": _json(explained[rank])}
                     for rank, state in states.items()
@@ -126,7 +153,7 @@ def _run_server(args: argparse.Namespace) -> None:
         for rank, state in states.items():
             explanation = explained[rank]
             batch = "no batch ran packed yet" if explanation is None else _text(explanation, args)
-            _print(f"{args.server} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
+            _print(f"{url} rank {rank} since its start\n{render_state(state)}\n\nlast packed batch: {batch}")
     _plot([explanation for explanation in explained.values() if explanation is not None], args)
 
 

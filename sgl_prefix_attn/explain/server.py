@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
+from sgl_prefix_attn.explain.spread import RunningPrompts
 
 STATE_KEY = "prefixpack"
 STATE_VERSION = 1
@@ -34,10 +35,14 @@ class Counters(BaseModel):
     kv_tokens_unique: int
     steps_packed: dict[str, int]
     fallbacks: dict[str, int]
+    one_token_steps: dict[str, int] = {}
 
 
 class ServerState(BaseModel):
-    """State of the backend in one scheduler process. batch: the last one that ran packed; None: none yet."""
+    """State of the backend in one scheduler process.
+
+    batch: the last one that ran packed; None: none yet. running: prompts of running requests; None: an older server.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -49,6 +54,7 @@ class ServerState(BaseModel):
     shape: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
     batch: BatchModel | None = None
+    running: RunningPrompts | None = None
 
     def described_batch(self, title: str) -> BatchDescription | None:
         """The last packed batch, or None when no step ran packed yet."""

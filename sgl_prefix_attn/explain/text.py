@@ -33,6 +33,7 @@ def render_state(state: ServerState) -> str:
     rows = [
         ("sglang", f"{state.sglang}, hand-over by {state.handover}, stock backend {state.stock_backend}"),
         ("steps packed", _counts(counters.steps_packed)),
+        ("one token", _counts(counters.one_token_steps)),
         ("fallbacks", _counts(counters.fallbacks)),
         ("plans", f"{made:,} made, {reused:,} reused ({_percent(reused, made + reused)})"),
         ("host time", _host_time(counters.plan_seconds, counters.host_seconds, steps)),

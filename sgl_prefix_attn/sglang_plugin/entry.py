@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 logger = logging.getLogger(__name__)
 
 NAME = "prefixpack"
+_ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 
 def register() -> None:
@@ -29,7 +30,9 @@ def register() -> None:
         logger.error("attention backend %r is not available: %s", NAME, error)
         return
     register_name(settings)
-    if in_scheduler_process():
+    if settings.wrap:
+        register_wrapping(settings)
+    elif in_scheduler_process():
         register_hooks(settings, version)
     register_pinning_addresses(settings)
 
@@ -52,6 +55,15 @@ def register_name(settings: Settings) -> None:
         return create_backend(runner, settings)
 
 
+def register_wrapping(settings: Settings) -> None:
+    """Wraps stock backends. Hooks come when one is built that can run packed, so that other servers have none."""
+    from sgl_prefix_attn.sglang_plugin import wrapping
+
+    wrapping.install(settings)
+    if not in_scheduler_process() or _ENGINE_MODULE in sys.modules:
+        wrapping.hook_launchers()
+
+
 def register_hooks(settings: Settings, version: str) -> None:
     """Adds our hooks to SGLang's registry. They do nothing until a prefixpack backend is built in this process."""
     import torch
@@ -69,6 +81,8 @@ def register_hooks(settings: Settings, version: str) -> None:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
+    elif settings.one_token_steps:
+        wanted += hook_table.ONE_TOKEN_HOOKS
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     elif settings.route == "auto":

@@ -1,4 +1,4 @@
-"""Builds the backend behind the name `prefixpack` for a model runner."""
+"""Builds our backends for a model runner: the one behind the name `prefixpack`, and wrappers of stock backends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import hook_table
-from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, plugin_state
+from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
+from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +39,88 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     name = stock_name(runner, settings.stock_backend)
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
+    state, missing = connect(runner, settings, name)
+    for hook in missing:
+        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+    return PrefixPackBackend(runner, build_stock(runner, name), state)
+
+
+def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
+    """A stock backend wrapped by ours, or the stock backend itself where we can be of no use or do harm. Never raises.
+
+    What refuses, and why, is logged once. A refused server has no hook and no state of ours.
+
+    Args:
+        runner: SGLang's ModelRunner.
+        name: the stock backend's name, one of `settings.WRAPPABLE`.
+        stock: the stock backend, as SGLang built it.
+        settings: settings in force.
+    """
+    error = None
+    try:
+        reason = eligibility.wrap_refusal(runner, name, stock, settings)
+        if reason is None:
+            state, missing = connect(runner, settings, name, wraps=True)
+            if not set(missing) & set(hook_table.HANDOVER_HOOKS):
+                backend = PrefixPackBackend(runner, stock, state, wraps=name)
+                logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
+                return backend
+            reason = fallback_reasons.HOOKS_MISSING
+    except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us
+        reason, error = fallback_reasons.FAILED, raised
+    plugin_state.leave()
+    _log_refusal(name, reason, error)
+    return stock
+
+
+_logged: set[tuple[str, str]] = set()
+# Refusals of a backend beside one that packs.
+_EXPECTED = frozenset({fallback_reasons.DRAFT_WORKER, fallback_reasons.COMPUTE_BOUND, fallback_reasons.DISABLED})
+
+
+def _log_refusal(name: str, reason: str, error: Exception | None) -> None:
+    """Logs why a stock backend is not wrapped, once for each reason."""
+    if (name, reason) not in _logged:
+        _logged.add((name, reason))
+        level = logging.INFO if reason in _EXPECTED else logging.WARNING
+        why = fallback_reasons.EXPLANATIONS[reason]
+        logger.log(level, "prefixpack: %s is not wrapped, and runs as it is: %s", name, why, exc_info=error)
+
+
+def connect(
+    runner: Any, settings: Settings, name: str, *, wraps: bool = False
+) -> tuple[plugin_state.PluginState, list[hooks.Hook]]:
+    """Makes this process hand request paths to our backends.
+
+    Args:
+        name: the stock backend's name.
+        wraps: whether SGLang knows the backend by that name; what it decides by the name is right then.
+
+    Returns:
+        The state of the process, and the hooks that could not be applied.
+    """
+    version = versions.installed_version()
     state = plugin_state.of_process(settings, version)
-    kind = state.serve(handover_kind(settings, version, runner), runner).kind
+    handover = state.serve(handover_kind(settings, version, runner), runner)
+    kind = handover.kind
+    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
-    if is_cpu(runner):
+        if settings.one_token_steps and runs_one_token_steps(runner):
+            handover.run_one_token_steps()
+            wanted += hook_table.ONE_TOKEN_HOOKS if kind == "patch" else ()
+    if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
-    elif settings.route == "auto":
+    elif not is_cpu(runner) and settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
-    if masks_images(runner, name, settings):
+    if not wraps and masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.hooks_for(settings, state)
-    for hook in hooks.ensure_applied(wanted):
-        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+    missing = hooks.ensure_applied(wanted)
     if versions.ask_for_readable_tree_core(os.environ):
         logger.warning(
             "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
@@ -62,9 +128,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
             version,
             versions.TREE_CORE_VARIABLE,
         )
-    backend = PrefixPackBackend(runner, build_stock(runner, name), state)
     logger.info("prefixpack: stock backend %s, paths through %s, SGLang %s", name, kind, version)
-    return backend
+    return state, missing
 
 
 def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
@@ -74,6 +139,14 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
             f"attention backend 'prefixpack' cannot choose a backend for the draft model in SGLang {version}; name one "
             f"with --speculative-draft-attention-backend, for example {name!r}"
         )
+
+
+def runs_one_token_steps(runner: Any) -> bool:
+    """Whether the server can run one-token steps; else logs why not."""
+    why_not = one_token.unsupported_server(runner)
+    if why_not is not None:
+        logger.warning("prefixpack: one_token_steps has no effect on this server: %s", why_not)
+    return why_not is None
 
 
 def masks_images(runner: Any, name: str, settings: Settings) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, server_info
+from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, memory_release, server_info
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
@@ -16,8 +16,18 @@ HANDOVER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "no step runs packed"),
     Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_model_runner_forward, "AROUND", "no step runs packed"),
 )
+# For servers with the setting one_token_steps whose paths come through the patch.
+ONE_TOKEN_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "one-token steps run as prefill"),
+)
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
+    Hook(
+        targets.RESUME_MEMORY,
+        memory_release.after_resume_memory_occupation,
+        "AFTER",
+        "after a release of the memory of CUDA graphs, packed steps may read lost plans",
+    ),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
 )
 # For servers whose decode steps may be routed either way.

@@ -57,6 +57,7 @@ class Packing:
 
     steps: Counter[str]
     fallbacks: Counter[str]
+    one_token: Counter[str]
     kv: KVReads | None = None
 
     def assert_packed(self, *modes: str) -> None:
@@ -72,11 +73,15 @@ def packing(server: Server) -> Iterator[Packing]:
     """Yields a Packing that describes the steps of the block once the block ends."""
     before = server.packing_state()
     assert before is not None, "the server does not report prefixpack's state"
-    result = Packing(Counter(), Counter())
+    result = Packing(Counter(), Counter(), Counter())
     yield result
     after = server.packing_state()
     assert after is not None
-    for target, name in ((result.steps, "steps_packed"), (result.fallbacks, "fallbacks")):
+    for target, name in (
+        (result.steps, "steps_packed"),
+        (result.fallbacks, "fallbacks"),
+        (result.one_token, "one_token_steps"),
+    ):
         target.update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
     result.kv = KVReads.between(before, after)
 

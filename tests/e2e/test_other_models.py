@@ -1,4 +1,4 @@
-"""Models whose attention is not plain: tokens as transformers computes them."""
+"""Models whose attention is not plain: tokens as transformers or the stock backend computes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, packing
+from tests.e2e.conftest import BACKEND, STOCK, Launch, packing, tokens_of
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -26,3 +26,31 @@ def test_layers_with_a_sliding_window(launch: Launch, vocabulary: Vocabulary) ->
     for answer in answers:
         reference.check(answer.request, answer.samples[0].tokens)
     done.assert_packed("decode", "extend")
+
+
+@pytest.mark.versions
+def test_window_layers_with_kv_slots_of_their_own(launch: Launch, vocabulary: Vocabulary) -> None:
+    """Cohere 2 with a sliding-window pool: full layers run packed, window layers stock.
+
+    SGLang's torch_native reads window layers at the slots of full layers. Both have the same numbers until as many
+    tokens as the pool holds were allocated, so the workloads stay below that.
+    """
+    model = tiny_model("cohere2")
+    workload = [workloads.three_levels(vocabulary), workloads.samples(vocabulary)]
+    tokens = {}
+    for backend in (STOCK, BACKEND):
+        with launch(backend, "--chunked-prefill-size", "256", model=model) as server:
+            replay(server.url, workloads.level_seeds(workload[0]))
+            if backend == STOCK:
+                tokens[backend] = [tokens_of(replay(server.url, requests)) for requests in workload]
+                continue
+            with packing(server) as done:
+                tokens[backend] = [tokens_of(replay(server.url, requests)) for requests in workload]
+            state = server.packing_state()
+        assert "SWAKVPool" in server.log_text()
+    assert tokens[BACKEND] == tokens[STOCK]
+    done.assert_packed("decode", "extend")
+    assert done.kv is not None
+    assert done.kv.saved > 0.6
+    assert state is not None
+    assert state["layers"] == {"packed": 2, "stock": {"hybrid_swa": 2}}

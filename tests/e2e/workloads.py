@@ -70,6 +70,16 @@ def late_split(vocabulary: Vocabulary) -> tuple[list[Request], list[Request]]:
     return running, late
 
 
+def refills(vocabulary: Vocabulary) -> list[Request]:
+    """Prompts for rollouts: asked for again, they are cached but for their last token. Two share most, one is short."""
+    prompts = [vocabulary.tokens(length, 12, index) for index, length in enumerate((260, 120, 61, 2))]
+    return [
+        *(Request(f"refill-{index}", prompt, 60) for index, prompt in enumerate(prompts)),
+        Request("refill-longer", prompts[0] + vocabulary.tokens(30, 12, 9), 60),
+        Request("refill-branch", prompts[1][:80] + vocabulary.tokens(50, 12, 10), 60),
+    ]
+
+
 ALL: dict[str, Callable[[Vocabulary], list[Request]]] = {
     "three_levels": three_levels,
     "ragged": ragged,
@@ -78,5 +88,6 @@ ALL: dict[str, Callable[[Vocabulary], list[Request]]] = {
     "to_abort": to_abort,
     "to_retract": to_retract,
     "prefill_beside_decode": lambda vocabulary: [*chain(*prefill_beside_decode(vocabulary))],
+    "refills": refills,
     "late_split": lambda vocabulary: [*chain(*late_split(vocabulary))],
 }

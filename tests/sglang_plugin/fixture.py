@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -39,6 +41,16 @@ class CountingStock(TorchNativeAttnBackend):
         return super().forward(*args, **kwargs)
 
 
+def hybrid_pool(size: int, dtype: torch.dtype, head_dim: int, device: str, windows: tuple[int, ...]) -> SWAKVPool:
+    """A pool whose window layers have slots of their own, under the same numbers: torch_native does not map them."""
+    pool = SWAKVPool(
+        size, size, 1, dtype, KV_HEADS, head_dim, list(windows), [i for i in range(LAYERS) if i not in windows], device,
+        enable_alt_stream=False,
+    )  # fmt: skip
+    pool.register_mapping(torch.arange(size + 2, device=device))
+    return pool
+
+
 class Fixture:
     """Pools with random KV in which the batch's requests share slots as their paths say.
 
@@ -48,6 +60,7 @@ class Fixture:
         room: tokens that requests may grow by.
         tensors: device of all tensors.
         stock_backend: name of the stock backend.
+        windows: ids of layers whose KV is in a sliding-window pool of their own.
         runner: attributes of the ModelRunner.
     """
 
@@ -64,6 +77,7 @@ class Fixture:
         room: int = 8,
         tensors: str = "cpu",
         stock_backend: str = "",
+        windows: tuple[int, ...] = (),
         **runner: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -71,10 +85,14 @@ class Fixture:
         self.query_lens = query_lens
         self.tensors = tensors
         total = sum(seq_lens) + 8
-        self.pool = MHATokenToKVPool(
+        self.pool: Any = MHATokenToKVPool(
             total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
         )
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        pools = [self.pool]
+        if windows:
+            self.pool = hybrid_pool(total, kv_dtype, head_dim, tensors, windows)
+            pools = [self.pool.full_kv_pool, self.pool.swa_kv_pool]
+        for buffer in (buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)):
             buffer.view(kv_dtype).copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
         slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
@@ -168,6 +186,19 @@ class Fixture:
 
         q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
         return q.flatten(1), k, v
+
+    def verify(self, **info: Any) -> None:
+        """Makes a verify step of an extend step with equally many tokens a request; they are its drafts."""
+        assert self.query_lens is not None
+        drafts = self.query_lens[0]
+        assert self.query_lens == [drafts] * len(self.seq_lens)
+        batch = self.batch
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.seq_lens, batch.seq_lens_cpu = batch.seq_lens - drafts, batch.seq_lens_cpu - drafts
+        batch.extend_seq_lens = batch.extend_prefix_lens = None
+        batch.spec_info = SimpleNamespace(**{"topk": 1, "draft_token_num": drafts, **info})
+        self.step = dataclasses.replace(self.step, mode="verify", num_decode=len(self.seq_lens))
+        self.handed = Handed(self.step, batch.req_pool_indices, batch.seq_lens_cpu)
 
     def prepare(self, handed: Handed | None = None) -> None:
         """The backend's decision on the batch, which was handed `handed` (default: the batch's paths)."""

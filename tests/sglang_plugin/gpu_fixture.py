@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
@@ -68,6 +69,9 @@ class HostStep:
                 raise PlanTooLarge(f"the plan needs {count} {name}; the buffers hold {getattr(self.limits, name)}")
         self.loads.append(plan)
         self._plan, self._most = plan, seq_lens + growth
+
+    def reset(self) -> None:
+        self._plan = None
 
     def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         assert self._plan is not None
@@ -314,13 +318,13 @@ class DecodeGraphs:
         for i, layer in enumerate(fixture.layers):
             q, k, v = fixture.qkv(layer)
             self.q[i, :raw] = q[:raw]
-            fixture.pool.set_kv_buffer(layer, batch.out_cache_loc, k[:raw], v[:raw])
+            fixture.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc), k[:raw], v[:raw])
         view = build_replay_fb_view(batch, buffers, size, raw, size, 1, ForwardMode.DECODE, False)
         with fixture.handover.handed_over(fixture.handed if handed is None else handed):
             fixture.backend.init_forward_metadata_out_graph(view)
         table = fixture.rows.req_to_token.clone()
-        if fixture.backend.decision.step is not None:
-            # From here on the scheduler may change its tables: packed graphs read copies.
+        if fixture.backend.decision.step is not None and not fixture.backend._layers.has_stock_layers:
+            # From here on the scheduler may change its tables: packed layers read copies, and torch_native does not.
             fixture.rows.req_to_token.fill_(0)
         recorded, outputs = self.graphs[self._key(size)]
         for launch in recorded:

@@ -166,6 +166,33 @@ class TestFactory:
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
+    @pytest.mark.parametrize("patched", [False, True])
+    def test_one_token_steps_hook_the_forward_batch_beside_the_patch(
+        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
+        create_backend(self.text_runner(), Settings(metrics=False))
+        (hook,) = factory.hook_table.ONE_TOKEN_HOOKS
+        assert [wanted.target for wanted in asked].count(hook.target) == (0 if patched else 1)
+        asked.clear()
+        create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=True))
+        assert [wanted.target for wanted in asked].count(hook.target) == 1
+        current = plugin_state.active()
+        assert current is not None
+        assert current.handover.runs_one_token_steps
+
+    def test_one_token_steps_say_where_they_have_no_effect(self, caplog: pytest.LogCaptureFixture) -> None:
+        create_backend(self.text_runner(enable_lora=True), Settings(metrics=False, one_token_steps=True))
+        current = plugin_state.active()
+        assert current is not None
+        assert not current.handover.runs_one_token_steps
+        assert "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
+
+    @staticmethod
+    def text_runner(**arguments: Any) -> Any:
+        model = SimpleNamespace(is_encoder_decoder=False, is_generation=True, model_is_mrope=False)
+        return new_runner(model_config=model, server_args=SimpleNamespace(**arguments))
+
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         runner = new_runner()
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 
 @dataclass
@@ -72,7 +74,7 @@ class PathInfoTree:
 
 @dataclass
 class Batch:
-    """The fields of ScheduleBatch that the tracker reads."""
+    """The fields of ScheduleBatch that the tracker and one-token steps read."""
 
     reqs: list[Req]
     tree_cache: Any
@@ -83,7 +85,16 @@ class Batch:
     extend_lens: list[int] | None = None
     decoding_reqs: list[Req] | None = None
     spec_algorithm: Any = None
+    spec_info: Any = None
     encoder_lens: Any = None
+    return_logprob: bool = False
+    return_hidden_states: bool = False
+    is_prefill_only: bool = False
+    input_embeds: Any = None
+    replace_embeds: Any = None
+    multimodal_inputs: list[Any] | None = None
+    global_num_tokens: list[int] | None = None
+    dllm_config: Any = None
 
     @property
     def seq_lens(self) -> torch.Tensor:
@@ -174,6 +185,12 @@ class SmallScheduler:
 
     def decode_batch(self) -> Batch:
         return self._batch(self.running, ForwardMode.DECODE)
+
+    def verify_batch(self, drafts: int) -> Batch:
+        """The batch in which the target model checks as many drafts of each request. Their KV is not counted yet."""
+        batch = self._batch(self.running, ForwardMode.TARGET_VERIFY)
+        batch.spec_algorithm, batch.spec_info = SpeculativeAlgorithm.EAGLE, SimpleNamespace(draft_token_num=drafts)
+        return batch
 
     def finish(self, request: Req, *, insert: bool = True) -> None:
         """Ends a request and gives its KV to the tree or the pool. It stays in `running` until `filter`."""

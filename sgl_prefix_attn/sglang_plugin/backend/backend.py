@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
@@ -33,14 +33,28 @@ class PrefixPackBackend(AttentionBackend):
         stock: the stock backend. It answers every member of the base class that is not defined here.
         state: the state of the process.
         executor: runs packed steps; None: the one for the runner's device.
+        wraps: the stock backend's name in wrap mode. SGLang then takes this object for one of the stock backend's
+            class. None: the process's one stock backend, under the name `prefixpack`.
 
     Attributes:
         decision: how the present step runs.
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
-    def __init__(self, runner: Any, stock: Any, state: PluginState, executor: Executor | None = None) -> None:
+    _wraps: str | None = None
+
+    def __init__(
+        self,
+        runner: Any,
+        stock: Any,
+        state: PluginState,
+        executor: Executor | None = None,
+        *,
+        wraps: str | None = None,
+    ) -> None:
         self.stock = stock
+        self._wraps = wraps
+        stock_name = wraps or state.stock_backend
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         assert state.handover is not None, "PluginState.serve comes first"
@@ -49,21 +63,28 @@ class PrefixPackBackend(AttentionBackend):
         made = make_executor(runner, state.settings) if executor is None else executor
         never_packed = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
-        self._layers = LayerRegistry(
-            runner, self._executor, self._counters, never_packed, knows_kv_scales(state.stock_backend)
-        )
-        router = StepRouter(state.settings, self._counters, self._executor, state.stock_backend, stock)
-        self._planner = StepPlanner(self._executor, self._layers, router, self._counters)
+        self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))
+        router = StepRouter(state.settings, self._counters, self._executor, stock_name, stock)
+        mixes = graphs_share_metadata(stock_name)
+        self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
-        self._record = BackendRecord(self._planner, router, self._executor.planners)
+        self._record = BackendRecord(
+            self._planner, router, self._executor.planners, self._executor, self._layers, wraps
+        )
         state.add(self, self._record)
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock":  # __init__ has not set it yet
             raise AttributeError(name)
         return getattr(self.stock, name)
+
+    def _class_for_sglang(self) -> type:
+        """What `isinstance` sees besides our own class. SGLang's models ask for the stock backend's class."""
+        return type(self.stock) if self._wraps is not None else PrefixPackBackend
+
+    __class__ = property(_class_for_sglang)
 
     @property
     def needs_cpu_seq_lens(self) -> bool:
@@ -221,7 +242,8 @@ class PrefixPackBackend(AttentionBackend):
                     divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
                     self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
                 return self._executor.attend(step, index, q, layer, self.token_to_kv_pool, kwargs.get("sinks"), scales)
-            self._counters.fallback(reason)
+            if reason not in fallback_reasons.BY_DESIGN:
+                self._counters.fallback(reason)
             # A stock layer in a captured graph needs the stock backend's metadata at every replay.
             self._layers.has_stock_layers |= step.in_graph
             if not self._has_stock_metadata:

@@ -10,45 +10,140 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
-def make_executor(runner: Any, settings: Settings) -> Executor | str:
-    """The executor of a model runner, or the reason why none of its steps ever runs packed."""
+# By stock backend: SGLang's classes that prefixpack knows how to stand in for.
+STOCK_CLASSES = {
+    "fa3": "FlashAttentionBackend",
+    "flashinfer": "FlashInferAttnBackend",
+    "triton": "TritonAttnBackend",
+    "torch_native": "TorchNativeAttnBackend",
+}
+_PREFILL_MODES = ("extend", "mixed")
+# Models that read `forward_metadata` of the current backend in their own code.
+_READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
+
+
+def server_refusal(runner: Any) -> str | None:
+    """The reason why no step of a server ever runs packed, whatever its device; None if some may."""
     if getattr(runner, "is_draft_worker", False):
         return fallback_reasons.DRAFT_WORKER
     if getattr(runner.model_config, "is_encoder_decoder", False):
         return fallback_reasons.ENCODER_DECODER
-    if versions.has_sliding_window_pool(runner.token_to_kv_pool):
-        return fallback_reasons.HYBRID_SWA
+    reason = unsupported_kv(runner)
+    if reason is not None:
+        return reason
     if versions.has_decode_context_parallel(runner):
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
+    if versions.argument(runner, "enable_deterministic_inference") or versions.argument(runner, "rl_on_policy_target"):
+        return fallback_reasons.DETERMINISTIC
     speculation = getattr(runner, "spec_algorithm", None)
-    if speculation is not None and not speculation.is_none():
+    if speculation is not None and not speculation.is_none() and not is_cpu(runner):
         return fallback_reasons.SPECULATIVE
-    return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
+    if versions.argument(runner, "disable_radix_cache"):
+        return fallback_reasons.NO_RADIX_CACHE
+    if versions.argument(runner, "enable_two_batch_overlap"):
+        return fallback_reasons.TWO_BATCH_OVERLAP
+    if versions.argument(runner, "enable_pdmux"):
+        return fallback_reasons.PDMUX
+    return None
 
 
-def _gpu_executor(runner: Any, settings: Settings) -> Executor | str:
-    """As `make_executor`. Captured graphs fix which layers are packed, so these conditions are checked at the start."""
+def unsupported_kv(runner: Any) -> str | None:
+    """The reason why the packed path can read no layer's KV in this runner, None if it may read some."""
+    if versions.argument(runner, "enable_unified_memory") or names_virtual_slots(runner):
+        return fallback_reasons.VIRTUAL_SLOTS
+    return unsupported_pool(runner.token_to_kv_pool)
+
+
+def choose_executor(runner: Any, settings: Settings) -> Executor | str:
+    """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing."""
+    return server_refusal(runner) or device_executor(runner, settings)
+
+
+def device_executor(runner: Any, settings: Settings) -> Executor | str:
+    """The executor of a runner's device, or the reason why there is none. Changes nothing."""
+    if is_cpu(runner):
+        return CpuExecutor(runner, settings)
     kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
     if isinstance(kernels, str):
         logger.warning("prefixpack: all steps run on the stock backend: %s", kernels)
         return fallback_reasons.NO_CUDA_KERNEL
-    arguments = runner.server_args
-    if arguments.disable_radix_cache:
-        return fallback_reasons.NO_RADIX_CACHE
-    if arguments.enable_two_batch_overlap:
-        return fallback_reasons.TWO_BATCH_OVERLAP
-    if arguments.enable_pdmux:
-        return fallback_reasons.PDMUX
-    if versions.keep_metadata_out_of_graphs(os.environ):
-        logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
     return CudaExecutor(runner, settings, kernels)
+
+
+def make_executor(runner: Any, settings: Settings) -> Executor | str:
+    """As `choose_executor`, and keeps SGLang from graphs that would hold a plan."""
+    executor = choose_executor(runner, settings)
+    if not isinstance(executor, str) and executor.runs_in_graphs and versions.keep_metadata_out_of_graphs(os.environ):
+        logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
+    return executor
+
+
+def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str | None:
+    """The reason why a stock backend is not wrapped, None if it is. Changes nothing and allocates no device memory.
+
+    Under our own name SGLang refuses some servers, and others are left as they are if their steps run stock. Here a
+    wrapper without a packed step would only cost time, so everything that is not known to pack is refused.
+
+    Args:
+        runner: SGLang's ModelRunner, with its model and KV pool.
+        name: the stock backend's name.
+        stock: the stock backend.
+        settings: settings in force.
+    """
+    if getattr(runner, "use_mla_backend", False):
+        return fallback_reasons.MLA
+    if STOCK_CLASSES[name] not in {base.__name__ for base in type(stock).__mro__}:
+        return fallback_reasons.UNKNOWN_STOCK
+    executor = choose_executor(runner, settings)
+    if isinstance(executor, str):
+        return executor
+    if set(versions.architectures(runner)) & set(_READ_METADATA):
+        return fallback_reasons.READS_METADATA
+    modes = _modes_of(runner, name)
+    reasons = [never_packs(executor, settings, mode) for mode in modes]
+    if None not in reasons:
+        return reasons[0]
+    masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
+    if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
+        return fallback_reasons.IMAGE_MASKS
+    return _unsupported_model(runner, name, executor)
+
+
+def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
+    """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
+    if mode == "decode" and settings.route == "stock":
+        return fallback_reasons.DISABLED
+    return executor.packs(mode)
+
+
+def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
+    """The kinds of steps that a target model's backend gets: SGLang may run prefill and decode on different ones."""
+    if getattr(runner.model_config, "is_generation", True) is False:  # embeddings, rewards
+        return ("extend",)
+    prefill, decode = versions.backend_names(runner)
+    if prefill == decode or name not in (prefill, decode):
+        return MODES
+    return tuple(mode for mode in MODES if (mode in _PREFILL_MODES) == (name == prefill))
+
+
+def _unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
+    """The reason why no layer of the model runs packed, None if one may or if the model does not show its layers."""
+    registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
+    reasons = [registry.unsupported_reason(layer) for layer in attention_layers(getattr(runner, "model", None))]
+    return reasons[0] if reasons and None not in reasons else None

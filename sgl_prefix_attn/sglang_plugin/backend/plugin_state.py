@@ -11,6 +11,8 @@ from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS, Handed, Handover, Kind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -28,12 +30,18 @@ class BackendRecord:
 
     Attributes:
         planners: the executor's planners, one for each attention shape.
+        executor: runs packed steps.
+        layers: the model's attention layers.
+        wraps: the stock backend's name in wrap mode, None under the name `prefixpack`.
         last_packed: paths of its last packed step; None before the first.
     """
 
     planner: StepPlanner
     router: StepRouter
     planners: list[Planner]
+    executor: Executor
+    layers: LayerRegistry
+    wraps: str | None = None
     last_packed: Handed | None = None
 
 
@@ -82,6 +90,10 @@ class PluginState:
         reasons = [reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER]  # their steps are not read
         return None if not reasons or None in reasons else reasons[0]
 
+    def wrapped(self) -> list[str]:
+        """Names of the stock backends that run wrapped."""
+        return sorted({record.wraps for record in self.backends.values() if record.wraps is not None})
+
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
         records = [record for record in self.backends.values() if record.planner.never_packed is None]
@@ -113,7 +125,7 @@ class PluginState:
         if self.exporter is None:
             return
         try:
-            self.exporter.update(self.counters)
+            self.exporter.update(self.counters, self.wrapped())
         except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
             if not self.metrics_failures:
                 logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")
@@ -134,6 +146,12 @@ def of_process(settings: Settings, sglang_version: str) -> PluginState:
     if _state is None:
         _state = PluginState(settings, sglang_version)
     return _state
+
+
+def leave() -> None:
+    """Lets the hooks of this process do nothing unless a backend of ours lives here."""
+    if _state is not None and not _state.backends:
+        _state.handover = HOOKS.active = None
 
 
 def reset() -> None:

@@ -3,10 +3,12 @@
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
-     "sglang": version, "metrics_failures": updates of the Prometheus metrics that raised, "route": how decode steps are
-     routed or null, "shape": fields of ModelShape, "device": fields of DeviceModel (both null before the first packed
-     step), "batch": null or the last packed batch as
-     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]}}
+     "wrapped": names of the stock backends that run wrapped (wrap mode), "sglang": version, "metrics_failures": updates
+     of the Prometheus metrics that raised, "route": how decode steps are routed or null, "layers": {"packed": attention
+     layers that run packed, "stock": {reason: others}} or null, "shape": fields of ModelShape, "device": fields of
+     DeviceModel (both null before the first packed step), "batch": null or the last packed batch as
+     {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]},
+     "running": fingerprints of the running requests' prompts; see `running_prompts`}
 
 `route` is {"setting": "auto"|"packed"|"stock", "profile": what it predicts by or null, "last": null or the last
 decision as {"route", "packed_us", "stock_us"}, "graph_sizes": batch sizes with a decode graph for either route}.
@@ -20,6 +22,7 @@ from typing import Any
 
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
+from sgl_prefix_attn.sglang_plugin.backend.running_prompts import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 KEY = "prefixpack"
@@ -31,9 +34,10 @@ def batch_state(handed: Handed) -> dict[str, Any] | None:
     step = handed.step
     if isinstance(step, str):
         return None
+    lens = handed.seq_lens.numpy() + (step.query_lens if step.mode == "verify" else 0)
     return {
         "mode": step.mode,
-        "seq_lens": handed.seq_lens.tolist(),
+        "seq_lens": lens.tolist(),
         "query_lens": [1] * step.num_requests if step.query_lens is None else step.query_lens.tolist(),
         "paths": [[list(segment) for segment in path] for path in step.forest.paths()],
     }
@@ -49,9 +53,11 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "counters": state.counters.as_dict(),
         "handover": None if state.handover is None else state.handover.kind,
         "stock_backend": state.stock_backend,
+        "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
         "metrics_failures": state.metrics_failures,
         "route": None if record is None else route_state(record),
+        "layers": None if record is None else record.layers.summary(),
         "shape": None if planner is None else asdict(planner.shape),
         "device": None if planner is None else asdict(planner.device),
         "batch": None if last is None else batch_state(last),
@@ -63,13 +69,14 @@ def route_state(record: BackendRecord) -> dict[str, Any]:
     return {**record.router.state(), "graph_sizes": record.planner.graph_variants.sizes}
 
 
-def after_get_internal_state(result: Any, *args: Any, **kwargs: Any) -> None:
+def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on `Scheduler.get_internal_state`: adds our state to the answer."""
     state = plugin_state.active()
     if state is None or state.handover is None:
         return
     try:
-        result.internal_state[KEY] = process_state(state)
+        running = None if scheduler is None else state.own(RunningPrompts).state(scheduler.running_batch.reqs)
+        result.internal_state[KEY] = {**process_state(state), "running": running}
         state.flush_metrics()
     except Exception:  # the one guard of this hook: SGLang's own answer must arrive
         state.counters.hook_failed()

@@ -12,12 +12,15 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 
 logger = logging.getLogger(__name__)
 
+# Attribute of the factories that wrap mode puts into SGLang's registry: SGLang's own factory.
+STOCK_FACTORY = "prefixpack_stock_factory"
 CPU_DEFAULT = "torch_native"
 # Backends of CUDA builds that can be wrapped, and the one for servers where SGLang would choose another.
 CUDA_CHOICES = ("flashinfer", "fa3", "triton")
 CUDA_DEFAULT = "triton"
 # Backends that ignore the KV scales of a layer, both when they store and when they read.
 _WITHOUT_KV_SCALES = frozenset({"torch_native", "flex_attention"})
+_GRAPHS_SHARE_METADATA = frozenset({"fa3", "triton"})
 # Backends that SGLang refuses by name for a model, and the one that it takes instead.
 _UNSUITED = {
     ("Olmo2ForCausalLM", "flashinfer"): "triton",
@@ -73,7 +76,7 @@ def _replaced(name: str, other: str, why: str) -> str:
 
 
 def build_stock(runner: Any, name: str) -> Any:
-    """Builds a stock backend through SGLang's own registry."""
+    """Builds a stock backend through SGLang's own registry, never wrapped."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     try:
@@ -83,12 +86,21 @@ def build_stock(runner: Any, name: str) -> Any:
             f"stock_backend={name!r}: SGLang {versions.installed_version()} has no such attention backend; it has "
             f"{', '.join(sorted(ATTENTION_BACKENDS))}"
         ) from None
-    return factory(runner)
+    return getattr(factory, STOCK_FACTORY, factory)(runner)
 
 
 def knows_kv_scales(name: str) -> bool:
     """Whether a stock backend stores fp8 KV divided by the layers' scales, and multiplies by them when it reads."""
     return name not in _WITHOUT_KV_SCALES
+
+
+def graphs_share_metadata(name: str) -> bool:
+    """Whether two captured graphs of one size may hold layers of a stock backend.
+
+    Such a backend keeps what its layers read in buffers that all graphs share. Others, FlashInfer for one, make objects
+    for each capture and update the newest at a replay.
+    """
+    return name in _GRAPHS_SHARE_METADATA
 
 
 def is_cpu(runner: Any) -> bool:

@@ -70,6 +70,11 @@ MODEL_RUNNER_FORWARD = Target("model_executor.model_runner.ModelRunner.forward",
 SUPPORT_TRITON = Target("utils.common.support_triton", Use.HOOK, ("backend",))
 INTERNAL_STATE = Target("managers.scheduler.Scheduler.get_internal_state", Use.HOOK, ("self", "recv_req"))
 ON_IDLE = Target("managers.scheduler.Scheduler.on_idle", Use.HOOK, ("self",))
+RESUME_MEMORY = Target(
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+    Use.HOOK,
+    ("self", "recv_req"),
+)
 CALC_PRIORITY = Target("managers.schedule_policy.SchedulePolicy.calc_priority", Use.HOOK, ("self", "waiting_queue"))
 ADD_ONE_REQ = Target("managers.schedule_policy.PrefillAdder.add_one_req", Use.HOOK, ("self", "req"))
 _LAST_LOC_PARAMETERS = ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor")
@@ -91,6 +96,7 @@ HOOKS = (
     SUPPORT_TRITON,
     INTERNAL_STATE,
     ON_IDLE,
+    RESUME_MEMORY,
     CALC_PRIORITY,
     ADD_ONE_REQ,
     GET_LAST_LOC_EARLY,
@@ -186,7 +192,9 @@ _BACKENDS = (
         "device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args spec_algorithm "
         "token_to_kv_pool use_mla_backend",
     ),
-    *_attributes("configs.model_config.ModelConfig", "hf_config"),
+    *_attributes("configs.model_config.ModelConfig", "hf_config is_encoder_decoder is_generation"),
+    *_attributes("configs.model_config.ModelConfig", "model_is_mrope", since="0.5.16"),
+    *_attributes(_RUNNER, "model_is_mrope", until="0.5.15.post1"),
     Target("configs.model_config.is_minimax_sparse", Use.CALL, ("config",)),
     *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
     Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
@@ -223,24 +231,36 @@ _POOLS = (
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
     Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
+    *_attributes("mem_cache.swa_memory_pool.SWAKVPool", "full_kv_pool layers_mapping"),
+    # The window layers' slots are of no use to a write in a full layer, so a bare location is enough.
+    Target("mem_cache.memory_pool.unwrap_write_loc", Use.CALL, ("loc_info",)),
+    *_attributes(_MHA_POOL, "kv_cache_layout"),
+    *_attributes(_MHA_POOL, "use_hnd", since="0.5.15"),
+    *_attributes("mem_cache.memory_pool.MiniMaxSparseKVPool", "main_pool", since="0.5.15"),
+    *_attributes("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
+    Target("model_executor.model_runner.ModelRunner.kv_index_translator", Use.ATTRIBUTE, since="0.5.19"),
+    Target("managers.io_struct.ResumeMemoryOccupationReqInput.tags", Use.ATTRIBUTE),
 )
 
 # Batches and requests.
 _BATCHES = (
     *_attributes(
         "managers.schedule_batch.ScheduleBatch",
-        "decoding_reqs encoder_lens extend_lens forward_mode prefix_lens req_pool_indices reqs seq_lens seq_lens_cpu "
-        "spec_algorithm tree_cache",
+        "decoding_reqs dllm_config encoder_lens extend_lens forward_mode global_num_tokens input_embeds "
+        "is_prefill_only multimodal_inputs prefix_lens replace_embeds req_pool_indices reqs return_hidden_states "
+        "return_logprob seq_lens seq_lens_cpu spec_algorithm tree_cache",
     ),
     *_attributes("managers.schedule_batch.Req", "finished_reason last_node"),
+    *_attributes("managers.scheduler.Scheduler", "running_batch"),
     *_attributes(
         "model_executor.forward_batch_info.ForwardBatch",
-        "batch_size encoder_lens forward_mode out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info "
-        "tbo_parent_token_range",
+        "batch_size encoder_lens extend_input_logprob_token_ids_gpu extend_logprob_start_lens_cpu extend_num_tokens "
+        "extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu extend_start_loc forward_mode "
+        "out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info tbo_parent_token_range",
     ),
     Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
     Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
-    *_attributes("model_executor.forward_batch_info.ForwardMode", "EXTEND MIXED"),
+    *_attributes("model_executor.forward_batch_info.ForwardMode", "DECODE EXTEND MIXED"),
     Target("speculative.spec_info.SpeculativeAlgorithm.is_none", Use.CALL),
     Target("managers.io_struct.GetInternalStateReqOutput.internal_state", Use.ATTRIBUTE),
 )
@@ -310,18 +330,28 @@ _ARGUMENTS = (
     Target("runtime_context.get_parallel", Use.CALL),
     *_attributes(
         "server_args.ServerArgs",
-        "chunked_prefill_size device disable_radix_cache enable_metrics enable_metrics_for_all_schedulers enable_pdmux "
-        "enable_two_batch_overlap model_path served_model_name",
+        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm "
+        "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
+        "enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap model_path pp_size "
+        "served_model_name speculative_algorithm",
         until="0.5.19",
     ),
     *_attributes("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
+    *_attributes("server_args.ServerArgs", "enable_flexkv", since="0.5.16", until="0.5.19"),
     *_attributes("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
     Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.parallel.Parallel", "dcp_size", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.disagg.Disagg", "enable_pdmux", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.parallel.Parallel", "attn_cp_size dcp_size enable_dp_attention pp_size", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_mode enable_pdmux", since="0.5.20"),
     *_attributes(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.memory.Memory", "disable_radix_cache", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.exec_.ExecDllm", "dllm_algorithm", since="0.5.20"),
+    *_attributes(f"{_FIELDS}.lora.Lora", "enable_lora", since="0.5.20"),
+    *_attributes(
+        f"{_FIELDS}.memory.Memory",
+        "disable_radix_cache enable_flexkv enable_hierarchical_cache enable_hisparse enable_lmcache",
+        since="0.5.20",
+    ),
+    *_attributes(f"{_FIELDS}.spec.Spec", "speculative_algorithm", since="0.5.20"),
     *_attributes(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
     *_attributes(
         f"{_FIELDS}.observability.Observability", "enable_metrics enable_metrics_for_all_schedulers", since="0.5.20"
@@ -342,6 +372,22 @@ _ARGUMENTS = (
     ),
 )
 
+# Names that layouts rely on: HiCache, disaggregated decode, data parallel attention. See docs/models.md.
+_LAYOUTS = (
+    # The trees of HiCache are the same, and a request locks a node on the device.
+    Target("mem_cache.hiradix_cache.HiRadixCache", Use.CLASS, until="0.5.20"),
+    *_attributes("mem_cache.hiradix_cache.HiRadixCache", "disable root_node", until="0.5.20"),
+    Target("mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", Use.CALL, ("server_args", "params")),
+    *_attributes("mem_cache.base_prefix_cache.MatchResult", "last_device_node"),
+    # With its radix option, disaggregated decode matches and locks as an ordinary server does.
+    Target("disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock", Use.CALL, ("req",)),
+    *_attributes("server_args.ServerArgs", "disaggregation_decode_enable_radix_cache", until="0.5.19"),
+    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_decode_enable_radix_cache", since="0.5.20"),
+    # Each rank of data parallel attention has a scheduler and a tree of its own; a request may name its rank.
+    Target("managers.data_parallel_controller.DataParallelController", Use.CLASS),
+    *_attributes("managers.io_struct.GenerateReqInput", "routed_dp_rank"),
+)
+
 TARGETS = (
     *HOOKS,
     *_REGISTRATION,
@@ -353,4 +399,5 @@ TARGETS = (
     *_OFFLINE,
     *_TREES,
     *_ARGUMENTS,
+    *_LAYOUTS,
 )

@@ -92,9 +92,37 @@ def architectures(runner: Any) -> list[str]:
     return getattr(getattr(runner.model_config, "hf_config", None), "architectures", None) or []
 
 
+def argument(runner: Any, name: str) -> Any:
+    """A server argument as SGLang resolved it; None if this version, or a runner without arguments, lacks it.
+
+    From 0.5.19 on the fields of ServerArgs keep what the user asked for, and decisions lie beside them.
+    """
+    arguments = getattr(runner, "server_args", None)
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolved_view  # 0.5.19 and later
+    except ImportError:
+        return getattr(arguments, name, None)
+    return getattr(resolved_view(arguments), name, None)
+
+
+def backend_names(runner: Any) -> tuple[str | None, str | None]:
+    """Names of the attention backends for prefill and decode of a target model's runner."""
+    shared = argument(runner, "attention_backend")
+    return (
+        argument(runner, "prefill_attention_backend") or shared,
+        argument(runner, "decode_attention_backend") or shared,
+    )
+
+
 def has_decode_context_parallel(runner: Any) -> bool:
     """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
-    return (getattr(getattr(runner, "server_args", None), "dcp_size", None) or 1) > 1
+    return (argument(runner, "dcp_size") or 1) > 1
+
+
+def has_multimodal_positions(runner: Any) -> bool:
+    """Whether tokens have rotary positions in several dimensions (mrope)."""
+    holder = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner  # since 0.5.16
+    return bool(holder.model_is_mrope)
 
 
 def set_draft_backend(runner: Any, name: str) -> bool:
@@ -157,14 +185,3 @@ def has_other_layers(runner: Any) -> bool:
     hf_config = getattr(runner.model_config, "hf_config", None)
     sparse = hf_config is not None and is_minimax_sparse(hf_config)
     return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
-
-
-def has_sliding_window_pool(pool: Any) -> bool:
-    """Whether the KV pool has separate slots for sliding-window layers."""
-    for module in ("sglang.srt.mem_cache.swa_memory_pool", "sglang.srt.mem_cache.memory_pool"):
-        try:
-            pool_class = importlib.import_module(module).SWAKVPool
-        except (ImportError, AttributeError):
-            continue
-        return isinstance(pool, pool_class)
-    return False

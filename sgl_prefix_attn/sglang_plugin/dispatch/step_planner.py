@@ -27,7 +27,10 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
-MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
+MODES: tuple[Mode, ...] = ("decode", "extend", "mixed", "verify")
+
+
+_DECODES: tuple[Mode, ...] = ("decode", "verify")
 
 
 class Kind(enum.Enum):
@@ -72,12 +75,21 @@ class StepPlanner:
         layers: the model's attention layers.
         router: routes decode steps that could run packed.
         counters: process totals.
+        mixes_in_graphs: whether a size may have two graphs where some layers of the packed one are stock.
 
     Attributes:
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
-    def __init__(self, executor: Executor, layers: LayerRegistry, router: StepRouter, counters: Counters) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        layers: LayerRegistry,
+        router: StepRouter,
+        counters: Counters,
+        mixes_in_graphs: bool = False,
+    ) -> None:
+        self._mixes_in_graphs = mixes_in_graphs
         self._executor = executor
         self._layers = layers
         self._router = router
@@ -99,7 +111,7 @@ class StepPlanner:
     def packs_some_steps(self) -> bool:
         """Whether any step may run packed."""
         return any(
-            self.never_packs(mode) is None and not (mode == "decode" and self._router.always_stock) for mode in MODES
+            self.never_packs(mode) is None and not (mode in _DECODES and self._router.always_stock) for mode in MODES
         )
 
     @property
@@ -117,8 +129,12 @@ class StepPlanner:
         return forward_mode.is_decode() and bool(self._executor.planners) and self.graphs_may_be_packed
 
     def _wants_variants(self, forward_mode: Any) -> bool:
-        # Packed graphs with stock layers have no variants: the stock backend keeps metadata of one graph a size.
-        return self._router.may_change and self.graph_is_packed(forward_mode) and not self._layers.has_stock_layers
+        # Packed graphs with stock layers have variants only where the stock backend can serve two graphs of a size.
+        return (
+            self._router.may_change
+            and self.graph_is_packed(forward_mode)
+            and (self._mixes_in_graphs or not self._layers.has_stock_layers)
+        )
 
     # Each step --------------------------------------------------------------------------------------------------------
 
@@ -173,6 +189,11 @@ class StepPlanner:
         host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
+        if paths.mode == "verify":
+            if self._router.always_stock:
+                return None
+            assert paths.query_lens is not None
+            host_lens += paths.query_lens
         if may_route and paths.mode == "decode" and self._router.decide(paths, host_lens) is Route.STOCK:
             return None
         try:
@@ -211,11 +232,16 @@ class StepPlanner:
     def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> str | None:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return fallback_reasons.TWO_BATCH_OVERLAP
-        if forward_batch.spec_info is not None:
+        if paths.mode == "verify":
+            reason = _unsupported_verify(forward_batch)
+            if reason is not None:
+                return reason
+        elif forward_batch.spec_info is not None:
             return fallback_reasons.SPECULATIVE
         if forward_batch.encoder_lens is not None:
             return fallback_reasons.ENCODER_DECODER
-        if forward_batch.forward_mode.is_decode() != (paths.mode == "decode"):
+        mode = forward_batch.forward_mode
+        if mode.is_decode() != (paths.mode == "decode") or mode.is_target_verify() != (paths.mode == "verify"):
             return fallback_reasons.ROW_MISMATCH
         return self._executor.packs(paths.mode)
 
@@ -231,3 +257,11 @@ class StepPlanner:
         step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
         self._executor.begin(step)
         return StepDecision(Kind.UNSHARED, reason, step)
+
+
+def _unsupported_verify(forward_batch: Any) -> str | None:
+    """The reason why a verify step cannot run packed, None if it can: its drafts are one chain for each request."""
+    info = forward_batch.spec_info
+    if getattr(info, "ragged_verify_layout", None) is not None:
+        return fallback_reasons.SPECULATIVE
+    return None if getattr(info, "topk", None) == 1 else fallback_reasons.SPECULATIVE_TREE

@@ -40,7 +40,8 @@ class CpuExecutor:
         """Nothing to reserve: no graph holds CPU layers."""
 
     def packs(self, mode: Mode) -> str | None:
-        return None if getattr(self._settings, f"pack_{mode}") else fallback_reasons.DISABLED
+        setting = "decode" if mode == "verify" else mode
+        return None if getattr(self._settings, f"pack_{setting}") else fallback_reasons.DISABLED
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
         return None
@@ -70,6 +71,9 @@ class CpuExecutor:
 
     def begin(self, step: PackedStep) -> None:
         step.rows, step.seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
+
+    def memory_resumed(self) -> None:
+        """Nothing was released: SGLang's memory saver knows device memory only."""
 
     def attend(
         self,

@@ -104,6 +104,8 @@ class CudaExecutor:
             self._reallocate(state)
 
     def packs(self, mode: Mode) -> str | None:
+        if mode == "verify":
+            return fallback_reasons.SPECULATIVE  # no kernel takes the rows of several drafts
         wanted = getattr(self._settings, f"pack_{mode}")
         if wanted == "auto":
             return fallback_reasons.COMPUTE_BOUND
@@ -230,6 +232,14 @@ class CudaExecutor:
                 state.step.load(plan, step.host_lens, self._growth)
                 state.loaded = plan
             state.step.prepare(table, rows, seq_lens)
+
+    def memory_resumed(self) -> None:
+        for state in self._shapes:
+            state.loaded = None
+            state.step.reset()
+            state.graph_out.zero_()
+            if state.graph_out.is_cuda:
+                torch.cuda.synchronize(state.graph_out.device)
 
     def attend(
         self,

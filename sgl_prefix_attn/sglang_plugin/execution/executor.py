@@ -65,6 +65,9 @@ class Executor(Protocol):
             PlanTooLarge: a plan does not fit the buffers on the device.
         """
 
+    def memory_resumed(self) -> None:
+        """Called when memory that SGLang had released is back, at its addresses and without its content."""
+
     def attend(
         self,
         step: PackedStep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import (
     kv_scales,
     unsupported_buffers,
     unsupported_layer,
-    unsupported_pool,
 )
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool, unsupported_slots
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -50,7 +51,8 @@ class LayerRegistry:
         knows_kv_scales: whether the stock backend stores fp8 KV divided by the layer's scales.
 
     Attributes:
-        never_packed: as above; set too when the buffers of a layer do not fit the device's memory.
+        never_packed: as above; set too when the buffers of a layer do not fit the device's memory, and when none of
+            the model's layers can run packed.
         scanned: whether the model's layers were examined.
         has_stock_layers: whether some layer runs on the stock backend in packed steps.
     """
@@ -72,12 +74,29 @@ class LayerRegistry:
         """Reasons of the layers known so far; None stands for layers that run packed."""
         return {facts.unsupported_reason for facts in self._facts.values()}
 
+    def summary(self) -> dict[str, Any]:
+        """Layers known so far as JSON-able values: how many run packed, and how many do not, by reason."""
+        reasons = Counter(facts.unsupported_reason for facts in self._facts.values())
+        packed = reasons.pop(None, 0)
+        return {"packed": packed, "stock": {str(reason): count for reason, count in sorted(reasons.items())}}
+
     def scan_model(self) -> None:
         """Examines the layers that the model shows, so that their buffers exist before the first forward."""
         self.scanned = True
         for layer in attention_layers(getattr(self._runner, "model", None)):
             self.facts(layer)
         self._executor.seal()
+        found = self.unsupported_reasons()
+        if found and None not in found and self.never_packed is None:
+            self.never_packed = min(map(str, found - fallback_reasons.BY_DESIGN or found))
+        stock = self.summary()["stock"]
+        if stock:
+            logger.info(
+                "prefixpack: %d of %d attention layers run packed; on the stock backend: %s",
+                len(self._facts) - sum(stock.values()),
+                len(self._facts),
+                "; ".join(f"{count} ({fallback_reasons.EXPLANATIONS[reason]})" for reason, count in stock.items()),
+            )
 
     def facts(self, layer: Any) -> LayerFacts:
         """The facts about a layer, which may be unknown so far."""
@@ -89,10 +108,16 @@ class LayerRegistry:
             self.has_stock_layers |= facts.unsupported_reason is not None
         return facts
 
-    def _examine(self, layer: Any) -> LayerFacts:
-        reason = self.never_packed or unsupported_layer(layer) or unsupported_pool(self._pool)
+    def unsupported_reason(self, layer: Any) -> str | None:
+        """The reason why a layer cannot run packed, None if it can. Allocates nothing."""
+        reason = (
+            self.never_packed
+            or unsupported_pool(self._pool)
+            or unsupported_slots(self._pool, layer)
+            or unsupported_layer(layer)
+        )
         if reason is not None:
-            return LayerFacts(layer, reason, -1, False)
+            return reason
         k_cache = self._pool.get_key_buffer(layer.layer_id)
         v_cache = self._pool.get_value_buffer(layer.layer_id)
         reason = (
@@ -100,14 +125,22 @@ class LayerRegistry:
             or self._executor.unsupported_reason(layer, k_cache)
             or self._executor.unsupported_reason(layer, v_cache)
         )
-        has_scales = self._knows_kv_scales and reason is None and k_cache.dtype is FP8
-        if has_scales and kv_scales(layer) is None:
+        if reason is None and self._has_scales(k_cache) and kv_scales(layer) is None:
             reason = fallback_reasons.KV_SCALES
-        shape_index = -1
-        if reason is None:
-            try:
-                shape_index = self._executor.shape_index(layer, k_cache)
-            except torch.OutOfMemoryError:
-                reason = self.never_packed = fallback_reasons.NO_MEMORY
-                logger.exception("prefixpack: no memory for the buffers of packed steps")
-        return LayerFacts(layer, reason, shape_index, has_scales)
+        return reason
+
+    def _has_scales(self, k_cache: torch.Tensor) -> bool:
+        return self._knows_kv_scales and k_cache.dtype is FP8
+
+    def _examine(self, layer: Any) -> LayerFacts:
+        reason = self.unsupported_reason(layer)
+        if reason is not None:
+            return LayerFacts(layer, reason, -1, False)
+        k_cache = self._pool.get_key_buffer(layer.layer_id)
+        try:
+            shape_index = self._executor.shape_index(layer, k_cache)
+        except torch.OutOfMemoryError:
+            self.never_packed = fallback_reasons.NO_MEMORY
+            logger.exception("prefixpack: no memory for the buffers of packed steps")
+            return LayerFacts(layer, fallback_reasons.NO_MEMORY, -1, False)
+        return LayerFacts(layer, None, shape_index, self._has_scales(k_cache))

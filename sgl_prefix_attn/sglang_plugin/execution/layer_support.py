@@ -56,16 +56,6 @@ def unsupported_layer(layer: Any) -> str | None:
     return None
 
 
-def unsupported_pool(pool: Any) -> str | None:
-    """The reason why the packed path supports no layer of a KV pool, None if it may support some.
-
-    Call it before `unsupported_buffers`: some of these pools copy the whole buffer on access.
-    """
-    pool = getattr(pool, "full_kv_pool", pool)
-    many_scales = getattr(pool, "k_scale_buffer", None) is not None or getattr(pool, "is_quantized_kv_cache", False)
-    return fallback_reasons.KV_DTYPE if many_scales else None
-
-
 def unsupported_buffers(layer: Any, k_cache: Any, v_cache: Any) -> str | None:
     """The reason why the packed path cannot read the KV buffers of a layer, None if it can."""
     for cache in (k_cache, v_cache):

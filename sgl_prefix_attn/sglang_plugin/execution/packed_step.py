@@ -63,6 +63,8 @@ class PackedStep:
     ) -> PackedStep:
         """The step of a ForwardBatch."""
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if paths is not None and paths.mode == "verify":
+            seq_lens = seq_lens + num_tokens // paths.num_requests
         return cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
 
     def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:

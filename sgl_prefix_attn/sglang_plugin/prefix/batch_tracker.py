@@ -25,7 +25,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["decode", "extend", "mixed"]
+Mode = Literal["decode", "extend", "mixed", "verify"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class StepPaths:
     """What the requests of one step share.
 
     Attributes:
+        mode: kind of the step. verify: the target model checks the draft tokens of speculative decoding; each request
+            has the same number of them, the last accepted token included.
         query_lens: [num_requests] int64 new tokens by batch index; None: one each (decode).
         num_decode: decode requests; in a mixed step they are the last ones.
     """
@@ -61,6 +63,7 @@ class _DecodeState:
     """The last decode batch, as far as its forest depends on it.
 
     Attributes:
+        drafts: draft tokens of each request in a verify batch; None in a decode batch.
         places: batch index by request.
         finished: each request's finish reason; None if no request has one.
         nodes: [num_requests] int64 node of each request in the mirror.
@@ -72,6 +75,7 @@ class _DecodeState:
     """
 
     requests: list[Any]
+    drafts: int | None
     places: dict[Any, int]
     handles: list[Any]
     finished: list[Any] | None
@@ -124,10 +128,12 @@ class BatchTracker:
 
     Attributes:
         never_packed: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
+        runs_as_decode: whether a prefill or mixed batch runs as a decode step (`one_token`).
     """
 
     def __init__(self) -> None:
         self.never_packed: Callable[[Mode], str | None] = _may_be_packed
+        self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
         self._mirror: TreeMirror | None = None
         self._no_mirror = fallback_reasons.UNKNOWN_TREE
@@ -148,12 +154,15 @@ class BatchTracker:
             batch: SGLang's ScheduleBatch, when its ForwardBatch is made.
         """
         mode = batch.forward_mode
-        decode = mode.is_decode()
-        if decode and self._is_steady(batch):
+        verify = mode.is_target_verify()
+        decode = verify or mode.is_decode()
+        drafts: int | None = batch.spec_info.draft_token_num if verify else None
+        if decode and self._is_steady(batch, drafts):
             return self._decode.step  # type: ignore[union-attr]
         if mode.is_idle():
             return fallback_reasons.IDLE
-        if batch.spec_algorithm is not None and not batch.spec_algorithm.is_none():
+        speculates = batch.spec_algorithm is not None and not batch.spec_algorithm.is_none()
+        if speculates and not ((verify or mode.name == "EXTEND") and self.never_packed("verify") is None):
             return fallback_reasons.SPECULATIVE
         if not decode and mode.name not in ("EXTEND", "MIXED"):
             return fallback_reasons.MODE
@@ -165,7 +174,7 @@ class BatchTracker:
             self._use_tree(batch.tree_cache)
         if self._mirror is None:
             return self._no_mirror
-        return self._decode_step(batch, self._mirror) if decode else self._extend_step(batch, self._mirror)
+        return self._decode_step(batch, self._mirror, drafts) if decode else self._extend_step(batch, self._mirror)
 
     def _use_tree(self, tree: Any) -> None:
         reader = reader_for(tree)
@@ -178,34 +187,41 @@ class BatchTracker:
             self._mirror = TreeMirror(reader)
             logger.info("prefixpack reads %s through %s", type(tree).__name__, reader.name)
 
-    def _is_steady(self, batch: Any) -> bool:
-        """Whether a decode batch still has the forest of the last one."""
+    def _is_steady(self, batch: Any, drafts: int | None) -> bool:
+        """Whether a decode or verify batch still has the forest of the last one."""
         last = self._decode
         if last is None or batch.tree_cache is not self._tree:
             return False
         requests = batch.reqs
         return (
             requests == last.requests
+            and drafts == last.drafts
             and len(batch.seq_lens) == len(requests)
             and (not self._prefilled or last.places.keys().isdisjoint(self._prefilled))
             and not last.moved()
         )
 
-    def _decode_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
-        useless = self.never_packed("decode")
+    def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | str:
+        useless = self.never_packed("decode" if drafts is None else "verify")
         if useless is not None:
             self._decode = None
             return useless
         if batch.seq_lens_cpu is None:
             return fallback_reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
-        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64) - 1
-        state = self._continued(requests, prefix_lens, mirror) or self._from_scratch(requests, prefix_lens, mirror)
+        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
+        if drafts is None:
+            prefix_lens -= 1  # lengths of a verify batch have none of the step's tokens
+        state = self._continued(requests, drafts, prefix_lens, mirror)
+        if state is None:
+            state = self._from_scratch(requests, drafts, prefix_lens, mirror)
         self._prefilled.clear()
         self._decode = state
         return state.step
 
-    def _from_scratch(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState:
+    def _from_scratch(
+        self, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
+    ) -> _DecodeState:
         """The state of a batch, with all requests looked up."""
         handles = list(map(_LAST_NODE, requests))
         finished = _finished(requests)
@@ -214,16 +230,18 @@ class BatchTracker:
         last = self._decode
         if last is None:
             joined = dict.fromkeys(requests, _JOIN_STEPS)
-            return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+            return _decode_state(requests, drafts, place_of, handles, finished, nodes, forest, joined)
         lately = self._lately(last)
         joined = {
             request: lately.get(request, _JOIN_STEPS)
             for request in requests
             if request not in last.places or request in lately
         }
-        return _decode_state(requests, place_of, handles, finished, nodes, forest, joined)
+        return _decode_state(requests, drafts, place_of, handles, finished, nodes, forest, joined)
 
-    def _continued(self, requests: list[Any], prefix_lens: Int64Array, mirror: TreeMirror) -> _DecodeState | None:
+    def _continued(
+        self, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
+    ) -> _DecodeState | None:
         """The state of a batch with most requests of the last one: only the others are looked up.
 
         None if a request has finished, the tree is another, or too many requests are new.
@@ -246,7 +264,7 @@ class BatchTracker:
         for index, request in zip(indices, changed, strict=True):
             handles[index] = request.last_node
         forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[places], indices))
-        state = _decode_state(requests, place_of, handles, None, nodes, forest, joined, turn)
+        state = _decode_state(requests, drafts, place_of, handles, None, nodes, forest, joined, turn)
         return None if any(map(_FINISHED, state.representatives)) else state
 
     def _lately(self, last: _DecodeState) -> dict[Any, int]:
@@ -261,12 +279,15 @@ class BatchTracker:
         requests = batch.reqs
         # With DP attention SGLang runs a decode batch as extend: decoding_reqs names the requests that decode.
         num_decode = len(batch.decoding_reqs or ())
-        mode: Mode = "mixed" if num_decode else "extend"
+        as_decode = self.runs_as_decode(batch)
+        mode: Mode = "decode" if as_decode else "mixed" if num_decode else "extend"
         # A mixed step changes no node of the requests that decode.
         self._prefilled.update(requests[: len(requests) - num_decode])
         if len(self._prefilled) > _MOST_PREFILLED:
             self._prefilled.clear()
             self._decode = None
+        if as_decode and num_decode:  # the next decode batch has the same requests
+            return self._decode_step(batch, mirror)
         useless = self.never_packed(mode)
         if useless is not None:
             return useless
@@ -275,16 +296,23 @@ class BatchTracker:
             int64_array(batch.prefix_lens),
             _live(_finished(requests)),
         )
-        query_lens = int64_array(batch.extend_lens)
-        return StepPaths(forest, mode, len(requests), num_decode, query_lens)
+        if as_decode:
+            return StepPaths(forest, mode, len(requests), len(requests))
+        return StepPaths(forest, mode, len(requests), num_decode, int64_array(batch.extend_lens))
 
 
 def _may_be_packed(mode: Mode) -> None:
     """None for all kinds of steps: no backend has said yet what it packs."""
 
 
+def _stays_prefill(batch: Any) -> bool:
+    """False: one-token steps are off."""
+    return False
+
+
 def _decode_state(
     requests: list[Any],
+    drafts: int | None,
     places: dict[Any, int],
     handles: list[Any],
     finished: list[Any] | None,
@@ -293,13 +321,19 @@ def _decode_state(
     joined: dict[Any, int],
     turn: int = 0,
 ) -> _DecodeState:
+    count = len(requests)
+    if drafts is None:
+        step = StepPaths(forest, "decode", count, count)
+    else:
+        step = StepPaths(forest, "verify", count, count, np.full(count, drafts, dtype=np.int64))
     return _DecodeState(
         requests=requests,
+        drafts=drafts,
         places=places,
         handles=handles,
         finished=finished,
         nodes=nodes,
-        step=StepPaths(forest, "decode", len(requests), len(requests)),
+        step=step,
         joined=joined,
         representatives=[requests[index] for index in set(forest.node_request.tolist())],
         turn=turn,

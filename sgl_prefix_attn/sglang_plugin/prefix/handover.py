@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -50,6 +51,29 @@ class Handover:
         self._tracker = tracker
         self._counters = counters
         self._current: Handed | None = None
+        self._one_token: OneTokenSteps | None = None
+
+    @property
+    def runs_one_token_steps(self) -> bool:
+        """Whether one-token steps run as decode steps."""
+        return self._one_token is not None
+
+    def run_one_token_steps(self) -> None:
+        """From now on, prefill and mixed steps with one token a request run as decode steps where possible."""
+        self._one_token = OneTokenSteps(self._counters)
+        self._tracker.runs_as_decode = self._one_token.applies
+
+    def one_token_step(self, batch: Any, forward_batch: Any) -> None:
+        """Makes a decode step of a batch's ForwardBatch if it is a one-token step; never raises."""
+        if self._one_token is None:
+            return
+        start = time.perf_counter()
+        try:
+            if self._one_token.applies(batch):
+                self._one_token.convert(batch, forward_batch)
+        except Exception:  # the guard of the hook bodies: the step stays a prefill
+            self._counters.hook_failed()
+        self._counters.host_seconds += time.perf_counter() - start
 
     def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
         """Stops reading paths for the kinds of steps for which `never_packed` returns a reason."""
@@ -106,7 +130,10 @@ class HandoverHooks:
         self, result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
     ) -> None:
         """AFTER hook on the classmethod `ForwardBatch.init_new`."""
-        if self.active is not None and not model_runner.is_draft_worker:
+        if self.active is None or model_runner.is_draft_worker:
+            return
+        self.active.one_token_step(batch, result)
+        if self.active.kind == "hooks":
             setattr(result, _ATTRIBUTE, self.active.read(batch))
 
     def around_model_runner_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,8 @@ class Counters:
         host_seconds: time in our code on the scheduler thread before the model runs: paths, forest, plan, hand-over.
         kv_tokens_read: KV positions that packed steps read, per layer and KV head; `_per_request` is what
             request-wise attention would have read for them, `_unique` each position once.
-        steps_packed: packed steps by mode (decode, extend, mixed).
+        steps_packed: packed steps by mode (decode, extend, mixed, verify).
+        one_token_steps: prefill (extend) and mixed steps with one token a request that ran as decode steps.
         routed_steps: decode steps that could run packed or on the stock backend, by where they were sent (packed,
             stock). Those sent to the stock backend are no fallbacks.
         fallbacks: by reason; a step that went to the stock backend counts once, and so does, in a packed step, each
@@ -32,7 +33,8 @@ class Counters:
     kv_tokens_read: int = 0
     kv_tokens_per_request: int = 0
     kv_tokens_unique: int = 0
-    steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0))
+    steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0, verify=0))
+    one_token_steps: Counter[str] = field(default_factory=lambda: Counter(extend=0, mixed=0))
     routed_steps: Counter[str] = field(default_factory=lambda: Counter(packed=0, stock=0))
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
@@ -106,6 +108,7 @@ class Counters:
             "kv_tokens_per_request": self.kv_tokens_per_request,
             "kv_tokens_unique": self.kv_tokens_unique,
             "steps_packed": dict(self.steps_packed),
+            "one_token_steps": dict(self.one_token_steps),
             "routed_steps": dict(self.routed_steps),
             "fallbacks": dict(self.fallbacks),
         }

@@ -21,11 +21,13 @@ NO_HOST_LENGTHS: Final = "no_host_lengths"
 MODE: Final = "mode"
 IDLE: Final = "idle"
 SPECULATIVE: Final = "speculative"
+SPECULATIVE_TREE: Final = "speculative_tree"
 DRAFT_WORKER: Final = "draft_worker"
 GRAPH: Final = "graph"
 TWO_BATCH_OVERLAP: Final = "two_batch_overlap"
 ENCODER_DECODER: Final = "encoder_decoder"
 HYBRID_SWA: Final = "hybrid_swa"
+VIRTUAL_SLOTS: Final = "virtual_slots"
 KV_LAYOUT: Final = "kv_layout"
 KV_DTYPE: Final = "kv_dtype"
 KV_SCALES: Final = "kv_scales"
@@ -44,6 +46,18 @@ NO_MEMORY: Final = "no_memory"
 LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
 DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
+DETERMINISTIC: Final = "deterministic"
+# Of wrap mode only: the server runs SGLang's own backend.
+MLA: Final = "mla"
+UNKNOWN_STOCK: Final = "unknown_stock"
+IMAGE_MASKS: Final = "image_masks"
+READS_METADATA: Final = "reads_metadata"
+HOOKS_MISSING: Final = "hooks_missing"
+FAILED: Final = "failed"
+
+# Reasons of layers that belong to the stock backend by the model's design. They are not counted. The server's state
+# tells under `layers` how many layers they concern.
+BY_DESIGN: Final = frozenset({HYBRID_SWA})
 
 EXPLANATIONS: Final[dict[str, str]] = {
     NO_PATHS: "the scheduler handed no request paths over for this forward: warm-up, a dummy batch, or a caller that "
@@ -57,13 +71,17 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
-    SPECULATIVE: "speculative decoding: draft, verify and draft-extend steps belong to the stock backend",
+    SPECULATIVE: "a step of speculative decoding that has no packed kernel: all of them on a GPU, draft and "
+    "draft-extend steps, and verify steps whose requests have different numbers of drafts",
+    SPECULATIVE_TREE: "a verify step of speculative decoding whose drafts are a tree (topk above 1, NGRAM)",
     DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",
     GRAPH: "the step runs inside a captured graph",
     TWO_BATCH_OVERLAP: "two-batch overlap cuts the batch in two",
     ENCODER_DECODER: "an encoder-decoder model: its rows start with encoder tokens",
-    HYBRID_SWA: "the KV pool keeps sliding-window layers in slots of their own",
-    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension",
+    HYBRID_SWA: "a sliding-window layer of a KV pool that keeps such layers in slots of their own",
+    VIRTUAL_SLOTS: "unified memory (--enable-unified-memory): the requests' tables name virtual slots",
+    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension, or its pool is of a "
+    "class that the packed path does not know",
     KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
     "scales for each token or block (fp4, mxfp8)",
     KV_SCALES: "the layer's scales of an 8-bit KV cache are not one positive number each that the host knows",
@@ -85,4 +103,13 @@ EXPLANATIONS: Final[dict[str, str]] = {
     PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
     DECODE_CONTEXT_PARALLEL: "decode context parallelism (--dcp-size) spreads a request's KV over ranks, and each "
     "has only some of the slots that its table names",
+    DETERMINISTIC: "deterministic inference and on-policy targets promise results that do not depend on the batch, but "
+    "packs do",
+    MLA: "a model with multi-head latent attention (MLA)",
+    UNKNOWN_STOCK: "the object behind the stock backend's name is not of SGLang's class for it",
+    IMAGE_MASKS: "images of the model have attention masks, which packed prefill does not know (pack_extend, "
+    "pack_mixed)",
+    READS_METADATA: "the model's own code reads the stock backend's metadata, which packed steps do not make",
+    HOOKS_MISSING: "a hook on SGLang that hands over the request paths could not be applied",
+    FAILED: "prefixpack raised an error while it wrapped the backend; the log has its traceback",
 }

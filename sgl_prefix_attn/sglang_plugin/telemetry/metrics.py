@@ -106,6 +106,11 @@ METRICS = (
     *(Metric(f"{name}_total", text) for name, text in TOTALS.items()),
     Metric("packed_steps_total", "Steps that ran packed, by mode.", label="mode"),
     Metric(
+        "one_token_steps_total",
+        "Prefill (extend) and mixed steps with one token a request that ran as decode steps, by mode.",
+        label="mode",
+    ),
+    Metric(
         "routed_steps_total",
         "Decode steps that could run packed or on the stock backend, by route: packed or stock. "
         "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
@@ -117,6 +122,7 @@ METRICS = (
         "KV tokens read by packed steps divided by those of request-wise attention, since the last update.",
         kind="gauge",
     ),
+    Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
 )
 
 
@@ -156,10 +162,15 @@ class MetricsExporter:
             labels["dp_rank"] = str(dp_rank)
         return cls(labels)
 
-    def update(self, counters: Counters) -> None:
-        """Brings the metrics up to date. Takes some microseconds, so it is not called in every step."""
+    def update(self, counters: Counters, wrapped: Sequence[str] = ()) -> None:
+        """Brings the metrics up to date. Takes some microseconds, so it is not called in every step.
+
+        Args:
+            wrapped: names of the stock backends that run wrapped.
+        """
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
+        values["one_token_steps_total"] = dict(counters.one_token_steps)
         routed = counters.routed_steps
         old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
         values["routed_steps_total"] = {**routed, **old}
@@ -169,6 +180,7 @@ class MetricsExporter:
         if per_request > per_request_before:
             values["kv_read_ratio"] = (read - read_before) / (per_request - per_request_before)
         self._last_read = (read, per_request)
+        values["wrapped"] = dict.fromkeys(wrapped, 1.0)
         self._metrics.update(values)
 
 

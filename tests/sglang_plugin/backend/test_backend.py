@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegated_members
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
@@ -53,6 +54,53 @@ class TestPackedSteps:
         fixture = make(settings=Settings(metrics=False, **{f"pack_{mode}": False}))
         assert_same(fixture.run(), fixture.run_stock())
         assert fixture.fallbacks == {fallback_reasons.DISABLED: 1}
+
+
+class TestVerifySteps:
+    """Drafts of speculative decoding, checked by the target model."""
+
+    def step(self, drafts: int = 3, **options: Any) -> tuple[Fixture, list[torch.Tensor]]:
+        """A step whose drafts are a chain, and its numbers: those of a prefill of the drafts."""
+        fixture = Fixture(SHARED, LENGTHS, [drafts] * len(LENGTHS), **options)
+        expected = fixture.run_stock()
+        fixture.verify()
+        return fixture, expected
+
+    @pytest.mark.parametrize("drafts", [1, 2, 9])
+    def test_a_chain_sees_what_is_before_it(self, drafts: int) -> None:
+        fixture, expected = self.step(drafts)
+        assert_same(fixture.run(), expected)
+        assert fixture.state.counters.steps_packed["verify"] == 1
+        assert fixture.fallbacks == {}
+        batch = server_info.batch_state(fixture.handed)
+        assert batch is not None
+        assert (batch["mode"], batch["seq_lens"], batch["query_lens"]) == ("verify", LENGTHS, [drafts] * 4)
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [({"pack_decode": False}, {fallback_reasons.DISABLED: 1}), ({"route": "stock"}, {})],
+        ids=["switched off", "stock route"],
+    )
+    def test_settings_of_decode_are_those_of_verify_steps(self, settings: Any, reason: dict[str, int]) -> None:
+        fixture, _ = self.step(settings=Settings(metrics=False, **settings))
+        fixture.prepare()
+        assert fixture.backend.decision.step is None
+        assert fixture.fallbacks == reason
+
+    @pytest.mark.parametrize(
+        ("info", "reason"),
+        [
+            ({"topk": 4}, fallback_reasons.SPECULATIVE_TREE),
+            ({"ragged_verify_layout": object()}, fallback_reasons.SPECULATIVE),
+        ],
+        ids=["tree", "ragged"],
+    )
+    def test_other_drafts_go_to_the_stock_backend(self, info: Any, reason: str) -> None:
+        fixture, _ = self.step()
+        vars(fixture.batch.spec_info).update(info)
+        fixture.prepare()
+        assert fixture.backend.decision.step is None
+        assert fixture.fallbacks == {reason: 1}
 
 
 class TestAttentionVariants:

@@ -15,7 +15,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
@@ -74,7 +73,7 @@ class TestSteps:
             ({"is_draft_worker": True}, reasons.DRAFT_WORKER),
             ({"server_args": SimpleNamespace(dcp_size=2)}, reasons.DECODE_CONTEXT_PARALLEL),
             ({"server_args": SimpleNamespace(dcp_size=2), "device": "cuda"}, reasons.DECODE_CONTEXT_PARALLEL),
-            ({"spec_algorithm": SpeculativeAlgorithm.EAGLE}, reasons.SPECULATIVE),
+            ({"spec_algorithm": SpeculativeAlgorithm.EAGLE, "device": "cuda"}, reasons.SPECULATIVE),
             ({"device": "cuda", "settings": Settings(metrics=False, gpu_kernels="native")}, reasons.NO_CUDA_KERNEL),
             ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, reasons.ENCODER_DECODER),
         ],
@@ -83,13 +82,10 @@ class TestSteps:
     def test_servers(self, runner: dict[str, Any], reason: str) -> None:
         self.falls_back(decode(**runner), reason)
 
-    def test_a_model_with_a_sliding_window_pool_whose_paths_are_not_even_read(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
-        fixture = decode()
-        self.falls_back(fixture, reasons.HYBRID_SWA)
-        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {reasons.HYBRID_SWA}
+    def test_a_server_whose_tables_name_virtual_slots_and_whose_paths_are_not_even_read(self) -> None:
+        fixture = decode(kv_index_translator=SimpleNamespace(is_translating=True))
+        self.falls_back(fixture, reasons.VIRTUAL_SLOTS)
+        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {reasons.VIRTUAL_SLOTS}
 
     def test_idle(self) -> None:
         fixture = decode()

@@ -15,12 +15,17 @@ from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory, hook_table
+from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
 from sgl_prefix_attn.sglang_plugin.compat import hooks
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.gpu_fixture import host_kernels
 
 # The tokens 1 to 3 of five are an image's.
 TOKENS, IMAGE = 5, (1, 3)
+ARGUMENTS = SimpleNamespace(chunked_prefill_size=512)
 
 
 def triton_backend() -> Any:
@@ -101,3 +106,32 @@ def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         assert not factory.masks_images(runner("Gemma3ForConditionalGeneration"), "triton", Settings(pack_extend=True))
     assert "with pack_extend, tokens of an image do not see those that come after them" in caplog.text
+
+
+def test_wrapped_the_model_finds_the_triton_backend_itself() -> None:
+    expected = prepare(triton_backend(), hooked=False)
+    stock = triton_backend()
+    wrapped = ours(stock)
+    wrapped._wraps = "triton"
+    assert torch.equal(prepare(wrapped, hooked=False), expected)
+    assert stock.forward_metadata.custom_mask is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "stock", "refused"),
+    [
+        (Settings(), TritonAttnBackend, False),
+        (Settings(pack_extend=True), TritonAttnBackend, True),
+        (Settings(pack_mixed=True), TritonAttnBackend, True),
+    ],
+)
+def test_wrap_mode_refuses_packed_prefill_of_such_a_model(
+    settings: Settings, stock: type, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
+    fixture = Fixture([[]], [9], head_dim=64, kv_dtype=torch.bfloat16, dtype=torch.bfloat16, server_args=ARGUMENTS)
+    model = torch.nn.ModuleList(fixture.layers)
+    model.prepare_attn_masks = None
+    fixture.runner.device, fixture.runner.model = "cuda", model
+    reason = eligibility.wrap_refusal(fixture.runner, "triton", stock.__new__(stock), settings)
+    assert reason == (fallback_reasons.IMAGE_MASKS if refused else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.explain.server import ServerState
+from sgl_prefix_attn.explain.spread import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -37,7 +39,7 @@ class TestState:
         assert told["version"] == 1
         assert told["handover"] == "hooks"
         assert told["sglang"] == "0.5.20"
-        assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0}
+        assert told["counters"]["steps_packed"] == {"decode": 1, "extend": 0, "mixed": 0, "verify": 0}
         assert told["counters"]["fallbacks"] == {fallback_reasons.NO_PATHS: 1}
         assert told["counters"]["kv_tokens_per_request"] == 30 + 27 + 25 + 9
         assert told["counters"]["kv_tokens_unique"] == 26 + 4 + 1 + 5 + 9
@@ -57,6 +59,20 @@ class TestState:
         assert rebuilt.node_begin.tolist() == fixture.step.forest.node_begin.tolist()
         assert rebuilt.node_end.tolist() == fixture.step.forest.node_end.tolist()
         assert rebuilt.order.tolist() == fixture.step.forest.order.tolist()
+
+    def test_the_prompts_of_running_requests_can_be_compared(self) -> None:
+        Fixture(PATHS, [30, 27, 25, 9])
+        shared = list(range(600))
+        prompts = [array("q", shared), [*shared, 7], [5, *shared]]
+        requests = [SimpleNamespace(rid=str(i), origin_input_ids=prompt) for i, prompt in enumerate(prompts)]
+        result = answer()
+        server_info.after_get_internal_state(result, SimpleNamespace(running_batch=SimpleNamespace(reqs=requests)))
+        told = RunningPrompts.model_validate(result.internal_state["prefixpack"]["running"])
+        one, longer, other = told.prompts
+        assert (one.tokens, longer.tokens, told.block) == (600, 601, 512)
+        assert [len(prompt.hashes) for prompt in told.prompts] == [2, 2, 2]
+        assert one.hashes[0] == longer.hashes[0]
+        assert len({one.hashes[1], longer.hashes[1], *other.hashes}) == 4
 
     def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
         result = answer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import sgl_prefix_attn
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind, StepDecision
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
@@ -115,18 +115,16 @@ class TestHostLengths:
         [
             {"is_draft_worker": True},
             {"device": "cuda", "spec_algorithm": SpeculativeAlgorithm.EAGLE},
-            {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
             {"settings": Settings(metrics=False, route="stock", pack_extend=False, pack_mixed=False)},
             {"settings": Settings(metrics=False, pack_decode=False, pack_extend=False, pack_mixed=False)},
         ],
-        ids=["draft model", "speculation", "speculation on a CPU", "stock route", "nothing is to be packed"],
+        ids=["draft model", "speculation", "stock route", "nothing is to be packed"],
     )
     def test_where_nothing_packs_the_stock_backend_answers(self, options: dict[str, Any], stock: bool) -> None:
         assert self.needs(stock, **options) is stock
 
-    def test_a_refused_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(versions, "has_sliding_window_pool", lambda pool: True)
-        assert self.needs(False) is False
+    def test_a_refused_pool(self) -> None:
+        assert self.needs(False, kv_index_translator=SimpleNamespace(is_translating=True)) is False
 
     def test_routed_decode_beside_packed_prefill(self) -> None:
         assert self.needs(False, settings=Settings(metrics=False, route="stock")) is True  # on a CPU prefill packs
@@ -139,7 +137,7 @@ class TestHostLengths:
             monkeypatch.setattr(overlap_utils, name, mock.MagicMock(), raising=False)
         getattr(overlap_utils, "get_exec", mock.MagicMock())().overlap.enable_two_batch_overlap = False
         getattr(overlap_utils, "get_spec", mock.MagicMock())().speculative_algorithm = "EAGLE"
-        eagle = {"spec_algorithm": SpeculativeAlgorithm.EAGLE}
+        eagle = {"device": "cuda", "spec_algorithm": SpeculativeAlgorithm.EAGLE}
         target, draft = Fixture(SHARED, LENGTHS, **eagle), Fixture(SHARED, LENGTHS, is_draft_worker=True, **eagle)
         for fixture in (target, draft):
             fixture.stock.needs_cpu_seq_lens = False  # as fa3 and triton say

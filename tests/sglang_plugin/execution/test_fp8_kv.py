@@ -169,7 +169,7 @@ class TestOtherCaches:
         assert fixture.pool.is_quantized_kv_cache
         monkeypatch.setattr(fixture.pool, "get_key_buffer", lambda layer_id: pytest.fail("asked"))
         if hybrid:
-            fixture.backend.token_to_kv_pool = SimpleNamespace(full_kv_pool=fixture.pool)
+            fixture.backend._layers._pool = type("HybridLinearKVPool", (), {"full_kv_pool": fixture.pool})()
         assert self.obstacles(fixture) == {fallback_reasons.KV_DTYPE}
 
 

@@ -45,7 +45,8 @@ def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> Ste
     assert isinstance(step, StepPaths), step
     live = [request.finished_reason is None for request in batch.reqs]
     lengths = batch.seq_lens_cpu.tolist()
-    prefix = batch.prefix_lens if batch.prefix_lens is not None else [length - 1 for length in lengths]
+    own = 0 if batch.forward_mode.is_target_verify() else 1  # lengths count the token of a decode step
+    prefix = batch.prefix_lens if batch.prefix_lens is not None else [length - own for length in lengths]
     found, expected = shared_by_forest(step.forest), shared_by_paths(scheduler, batch, prefix)
     assert {pair: found[pair] for pair in found if live[pair[0]] and live[pair[1]]} == {
         pair: expected[pair] for pair in expected if live[pair[0]] and live[pair[1]]

@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
+from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
 from tests.support.small_scheduler import TREES, SmallScheduler
 
@@ -16,14 +18,20 @@ from tests.support.small_scheduler import TREES, SmallScheduler
 class RandomHistory:
     """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, *, one_token_steps: bool, drafts: int) -> None:
         self.random = random.Random(seed)
+        self.one_token_steps = one_token_steps
+        self.drafts = drafts
         self.scheduler = SmallScheduler(kind, slots=2500)
         self.tracker = BatchTracker()
+        if one_token_steps:
+            self.tracker.runs_as_decode = OneTokenSteps(Counters()).applies
         self.seen: list[list[int]] = []
 
     def prompt(self) -> list[int]:
         choice = self.random.random()
+        if self.seen and self.one_token_steps and choice < 0.4:
+            return self.random.choice(self.seen)
         if self.seen and choice < 0.8:
             base = self.random.choice(self.seen)
             cut = self.random.randint(1, len(base))
@@ -58,6 +66,16 @@ class RandomHistory:
         for request in joining:
             scheduler.prefill_done(request)
 
+    def decode(self) -> None:
+        """A decode step, or where drafts are checked one that accepts some of them."""
+        if not self.drafts:
+            self.scheduler.decode()
+            check(self.scheduler, self.tracker, self.scheduler.decode_batch())
+            return
+        check(self.scheduler, self.tracker, self.scheduler.verify_batch(self.drafts))
+        for _ in range(self.random.randint(1, self.drafts)):
+            self.scheduler.decode()
+
     def step(self) -> None:
         scheduler = self.scheduler
         choice = self.random.random()
@@ -81,14 +99,17 @@ class RandomHistory:
         elif choice < 0.65:
             self.random.shuffle(scheduler.running)
         if scheduler.running:
-            scheduler.decode()
-            check(scheduler, self.tracker, scheduler.decode_batch())
+            self.decode()
 
 
 @pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("seed", range(3))
-def test_sharing_is_exact_after_every_step_of_a_random_history(kind: str, seed: int) -> None:
-    history = RandomHistory(kind, seed)
+@pytest.mark.parametrize(
+    ("seed", "one_token_steps", "drafts"), [(0, False, 0), (1, False, 0), (2, True, 0), (3, True, 0), (4, False, 4)]
+)
+def test_sharing_is_exact_after_every_step_of_a_random_history(
+    kind: str, seed: int, one_token_steps: bool, drafts: int
+) -> None:
+    history = RandomHistory(kind, seed, one_token_steps=one_token_steps, drafts=drafts)
     for _ in range(700):
         history.step()
         assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away

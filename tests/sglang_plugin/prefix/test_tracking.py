@@ -139,3 +139,56 @@ class TestKnownSituations:
         tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
         scheduler.running.pop()
         assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
+
+
+class TestSpeculation:
+    """Batches of a server with speculative decoding."""
+
+    def start(self) -> tuple[SmallScheduler, BatchTracker]:
+        scheduler = SmallScheduler("objects")
+        for last in (2, 3):
+            request = scheduler.request([1] * 50 + [last])
+            scheduler.match(request)
+            scheduler.prefill_done(request)
+            scheduler.running.append(request)
+        scheduler.decode()
+        return scheduler, BatchTracker()
+
+    def test_steady_drafts_return_the_same_object(self) -> None:
+        scheduler, tracker = self.start()
+        first = check(scheduler, tracker, scheduler.verify_batch(4))
+        assert (first.mode, first.num_decode) == ("verify", 2)
+        assert first.query_lens is not None
+        assert first.query_lens.tolist() == [4, 4]
+        for _ in range(5):
+            for _ in range(3):
+                scheduler.decode()
+            assert tracker.step(scheduler.verify_batch(4)) is first
+
+    def test_another_number_of_drafts_is_another_step(self) -> None:
+        scheduler, tracker = self.start()
+        first = check(scheduler, tracker, scheduler.verify_batch(4))
+        second = check(scheduler, tracker, scheduler.verify_batch(2))
+        assert second is not first
+        assert second.query_lens is not None
+        assert second.query_lens.tolist() == [2, 2]
+        assert check(scheduler, tracker, scheduler.decode_batch()).query_lens is None
+
+    def test_steps_without_drafts(self) -> None:
+        scheduler, tracker = self.start()
+        batch = scheduler.verify_batch(4)
+        request = scheduler.request([1] * 50 + [5, 6])
+        scheduler.match(request)
+        extend = scheduler.extend_batch([request])
+        extend.spec_algorithm = batch.spec_algorithm
+        assert check(scheduler, tracker, extend).mode == "extend"
+        decode = scheduler.decode_batch()
+        decode.spec_algorithm = batch.spec_algorithm
+        assert tracker.step(decode) == fallback_reasons.SPECULATIVE
+
+    def test_nothing_is_read_where_drafts_do_not_run_packed(self) -> None:
+        scheduler, tracker = self.start()
+        tracker.never_packed = lambda mode: fallback_reasons.SPECULATIVE if mode == "verify" else None
+        batch = scheduler.verify_batch(4)
+        batch.tree_cache = None
+        assert tracker.step(batch) == fallback_reasons.SPECULATIVE

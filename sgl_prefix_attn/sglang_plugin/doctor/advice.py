@@ -1,0 +1,119 @@
+"""What a user can change about each reason for which steps do not run packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from sgl_prefix_attn.settings import WRAPPABLE, variable_name
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
+
+NOT_WRAPPED: Final = "not_wrapped"
+NOT_WRAPPABLE: Final = "not_wrappable"
+NO_SUCH_STEPS: Final = "no_such_steps"
+
+# Reasons that only the doctor has: a server without prefixpack says nothing.
+EXPLANATIONS: Final = {
+    NOT_WRAPPED: "prefixpack does not run: the backend is SGLang's own, and wrap mode does not name it",
+    NOT_WRAPPABLE: "prefixpack does not run: it knows no way to wrap this backend",
+    NO_SUCH_STEPS: "the server has no such steps",
+}
+
+
+def explained(reason: str) -> str:
+    """What a reason means."""
+    return EXPLANATIONS.get(reason) or reasons.EXPLANATIONS[reason]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to change about a server.
+
+    Attributes:
+        text: for the user.
+        reason: what it removes.
+        variables: environment variables to set.
+        unset: environment variables, and the settings of these names, to remove.
+        without: launch arguments to leave out, with their values; a name that ends with `-` stands for all that
+            start with it.
+    """
+
+    text: str
+    reason: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+    unset: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the change can be made without a decision of the user's."""
+        return bool(self.variables or self.unset or self.without)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The change as JSON-able values."""
+        return {**asdict(self), "variables": dict(self.variables)}
+
+
+def _unset(*keys: str) -> tuple[str, ...]:
+    return tuple(variable_name(key) for key in keys)
+
+
+_WRAP_ALL = ((variable_name("wrap"), "1"),)
+_OTHER_BACKEND = f"Start with --attention-backend {', '.join(WRAPPABLE[:-1])} (GPU) or {WRAPPABLE[-1]} (CPU)"
+_CHANGES: dict[str, Change] = {
+    NOT_WRAPPED: Change("Set PREFIXPACK_WRAP=1 in the environment of the server's process.", variables=_WRAP_ALL),
+    NOT_WRAPPABLE: Change(f"{_OTHER_BACKEND}, and PREFIXPACK_WRAP=1."),
+    reasons.UNKNOWN_STOCK: Change("Remove the plug-in that replaces SGLang's attention backend."),
+    reasons.NO_RADIX_CACHE: Change("Leave out --disable-radix-cache.", without=("--disable-radix-cache",)),
+    reasons.DETERMINISTIC: Change(
+        "Leave out --enable-deterministic-inference and --rl-on-policy-target, if results may depend on the batch.",
+        without=("--enable-deterministic-inference", "--rl-on-policy-target"),
+    ),
+    reasons.VIRTUAL_SLOTS: Change("Leave out --enable-unified-memory.", without=("--enable-unified-memory",)),
+    reasons.TWO_BATCH_OVERLAP: Change(
+        "Leave out --enable-two-batch-overlap, and measure.", without=("--enable-two-batch-overlap",)
+    ),
+    reasons.PDMUX: Change("Leave out --enable-pdmux, and measure.", without=("--enable-pdmux",)),
+    reasons.DECODE_CONTEXT_PARALLEL: Change("Leave out --dcp-size, and measure.", without=("--dcp-size",)),
+    reasons.SPECULATIVE: Change(
+        "Leave out the options of speculative decoding, and measure: speculation may gain more than packing.",
+        without=("--speculative-",),
+    ),
+    reasons.DISABLED: Change(
+        "Remove the settings that switch packing off (pack_decode, route), or set them to true and auto.",
+        variables=((variable_name("pack_decode"), "true"), (variable_name("route"), "auto")),
+    ),
+    reasons.IMAGE_MASKS: Change(
+        "Remove the settings pack_extend and pack_mixed.", unset=_unset("pack_extend", "pack_mixed")
+    ),
+    reasons.KV_DTYPE: Change(
+        "Leave out --kv-cache-dtype, or use fp8_e4m3 on a GPU with native kernels.", without=("--kv-cache-dtype",)
+    ),
+    reasons.KV_LAYOUT: Change("Unset SGLANG_USE_HND_KVCACHE.", unset=("SGLANG_USE_HND_KVCACHE",)),
+    reasons.NO_CUDA_KERNEL: Change(
+        "Install the package on a machine with nvcc, or install Triton and set PREFIXPACK_GPU_KERNELS=triton."
+    ),
+    reasons.COMPUTE_BOUND: Change("Nothing: prefill is faster on the stock backend."),
+}
+
+
+def change_for(reason: str) -> Change:
+    """What to change about a reason. For a property of the model the answer is: nothing."""
+    known = _CHANGES.get(reason)
+    if known is None:
+        known = Change(f"Nothing: a property of this model or device ({explained(reason)}).")
+    return Change(known.text, reason, known.variables, known.unset, known.without)
+
+
+def arguments_without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Launch arguments without some options and their values."""
+    kept: list[str] = []
+    leave_out = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            option = argument.partition("=")[0]
+            leave_out = any(option == name or (name.endswith("-") and option.startswith(name)) for name in names)
+        if not leave_out:
+            kept.append(argument)
+    return kept

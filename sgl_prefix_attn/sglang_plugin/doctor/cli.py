@@ -1,0 +1,148 @@
+"""Arguments and output of `python -m sgl_prefix_attn doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.settings import CONFIG_VARIABLE, OTHER_VARIABLES, PREFIX, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Answer, Diagnosis
+
+# All that this command does not know are launch arguments of SGLang.
+TAKES_MORE = True
+_STEPS = {"decode": "decode", "extend": "prefill", "mixed": "mixed", "verify": "verify"}
+_WAYS = {
+    "name": "under the name prefixpack",
+    "wrap": "wrap mode",
+    "off": "prefixpack does not run",
+}
+_EXAMPLES = """examples:
+  %(prog)s --model-path Qwen/Qwen3-8B
+      with the variables of this shell, as for python -m sglang.launch_server --model-path Qwen/Qwen3-8B
+  PREFIXPACK_WRAP=1 %(prog)s --json --model-path /models/gpt-oss --attention-backend fa3
+      the same as JSON, with wrap mode on
+
+Exit status: 0: some steps would run packed. 1: none would. 2: unusable arguments or settings.
+Run it where the server runs: it looks at the GPU, the installed SGLang and the variables.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say which steps and layers of a server would run packed, which would not and why, and what to change. "
+        "Reads SGLang's launch arguments and the environment; starts no server and loads no weights."
+    )
+    parser.usage = "%(prog)s [-h] [--json] [launch arguments of SGLang ...]"
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    arguments = [argument for argument in args.more if argument != "--"]
+    if importlib.util.find_spec("sglang") is None:
+        return _unusable("SGLang is not installed in this environment")
+    if not any(argument.split("=")[0] in ("--model-path", "--model", "--config") for argument in arguments):
+        return _unusable("no --model-path among the launch arguments; see --help")
+    from sgl_prefix_attn.sglang_plugin.compat import versions
+
+    version = versions.installed_version()
+    try:
+        versions.check_supported(version, allow_untested=load_settings().allow_untested_sglang)
+        from sgl_prefix_attn.sglang_plugin.doctor import diagnosis
+
+        found = diagnosis.diagnose(arguments, os.environ)
+    except (SettingsError, versions.UnsupportedSglangError) as error:
+        return _unusable(str(error))
+    except SystemExit as stop:  # SGLang's parser has printed what it does not accept
+        return 2 if stop.code else 0
+    except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
+        return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}")
+    gpu = diagnosis.gpu_facts()
+    if args.json:
+        facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
+        print(json.dumps({**facts, **as_dict(found)}, indent=2))
+    else:
+        print(f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{as_text(found, arguments)}")
+    return 0 if found.packs else 1
+
+
+def _unusable(message: str) -> int:
+    print(f"doctor: {message}", file=sys.stderr)
+    return 2
+
+
+def as_dict(found: Diagnosis) -> dict[str, Any]:
+    """A diagnosis as JSON-able values."""
+    return {
+        "model": found.model,
+        "device": found.device,
+        "backends": dict(zip(("prefill", "decode"), found.backends, strict=True)),
+        "way": found.way,
+        "packs": found.packs,
+        "steps": {_STEPS[mode]: _answer(answer) for mode, answer in found.steps.items()},
+        "layers": [{"layers": layers, **_answer(answer)} for layers, answer in found.layers],
+        "changes": [change.as_dict() for change in found.changes],
+        "after_changes": None if found.after is None else as_dict(found.after),
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    why = None if answer.reason is None else _explained(answer.reason)
+    return {"packed": answer.reason is None, "reason": answer.reason, "why": why, "note": answer.note}
+
+
+def _explained(reason: str) -> str:
+    from sgl_prefix_attn.sglang_plugin.doctor.advice import explained
+
+    return explained(reason)
+
+
+def as_text(found: Diagnosis, arguments: list[str]) -> str:
+    """A diagnosis for people."""
+    prefill, decode = found.backends
+    backends = str(decode) if prefill == decode else f"{prefill} for prefill, {decode} for decode"
+    no_settings = set(OTHER_VARIABLES) - {CONFIG_VARIABLE}
+    set_here = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in no_settings)
+    lines = [
+        f"Model: {', '.join(found.model)} on {found.device}",
+        f"Attention backend: {backends}; {_WAYS[found.way]}",
+        f"Variables: {', '.join(f'{name}={os.environ[name]}' for name in set_here) or 'none of ours'}",
+        "",
+        "Steps",
+        *(f"  {_STEPS[mode]:8} {_line(answer)}" for mode, answer in found.steps.items()),
+    ]
+    if found.layers:
+        lines.append("Layers in packed steps")
+        lines += [f"  {layers}: {' '.join(_line(answer).split())}" for layers, answer in found.layers]
+    if found.changes:
+        lines += ["What to change", *(f"  {number}. {c.text}" for number, c in enumerate(found.changes, 1))]
+    if found.after is not None:
+        packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
+        lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")
+    if not found.packs and not found.changes:
+        lines.append("There is nothing to change: this server cannot run packed.")
+    return "\n".join([*lines, "", f"Launch arguments: {shlex.join(arguments)}"])
+
+
+def _line(answer: Answer) -> str:
+    if answer.reason is None:
+        return f"packed{f', {answer.note}' if answer.note else ''}"
+    if answer.note:
+        return f"-        {_explained(answer.reason)} ({answer.note})"
+    return f"stock    {answer.reason}: {_explained(answer.reason)}"
+
+
+def _gpu_text(gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return "no GPU"
+    return f"{gpu['name']} (compute capability {'.'.join(map(str, gpu['capability']))})"

@@ -1,0 +1,210 @@
+"""What a server with given launch arguments and environment would run packed, by kind of step and by layer.
+
+Every refusal comes from the code that a server runs: `backend/eligibility.py`, the executors and the layer registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.routing import conservative
+from sgl_prefix_attn.routing.measured import stock_kernel
+from sgl_prefix_attn.routing.profile import shipped_profile_for
+from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
+from sgl_prefix_attn.sglang_plugin import entry
+from sgl_prefix_attn.sglang_plugin.backend import eligibility
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales, stock_name
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
+from sgl_prefix_attn.sglang_plugin.doctor import advice
+from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
+from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+_MOST_CHANGES = 8
+KINDS = ("decode", "extend", "mixed", "verify")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether steps or layers of a kind run packed.
+
+    Attributes:
+        reason: why not; None if they do.
+        note: what decides if they may.
+    """
+
+    reason: str | None
+    note: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """What one server would do.
+
+    Attributes:
+        backends: names of the backends for prefill and decode.
+        way: "name" (--attention-backend prefixpack), "wrap", or "off".
+        steps: by kind: decode, extend, mixed, verify.
+        layers: description and answer of each kind of layer.
+        model: architectures.
+        device: of the server.
+    """
+
+    backends: tuple[str | None, str | None]
+    way: str
+    steps: dict[str, Answer]
+    layers: list[tuple[str, Answer]]
+    model: list[str]
+    device: str
+    changes: list[Change] = field(default_factory=list)
+    after: Diagnosis | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether any step would run packed."""
+        return any(answer.reason is None for answer in self.steps.values())
+
+
+def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
+    """The diagnosis of a server, with changes that lead to packed decode steps and what they lead to.
+
+    Args:
+        arguments: launch arguments of SGLang.
+        environ: the environment of the server's process.
+
+    Raises:
+        SettingsError: settings that cannot be used.
+        OSError, ValueError, RuntimeError: what SGLang has against the arguments.
+        SystemExit: arguments that SGLang does not know; it has printed which.
+    """
+    first = last = _diagnose_once(arguments, environ)
+    arguments, environ = list(arguments), dict(environ)
+    seen: set[str] = set()
+    while len(first.changes) < _MOST_CHANGES:
+        reason = last.steps["decode"].reason
+        if reason is None or reason in seen:
+            break
+        seen.add(reason)
+        change = advice.change_for(reason)
+        first.changes.append(change)
+        if not change.can_be_followed:
+            break
+        arguments = advice.arguments_without(arguments, change.without)
+        environ = {name: value for name, value in environ.items() if name not in change.unset} | dict(change.variables)
+        last = _diagnose_once(arguments, environ)
+    first.after = None if last is first else last
+    return first
+
+
+def _diagnose_once(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
+    from sglang.srt.server_args import prepare_server_args
+
+    settings = load_settings(environ)
+    with _environment(environ):
+        entry.register_name(settings)
+        server_args = prepare_server_args(list(arguments))
+        if hasattr(server_args, "resolve_once"):  # 0.5.20 and later resolve when the server starts
+            server_args.resolve_once()
+        runner = planned_runner(server_args)
+        if not is_cpu(runner) and not torch.cuda.is_available():
+            raise RuntimeError(f"the server would run on {runner.device}, but no GPU is visible here")
+        return examine(runner, settings)
+
+
+def examine(runner: Any, settings: Settings) -> Diagnosis:
+    """The diagnosis of a runner, without changes."""
+    prefill, decode = backends = versions.backend_names(runner)
+    of_backend = {name: _refusal(runner, name, settings) for name in {prefill, decode}}
+    # Steps that the plug-in knows no packed way for are not among MODES.
+    steps: dict[str, Answer] = {"verify": Answer(fallback_reasons.SPECULATIVE)}
+    for mode in MODES:
+        found = of_backend[prefill if mode in ("extend", "mixed") else decode]
+        steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
+    if not versions.argument(runner, "enable_mixed_chunk"):
+        steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
+    if runner.spec_algorithm.is_none():
+        steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
+    way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
+    steps = {mode: steps[mode] for mode in KINDS}
+    return Diagnosis(
+        backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device
+    )
+
+
+def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | str:
+    """The executor behind a backend's name, or the reason why no step runs packed on it."""
+    if name == entry.NAME:
+        return fallback_reasons.MLA if runner.use_mla_backend else eligibility.choose_executor(runner, settings)
+    if name not in settings.wrap:
+        return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
+    stock = type(eligibility.STOCK_CLASSES[name], (), {})()
+    return eligibility.wrap_refusal(runner, name, stock, settings) or eligibility.choose_executor(runner, settings)
+
+
+def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
+    reason = eligibility.never_packs(executor, settings, mode)
+    routed = mode == "decode" and reason is None and settings.route == "auto" and executor.kernels != "cpu"
+    return Answer(reason, _route(executor, runner, settings, decode) if routed else "")
+
+
+def _route(executor: Executor, runner: Any, settings: Settings, decode: str | None) -> str:
+    """What decides about each decode step on a GPU."""
+    if settings.route_profile is not None:
+        return f"where the profile {settings.route_profile} predicts the shorter time"
+    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
+    gpu = torch.cuda.get_device_name()
+    shape = next((layer_shape(layer, runner.kv_cache_dtype) for layer in runner.model), None)
+    if shape is not None:
+        kernel = stock_kernel(name, shape, None)
+        if shipped_profile_for(gpu, executor.kernels, kernel, shape.kv_bytes) is not None:
+            return f"where the profile of the {gpu} predicts the shorter time"
+    return f"without a routing profile for the {gpu}: if {conservative.RULE}"
+
+
+def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:
+    """The kinds of layers in a packed step, as the layer registry judges them, whether or not there are such steps."""
+    made = eligibility.device_executor(runner, settings)
+    never_packed = made if isinstance(made, str) else None
+    executor = CpuExecutor(runner, settings) if isinstance(made, str) else made
+    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
+    registry = LayerRegistry(runner, executor, Counters(), never_packed, knows_kv_scales(name))
+    by_id = {layer.layer_id: layer for layer in runner.model}
+    described = []
+    for kind in runner.layer_kinds:
+        if kind.layers:
+            layer = by_id[kind.layers[0]]
+            heads = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads, head_dim {kind.head_dim}"
+            described.append((f"{len(kind.layers)} x {kind.name}, {heads}", Answer(registry.unsupported_reason(layer))))
+    return described
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Makes `environ` the environment; SGLang reads it, and writes some of its decisions there."""
+    before = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(environ)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def gpu_facts() -> dict[str, Any] | None:
+    """The GPU of this machine; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return {"name": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability())}

@@ -1,0 +1,165 @@
+"""The model runner that a server would have, as far as the decisions of the plug-in read it. Holds no weights.
+
+The checks that a server makes at its start run on this object, so there is no second list of them. Layers and KV pool
+are SGLang's own classes, filled with what the model's configuration says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.sglang_plugin.compat import versions
+
+# --kv-cache-dtype: the type of the buffers; others are kept with scales for each token or block.
+_KV_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Attention layers of a model that have the same shape.
+
+    Attributes:
+        name: for the report.
+        layers: their ids.
+        head_dim, v_head_dim: head sizes of K and V.
+        kv_heads: KV heads on one rank.
+        window: tokens that a query sees, None for all.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    head_dim: int
+    v_head_dim: int
+    kv_heads: int
+    window: int | None
+
+
+def planned_runner(server_args: Any) -> Any:
+    """The runner of a server's target model on one rank.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+
+    Raises:
+        OSError, ValueError: the model's configuration cannot be read.
+    """
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    config = ModelConfig.from_server_args(server_args)
+    runner = SimpleNamespace(
+        server_args=server_args, model_config=config, is_draft_worker=False, dtype=config.dtype, req_to_token_pool=None
+    )
+    runner.device = str(versions.argument(runner, "device") or "cuda")
+    runner.use_mla_backend = config.attention_arch == AttentionArch.MLA
+    runner.spec_algorithm = SpeculativeAlgorithm.from_string(versions.argument(runner, "speculative_algorithm"))
+    asked = str(versions.argument(runner, "kv_cache_dtype") or "auto")
+    runner.kv_cache_dtype = config.dtype if asked == "auto" else _KV_DTYPES.get(asked)
+    runner.layer_kinds = [] if runner.use_mla_backend else list(_layer_kinds(runner, config))
+    runner.token_to_kv_pool = _pool(runner, config)
+    runner.model = _model(runner, config)
+    return runner
+
+
+def _layer_kinds(runner: Any, config: Any) -> Iterator[LayerKind]:
+    """The kinds of attention layers that the configuration names. Linear attention and state layers are left out."""
+    ranks = int(versions.argument(runner, "tp_size") or 1)
+    window = getattr(config, "sliding_window_size", None)
+    full: Any = None
+    if getattr(config, "is_hybrid_swa", False):
+        swa = tuple(getattr(config, "swa_attention_layer_ids", None) or ())
+        full = tuple(getattr(config, "full_attention_layer_ids", None) or ())
+        heads = config.get_swa_num_kv_heads(ranks) if hasattr(config, "get_swa_num_kv_heads") else None
+        heads = heads or config.get_num_kv_heads(ranks)
+        head_dim, v_head_dim = (getattr(config, f"swa_{n}", None) or getattr(config, n) for n in _HEADS)
+        yield LayerKind("sliding window with KV slots of its own", swa, head_dim, v_head_dim, heads, window or -1)
+    else:
+        types = getattr(config.hf_text_config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        swa = tuple(index for index, name in enumerate(types) if name == "sliding_attention")
+        full = tuple(index for index, name in enumerate(types) if name not in ("sliding_attention", *_NO_ATTENTION))
+        if swa:
+            heads = config.get_num_kv_heads(ranks)
+            yield LayerKind("sliding window", swa, config.head_dim, config.v_head_dim, heads, window)
+    if full:
+        heads = config.get_num_kv_heads(ranks)
+        yield LayerKind("full attention", full, config.head_dim, config.v_head_dim, heads, None)
+
+
+_HEADS = ("head_dim", "v_head_dim")
+_NO_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
+
+
+def _pool(runner: Any, config: Any) -> Any:
+    """A KV pool of SGLang's class without memory: one slot of each layer."""
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    hnd_switch = getattr(envs, "SGLANG_USE_HND_KVCACHE", None)
+    hnd = hnd_switch is not None and bool(hnd_switch.get())
+    kinds = {layer: kind for kind in runner.layer_kinds for layer in kind.layers}
+
+    def buffer(layer: int, size: str) -> torch.Tensor:
+        shape = [1, kinds[layer].kv_heads, getattr(kinds[layer], size)]
+        return torch.zeros(shape[:2] + [1] * hnd + shape[2:], dtype=runner.kv_cache_dtype)
+
+    buffers = {
+        "get_key_buffer": lambda self, layer: buffer(layer, "head_dim"),
+        "get_value_buffer": lambda self, layer: buffer(layer, "v_head_dim"),
+    }
+    plain = _without_memory(
+        MHATokenToKVPool,
+        **buffers,
+        use_hnd=hnd,
+        kv_cache_layout="hnd" if hnd else "nhd",
+        is_quantized_kv_cache=runner.kv_cache_dtype is None,
+    )
+    if not getattr(config, "is_hybrid_swa", False):
+        return plain
+    mapping = {layer: (layer, kind.window is not None) for layer, kind in kinds.items()}
+    return _without_memory(SWAKVPool, **buffers, full_kv_pool=plain, layers_mapping=mapping)
+
+
+def _without_memory(kind: type, **members: Any) -> Any:
+    """An object of a pool's class, by its name and by `isinstance`, whose constructor did not run."""
+    made: Any = type(kind.__name__, (kind,), members)
+    return made.__new__(made)
+
+
+def _model(runner: Any, config: Any) -> torch.nn.Module:
+    """A module with the attention layers of the model, and with its method for image masks if it has one."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    ranks = int(versions.argument(runner, "tp_size") or 1)
+    cap = getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0.0
+    model = torch.nn.ModuleList(
+        RadixAttention(
+            config.get_num_attention_heads(ranks),
+            kind.head_dim,
+            kind.head_dim**-0.5,
+            kind.kv_heads,
+            layer,
+            logit_cap=cap,
+            v_head_dim=kind.v_head_dim,
+            sliding_window_size=-1 if kind.window is None else kind.window,
+        )
+        for kind in runner.layer_kinds
+        for layer in kind.layers
+    )
+    if getattr(config, "is_multimodal", False):
+        from sglang.srt.models.registry import ModelRegistry
+
+        model_class, _ = ModelRegistry.resolve_model_cls(versions.architectures(runner))
+        if hasattr(model_class, "prepare_attn_masks"):
+            vars(model)["prepare_attn_masks"] = None
+    return model

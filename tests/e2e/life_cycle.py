@@ -1,0 +1,246 @@
+"""Random life of a rollout engine: requests, weight updates, flushes, pauses, aborts, released memory, in any order.
+
+A sequence leaves out what SGLang itself does not survive: releasing memory or flushing with an update while requests
+are in the engine, and resuming what was not released.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.server import Server, ServerError
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from tests.e2e.conftest import Tokens, tokens_of
+
+LONGEST = 96  # output tokens
+SECONDS = 60.0  # for a call that has to wait for running requests
+TAGS = ("kv_cache", "weights", "cuda_graph")
+PAUSES = ("abort", "retract", "in_place")
+
+
+def prompts(vocabulary: Vocabulary) -> list[Request]:
+    """Eight prompts over two common beginnings."""
+    return [
+        Request(f"life-{i}", vocabulary.tokens(220, 21, i % 2) + vocabulary.tokens(5 + i, 22, i), LONGEST)
+        for i in range(8)
+    ]
+
+
+def other_weights(model: Path, folder: Path) -> Path:
+    """The model in another folder with other weights."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(77)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def update_from_disk(server: Server, model: Path, *, flush: bool) -> None:
+    answer = server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush}, SECONDS)
+    assert json.loads(answer)["success"], answer
+
+
+def update_from_tensors(server: Server, model: Path, *, flush: bool) -> None:
+    """The tensors stay in this process's shared memory, as those of a trainer on the same host do."""
+    tensors = load_file(next(model.glob("*.safetensors")))
+    before = torch.multiprocessing.get_sharing_strategy()
+    # Handles of the default strategy need a key that only processes of one family share.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(list(tensors.items()))
+        payload = base64.b64encode(buffer.getvalue()).decode()
+        body = {"serialized_named_tensors": [payload], "flush_cache": flush}
+        answer = server.post("/update_weights_from_tensor", body, SECONDS)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    assert json.loads(answer)["success"], answer
+
+
+@dataclass
+class Outstanding:
+    """A request under way.
+
+    Attributes:
+        expected: the stock backend's tokens.
+        aborted: whether it may have been aborted.
+    """
+
+    answer: Future[str]
+    expected: list[int]
+    aborted: bool = False
+
+    def check(self) -> None:
+        """Waits for the answer and compares its tokens."""
+        try:
+            answer = json.loads(self.answer.result(SECONDS))
+        except ServerError as error:
+            if self.aborted and "abort" in str(error).lower():
+                return
+            raise
+        finish, tokens = answer["meta_info"]["finish_reason"]["type"], answer["output_ids"]
+        assert finish == "length" or (finish == "abort" and self.aborted), finish
+        assert tokens == self.expected[: len(tokens)]
+        assert finish == "abort" or len(tokens) == len(self.expected)
+
+
+@dataclass
+class Engine:
+    """A server under a random sequence of calls.
+
+    Attributes:
+        models: folders with the two sets of weights.
+        expected: the stock backend's tokens of each prompt, by set of weights.
+        done: calls made so far, for the message of a failure.
+    """
+
+    server: Server
+    requests: Sequence[Request]
+    models: tuple[Path, Path]
+    expected: tuple[Tokens, Tokens]
+    pool: ThreadPoolExecutor
+    draw: random.Random
+    weights: int = 0
+    paused: str | None = None
+    released: set[str] = field(default_factory=set)
+    outstanding: list[Outstanding] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+    # Calls that may come at any time ----------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        if self.released:
+            return
+        for _ in range(self.draw.randint(1, 4)):
+            which, count = self.draw.randrange(len(self.requests)), self.draw.randint(1, LONGEST)
+            sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+            body = {"input_ids": list(self.requests[which].prompt), "sampling_params": sampling}
+            answer = self.pool.submit(self.server.post, "/generate", body, SECONDS)
+            self.outstanding.append(Outstanding(answer, self.expected[self.weights][which][0][:count]))
+
+    def wait(self) -> None:
+        time.sleep(self.draw.random() * 0.1)
+
+    def flush(self) -> None:
+        if self.outstanding:
+            with contextlib.suppress(ServerError):  # SGLang refuses while it works on a request
+                self.server.post("/flush_cache", {}, SECONDS)
+        else:
+            self.server.flush_cache()
+
+    def abort(self) -> None:
+        self.server.post("/abort_request", {"abort_all": True}, SECONDS)
+        for request in self.outstanding:
+            request.aborted = True
+
+    def pause(self) -> None:
+        if self.paused is None:
+            self.paused = self.draw.choice(PAUSES)
+            if self.paused == "abort":
+                for request in self.outstanding:
+                    request.aborted = True
+            self.server.post("/pause_generation", {"mode": self.paused}, SECONDS)
+
+    def carry_on(self) -> None:
+        if self.paused is not None and not self.released:
+            self.server.post("/continue_generation", {}, SECONDS)
+            self.paused = None
+
+    def update(self) -> None:
+        """The same weights again, with requests in the engine, whose KV stays."""
+        self._update(self.models[self.weights], flush=False)
+
+    # Calls that need an idle engine -----------------------------------------------------------------------------------
+
+    def other_weights(self) -> None:
+        if self.drain() and "weights" not in self.released:
+            self.weights = 1 - self.weights
+            self._update(self.models[self.weights], flush=True)
+
+    def release(self) -> None:
+        left = [tag for tag in TAGS if tag not in self.released]
+        if left and self.drain():
+            tags = self.draw.sample(left, self.draw.randint(1, len(left)))
+            self.server.post("/release_memory_occupation", {"tags": tags}, SECONDS)
+            self.released.update(tags)
+
+    def resume(self) -> None:
+        if self.released:
+            tags = self.draw.sample(sorted(self.released), self.draw.randint(1, len(self.released)))
+            self.server.post("/resume_memory_occupation", {"tags": tags}, SECONDS)
+            self.released.difference_update(tags)
+
+    def drain(self) -> bool:
+        """Waits until no request is in the engine, and flushes. Returns False if a pause keeps some."""
+        if self.outstanding and self.paused is not None:
+            return False
+        self.join()
+        self.server.flush_cache()  # succeeds once the engine is idle
+        return True
+
+    def join(self) -> None:
+        """Waits for all answers. The prefix cache stays for the next sequence."""
+        for request in self.outstanding:
+            request.check()
+        self.outstanding.clear()
+
+    def _update(self, model: Path, *, flush: bool) -> None:
+        if "weights" not in self.released:
+            self.draw.choice([update_from_disk, update_from_tensors])(self.server, model, flush=flush)
+
+    # A sequence -------------------------------------------------------------------------------------------------------
+
+    def live(self, calls: int) -> None:
+        """One sequence of calls. Afterwards the engine is idle and has its first weights."""
+        kinds: list[tuple[Callable[[], None], int]] = [
+            (self.send, 6), (self.wait, 3), (self.flush, 1), (self.abort, 1), (self.pause, 3), (self.carry_on, 3),
+            (self.update, 2), (self.other_weights, 1), (self.release, 1), (self.resume, 3),
+        ]  # fmt: skip
+        functions, weights = zip(*kinds, strict=True)
+        self.done = []
+        self._call(self.send)
+        for call in self.draw.choices(functions, weights, k=calls):
+            self._call(call)
+        while self.released:
+            self._call(self.resume)
+        self._call(self.carry_on)
+        self._call(self._end)
+
+    def _end(self) -> None:
+        self.join()
+        if self.weights:
+            self.other_weights()
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        self.done.append(getattr(call, "__name__", "?"))
+        call()
+
+
+def stock_tokens(stock: Server, requests: Sequence[Request], models: tuple[Path, Path]) -> tuple[Tokens, Tokens]:
+    """Tokens of a stock server with either set of weights; it has the first afterwards."""
+    first = tokens_of(replay(stock.url, requests))
+    stock.flush_cache()
+    try:
+        update_from_tensors(stock, models[1], flush=True)
+        second = tokens_of(replay(stock.url, requests))
+    finally:
+        stock.flush_cache()
+        update_from_disk(stock, models[0], flush=True)
+    return first, second

@@ -1,0 +1,107 @@
+"""A rollout engine's life on the real server: tokens as stock, nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import importlib.metadata
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.server import Server, ServerError
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from tests.e2e.conftest import BACKEND, STOCK, Launch, Tokens, packing
+from tests.e2e.life_cycle import LONGEST, Engine, other_weights, prompts, stock_tokens, update_from_disk
+
+pytestmark = pytest.mark.e2e
+
+VERSION = tuple(int(part) for part in importlib.metadata.version("sglang").split(".")[:3] if part.isdigit())
+# Until then, waiting requests keep SGLang from flushing, and an update that asks for it ends the scheduler.
+FLUSHES_WHILE_REQUESTS_WAIT = (0, 5, 21)
+
+GONE = (ServerError, OSError, http.client.HTTPException, aiohttp.ClientError)
+
+Run = Callable[[Server, range, int], None]
+
+
+@pytest.fixture(scope="module")
+def run(
+    stock_server: Server, model: Path, vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    """run(server, seeds, calls): a random sequence of calls for each seed."""
+    models = (model, other_weights(model, tmp_path_factory.mktemp("other")))
+    requests = prompts(vocabulary)
+    expected: tuple[Tokens, Tokens] = stock_tokens(stock_server, requests, models)
+    assert expected[0] != expected[1]
+    with ThreadPoolExecutor(64) as pool:
+
+        def sequences(server: Server, seeds: range, calls: int) -> None:
+            for seed in seeds:
+                engine = Engine(server, requests, models, expected, pool, random.Random(seed))
+                try:
+                    engine.live(calls)
+                except BaseException as error:
+                    error.add_note(f"seed {seed}: {', '.join(engine.done)}")
+                    raise
+
+        yield sequences
+
+
+def test_some_random_sequences(packed: Server, run: Run) -> None:
+    packed.flush_cache()
+    with packing(packed) as done:
+        run(packed, range(10), 12)
+    done.assert_packed("decode", "extend")
+
+
+@pytest.mark.slow
+def test_two_hundred_random_sequences(launch: Launch, run: Run, vocabulary: Vocabulary) -> None:
+    """SGLang's idle check ends the scheduler if it misses KV slots or rows. The last request needs every KV slot."""
+    pool = 1400  # small enough that requests are retracted and prefixes evicted between the calls
+    with launch(BACKEND, "--chunked-prefill-size", "128", pool_tokens=pool) as server:
+        run(server, range(1000, 1020), 14)
+        before = scheduler_bytes(server)
+        with packing(server) as done:
+            run(server, range(1020, 1200), 14)
+        done.assert_packed("decode", "extend")
+        (whole_pool,) = replay(server.url, [Request("all", vocabulary.tokens(pool - 20, 23), 8)], timeout_seconds=60)
+        assert whole_pool.samples[0].finish == "length", "a lock that is left keeps slots from it"
+        assert scheduler_bytes(server) < before + 64 * 2**20
+
+
+def scheduler_bytes(server: Server) -> int:
+    """Resident memory of the scheduler, the largest process of the server's family."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return max(process.memory_info().rss for process in family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [STOCK, BACKEND])
+def test_an_update_that_flushes_while_retracted_requests_wait(
+    launch: Launch, model: Path, vocabulary: Vocabulary, backend: str
+) -> None:
+    """SGLang up to 0.5.20 does not survive it, with whichever backend."""
+    request = dataclasses.replace(prompts(vocabulary)[0], max_new_tokens=20 * LONGEST)
+    started = threading.Event()
+    with launch(backend) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(replay, server.url, [request], on_token=lambda *token: started.set())
+        assert started.wait(60)
+        server.post("/pause_generation", {"mode": "retract"})
+        if VERSION >= FLUSHES_WHILE_REQUESTS_WAIT:
+            update_from_disk(server, model, flush=True)
+            server.post("/continue_generation", {})
+            assert running.result(60)
+            return
+        with pytest.raises(GONE):
+            update_from_disk(server, model, flush=True)
+        with pytest.raises(GONE):
+            running.result(60)
+        assert "Cache flush failed after updating weights" in server.log_text()

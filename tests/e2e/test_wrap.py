@@ -1,0 +1,175 @@
+"""Wrap mode on real servers: stock names, stock tokens, packed steps, however they start. And what the doctor says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.server import Server, ServerOptions
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
+from tests.e2e import workloads
+from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, Packing, Tokens, packing, tokens_of
+
+pytestmark = pytest.mark.e2e
+
+Expected = Callable[[Sequence[Request]], Tokens]
+WRAP = {"PREFIXPACK_WRAP": "1"}
+TIMEOUT_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def wrapped(launch: Launch) -> Iterator[Server]:
+    """A server under the stock backend's name with wrap mode on."""
+    with launch(STOCK, environment=WRAP) as server:
+        yield server
+
+
+def replayed(server: Server, requests: list[Request]) -> tuple[Tokens, Packing]:
+    """Tokens of requests whose shared parts are in the cache, and what of their steps ran packed."""
+    replay(server.url, workloads.level_seeds(requests))
+    with packing(server) as done:
+        answers = replay(server.url, requests)
+    return tokens_of(answers), done
+
+
+def test_launch_server_with_the_stock_backends_name(
+    wrapped: Server, expected: Expected, vocabulary: Vocabulary
+) -> None:
+    requests = workloads.three_levels(vocabulary)
+    tokens, done = replayed(wrapped, requests)
+    assert tokens == expected(requests)
+    done.assert_packed("decode", "extend")
+    assert wrapped.info()["attention_backend"] == STOCK
+    state = wrapped.packing_state()
+    assert state is not None
+    assert state["wrapped"] == [STOCK]
+    assert state["running"]["prompts"] == []
+    metrics = wrapped.get("/metrics").splitlines()
+    assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
+    assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1
+    assert {"Scheduler.on_idle", "ForwardBatch.init_new", "ModelRunner.forward"} <= hooked(wrapped)
+
+
+def hooked(server: Server) -> set[str]:
+    """The names of SGLang that have a hook in the server's scheduler, by its log."""
+    targets = re.findall(r"Applied \d+ hook\(s\) to (\S+)", server.log_text())
+    return {".".join(target.split(".")[-2:]) for target in targets}
+
+
+def launch_arguments(options: ServerOptions) -> list[str]:
+    """What a user passes to `sglang.launch_server`, ports left out."""
+    return arguments_without(options.command(1)[3:], ["--port"])
+
+
+def doctor(options: ServerOptions) -> Diagnosis:
+    return diagnose(launch_arguments(options), {**options.full_environment()})
+
+
+def follow(changes: Sequence[Change], options: ServerOptions) -> tuple[list[str], dict[str, str]]:
+    """Launch arguments and our variables of a server after the doctor's changes."""
+    arguments, environment = launch_arguments(options), dict(options.environment)
+    for change in changes:
+        arguments = arguments_without(arguments, change.without)
+        environment = {name: value for name, value in environment.items() if name not in change.unset}
+        environment.update(change.variables)
+    return arguments, environment
+
+
+def check_packed(server: Server, found: Diagnosis, vocabulary: Vocabulary) -> None:
+    """The server packs the kinds of steps that the doctor names, and no others."""
+    server.flush_cache()
+    _, done = replayed(server, workloads.three_levels(vocabulary))
+    for mode in ("decode", "extend"):
+        assert (done.steps[mode] > 0) == (found.steps[mode].reason is None), mode
+
+
+def test_doctor_on_a_server_without_us(stock_server: Server, wrapped: Server, vocabulary: Vocabulary) -> None:
+    found = doctor(stock_server.options)
+    assert not found.packs
+    assert stock_server.packing_state() is None
+    assert follow(found.changes, stock_server.options) == (launch_arguments(wrapped.options), WRAP)
+    assert found.after is not None
+    check_packed(wrapped, found.after, vocabulary)
+
+
+def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary: Vocabulary) -> None:
+    with launch(STOCK, "--disable-radix-cache", environment=WRAP) as refused:
+        found = doctor(refused.options)
+        assert refused.packing_state() is None
+        assert f"{STOCK} is not wrapped, and runs as it is: {explained(found.steps['decode'].reason)}" in (
+            refused.log_text()
+        )
+        assert hooked(refused) <= {"Engine._launch_scheduler_processes"}
+    assert not found.packs
+    assert follow(found.changes, refused.options) == (launch_arguments(wrapped.options), WRAP)
+    assert found.after is not None
+    check_packed(wrapped, found.after, vocabulary)
+
+
+@pytest.mark.slow
+def test_doctor_on_a_server_with_packing_switched_off(launch: Launch, vocabulary: Vocabulary) -> None:
+    off = {**WRAP, "PREFIXPACK_PACK_DECODE": "0", "PREFIXPACK_PACK_EXTEND": "0", "PREFIXPACK_PACK_MIXED": "0"}
+    with launch(STOCK, environment=off) as refused:
+        found = doctor(refused.options)
+        assert refused.packing_state() is None
+    assert not found.packs
+    arguments, environment = follow(found.changes, refused.options)
+    assert arguments == launch_arguments(refused.options)
+    with launch(STOCK, environment=environment) as server:
+        assert found.after is not None
+        check_packed(server, found.after, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        ("engine", None),
+        ("slime", STOCK),
+        pytest.param("verl", STOCK, marks=pytest.mark.slow),  # as areal, without its scheduler function
+        ("areal", STOCK),
+    ],
+)
+def test_other_launchers(
+    way: str, backend: str | None, model: Path, expected: Expected, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    requests = workloads.three_levels(vocabulary)[:6]
+    (length,) = {request.max_new_tokens for request in requests}
+    arguments = {
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "disable_cuda_graph": True,
+        "grammar_backend": "none",
+        "skip_tokenizer_init": True,
+        "max_total_tokens": POOL_TOKENS,
+        "sleep_on_idle": True,
+        "log_level": "warning",
+        **({"attention_backend": backend} if backend else {}),
+    }
+    task = tmp_path / "task.json"
+    prompts = [list(request.prompt) for request in requests]
+    task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.launchers", way, str(task)],
+        env={**ServerOptions("", None).full_environment(), **WRAP},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [[tokens] for tokens in result["tokens"]] == expected(requests)
+    (state,) = result["states"]
+    assert state["attention_backend"] == STOCK
+    assert state["prefixpack"]["wrapped"] == [STOCK]
+    assert state["prefixpack"]["counters"]["steps_packed"]["decode"] > 0

@@ -1,0 +1,94 @@
+"""`explain --server A --server B`: sharing lost because requests with equal prefixes run on different engines."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.explain.spread import RunningPrompts, spread
+
+BLOCK = 4
+
+
+def running(*prompts: str) -> dict[str, Any]:
+    """What an engine tells about prompts; each letter is a token, and a hash is the text that it stands for."""
+    return {
+        "block": BLOCK,
+        "prompts": [
+            {"tokens": len(prompt), "hashes": [prompt[: end + BLOCK] for end in range(0, len(prompt), BLOCK)]}
+            for prompt in prompts
+        ],
+    }
+
+
+def engines(*contents: tuple[str, ...]) -> dict[str, RunningPrompts]:
+    return {str(i): RunningPrompts.model_validate(running(*prompts)) for i, prompts in enumerate(contents)}
+
+
+def test_samples_of_one_prompt_on_two_engines() -> None:
+    found = spread(engines(("systemAB", "systemAB", "systemCD"), ("systemAB", "other")))
+    # Two blocks of four: "syst", "emAB" or "emCD"; "othe", "r".
+    assert (found.per_request, found.kept, found.together) == (8 * 4 + 5, 4 + 4 + 4 + 8 + 5, 4 + 4 + 4 + 5)
+    assert (found.groups, found.split) == (1, 1)
+    assert found.lost == pytest.approx(8 / 20)
+
+
+def test_groups_that_stay_together_lose_nothing() -> None:
+    found = spread(engines(("aaaaaaaa",) * 4, ("bbbbbbbb",) * 4))
+    assert (found.lost, found.groups, found.split) == (0.0, 2, 0)
+
+
+@given(st.lists(st.lists(st.text("ab", max_size=10), max_size=5).map(tuple), min_size=1, max_size=4))
+def test_bounds_of_any_spread(contents: list[tuple[str, ...]]) -> None:
+    found = spread(engines(*contents))
+    assert found.together <= found.kept <= found.per_request
+    assert 0 <= found.lost <= 1
+    assert spread(engines(tuple(prompt for prompts in contents for prompt in prompts))).together == found.together
+
+
+def told(server_info: dict[str, Any], *prompts: str) -> dict[str, Any]:
+    info = copy.deepcopy(server_info)
+    info["internal_states"][0]["prefixpack"]["running"] = running(*prompts)
+    return info
+
+
+def test_the_command(
+    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [
+        serve({"/server_info": (200, told(server_info, *prompts))})
+        for prompts in (("promptAB", "promptAB"), ("promptAB",))
+    ]
+    both = [word for url in urls for word in ("--server", url)]
+    assert main(["explain", *both]) == 0
+    text = capsys.readouterr().out
+    assert "3 running requests on 2 engines" in text
+    assert "prompts of several requests: 1, of which 1 run on more than one engine" in text
+    assert "50% of the possible saving is lost to the spread" in text
+    assert main(["explain", "--json", *both]) == 0
+    assert json.loads(capsys.readouterr().out)["lost"] == 0.5
+
+
+def test_servers_that_do_not_tell_and_options_of_one_server(
+    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = serve({"/server_info": (200, server_info)}), serve({"/server_info": (200, told(server_info))})
+    assert main(["explain", "--server", new, "--server", old]) == 2
+    assert f"{old}: its version of sgl-prefix-attn does not tell the prompts" in capsys.readouterr().err
+    assert main(["explain", "--server", new, "--server", old, "--rank", "0"]) == 2
+    assert "--rank works with one --server" in capsys.readouterr().err
+
+
+def test_idle_servers_say_so(
+    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [serve({"/server_info": (200, told(server_info))}) for _ in range(2)]
+    assert main(["explain", "--server", urls[0], "--server", urls[1]]) == 0
+    assert "no request runs on any of the engines" in capsys.readouterr().out

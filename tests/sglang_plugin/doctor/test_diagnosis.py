@@ -1,0 +1,180 @@
+"""The doctor on model configurations, without weights or a server. `tests/e2e/test_wrap.py` compares with servers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.sglang_plugin.doctor import advice
+from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "dtype": "float32",
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
+    "odd_heads": ("Llama", {"head_dim": 24}),
+    "mla": (
+        "DeepseekV2",
+        {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    ),
+}
+CPU = ("--device", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the configuration of a model each, and nothing else."""
+    folders = {}
+    for name, (family, changes) in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        config = getattr(transformers, f"{family}Config")(**SIZES | changes, architectures=[f"{family}ForCausalLM"])
+        config.save_pretrained(folder)
+        folders[name] = folder
+    return folders
+
+
+def diagnosis(model: Path, *arguments: str, **variables: str) -> Diagnosis:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
+    return diagnose(["--model-path", str(model), *CPU, *arguments], environ | variables)
+
+
+WRAP = {"PREFIXPACK_WRAP": "1"}
+
+
+def test_a_server_in_wrap_mode_and_one_under_our_name(models: dict[str, Path]) -> None:
+    wrapped, named = diagnosis(models["llama"], **WRAP), diagnosis(models["llama"], "--attention-backend", "prefixpack")
+    assert (wrapped.way, wrapped.backends) == ("wrap", ("torch_native", "torch_native"))
+    assert (named.way, named.backends) == ("name", ("prefixpack", "prefixpack"))
+    for found in (wrapped, named):
+        assert {mode: answer.reason for mode, answer in found.steps.items()} == {
+            "decode": None,
+            "extend": None,
+            "mixed": NO_SUCH_STEPS,
+            "verify": NO_SUCH_STEPS,
+        }
+        assert found.layers == [("4 x full attention, 4/2 heads, head_dim 32", found.layers[0][1])]
+        assert found.layers[0][1].reason is None
+        assert (found.changes, found.after) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "reason", "helps"),
+    [
+        ([], {}, NOT_WRAPPED, True),
+        ([], {"PREFIXPACK_WRAP": "fa3"}, NOT_WRAPPED, True),
+        (["--attention-backend", "flex_attention"], WRAP, NOT_WRAPPABLE, False),
+        (["--disable-radix-cache"], WRAP, reasons.NO_RADIX_CACHE, True),
+        (["--enable-two-batch-overlap"], WRAP, reasons.TWO_BATCH_OVERLAP, True),
+        ([], {**WRAP, "SGLANG_USE_HND_KVCACHE": "1"}, reasons.KV_LAYOUT, True),
+        ([], {**WRAP, "PREFIXPACK_PACK_DECODE": "0"}, reasons.DISABLED, True),
+        ([], {**WRAP, "PREFIXPACK_ROUTE": "stock"}, reasons.DISABLED, True),
+    ],
+)
+def test_what_refuses_decode_and_what_the_changes_lead_to(
+    models: dict[str, Path], arguments: list[str], variables: dict[str, str], reason: str, helps: bool
+) -> None:
+    found = diagnosis(models["llama"], *arguments, **variables)
+    assert found.steps["decode"].reason == reason
+    assert found.changes[0].reason == reason
+    assert (found.after is not None and found.after.steps["decode"].reason is None) == helps
+
+
+@pytest.mark.parametrize(("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM)])
+def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str) -> None:
+    found = diagnosis(models[model], **WRAP)
+    assert found.steps["decode"].reason == reason
+    assert found.after is None
+    assert found.changes[-1].text.startswith("Nothing")
+
+
+def test_kinds_of_layers(models: dict[str, Path]) -> None:
+    found = diagnosis(models["gemma2"], **WRAP)
+    assert [(text, answer.reason) for text, answer in found.layers] == [
+        ("2 x sliding window, 4/2 heads, head_dim 32", None),
+        ("2 x full attention, 4/2 heads, head_dim 32", None),
+    ]
+
+
+def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
+    before = dict(os.environ)
+    diagnosis(models["llama"], SGLANG_TEST_VARIABLE="1", **WRAP)
+    assert dict(os.environ) == before
+
+
+def test_every_reason_has_an_answer() -> None:
+    for reason in (*reasons.EXPLANATIONS, *advice.EXPLANATIONS):
+        change = advice.change_for(reason)
+        assert change.reason == reason
+        assert change.text.endswith(".")
+        assert advice.explained(reason)
+
+
+@given(st.lists(st.sampled_from(["--a", "--b=1", "--b", "--spec-x", "--spec-y=2", "value", "-1"]), max_size=8))
+def test_left_out_arguments_go_with_their_values(arguments: list[str]) -> None:
+    kept = arguments_without(arguments, ["--b", "--spec-"])
+    assert not [argument for argument in kept if argument.startswith(("--b", "--spec-"))]
+    assert kept.count("--a") == arguments.count("--a")
+    assert arguments_without(arguments, []) == arguments
+
+
+class TestCommand:
+    def test_text_and_status(
+        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    ) -> None:
+        monkeypatch.delenv("PREFIXPACK_WRAP", raising=False)
+        assert main(["doctor", "--model-path", str(models["llama"]), *CPU]) == 1
+        text = capsys.readouterr().out
+        assert "decode   stock    not_wrapped" in text
+        assert "1. Set PREFIXPACK_WRAP=1" in text
+        assert "Then packed: decode, prefill." in text
+
+    def test_json(
+        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PREFIXPACK_WRAP", "1")
+        assert main(["doctor", "--json", "--model-path", str(models["llama"]), *CPU]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["version"], found["way"], found["packs"]) == (1, "wrap", True)
+        assert found["steps"]["prefill"]["packed"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "variables", "message"),
+        [
+            ([], {}, "no --model-path among the launch arguments"),
+            (["--model-path", "/nowhere", *CPU], {}, "SGLang does not accept the arguments"),
+            (["--model-path", "/nowhere", "--no-such-option"], {}, "unrecognized arguments: --no-such-option"),
+            (["--model-path", "/nowhere"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
+        ],
+    )
+    def test_what_cannot_be_used_is_named(
+        self,
+        arguments: list[str],
+        variables: dict[str, str],
+        message: str,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(["doctor", *arguments]) == 2
+        assert message in capsys.readouterr().err

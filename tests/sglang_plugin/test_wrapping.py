@@ -1,0 +1,347 @@
+"""Wrap mode: which stock backends are wrapped, and what is left of us where one is not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
+from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
+from sgl_prefix_attn.sglang_plugin.compat import launchers
+from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
+from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.gpu_fixture import host_kernels
+
+PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
+LENGTHS = [30, 27, 25, 9]
+WRAP = Settings(wrap=True, metrics=False)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "_logged", set())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hooks that the factory asks for; none is applied."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: hooks.extend(wanted) or [])
+    return hooks
+
+
+def new_fixture(**options: Any) -> Fixture:
+    """A fixture without plug-in state; its runner has server arguments."""
+    options.setdefault("server_args", SimpleNamespace())
+    fixture = Fixture(PATHS, LENGTHS, **options)
+    plugin_state.reset()
+    return fixture
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """A runner on a GPU whose kernels run in host memory."""
+    monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
+    options = {"head_dim": 64, "kv_dtype": torch.bfloat16, "dtype": torch.bfloat16, **options}
+    runner = new_fixture(**options).runner
+    runner.device = "cuda"
+    return runner
+
+
+def gpu_stock(name: str = "fa3") -> Any:
+    """An object of a class as SGLang's, which cannot be imported without a GPU."""
+    return type(eligibility.STOCK_CLASSES[name], (), {})()
+
+
+@pytest.mark.usefixtures("asked")
+class TestWrapped:
+    def test_the_wrapped_backend_computes_what_stock_does_and_packs(self) -> None:
+        fixture = new_fixture()
+        fixture.backend = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
+        state = plugin_state.active()
+        assert state is not None
+        fixture.state = state
+        expected = fixture.run_stock()
+        for ours, stock in zip(fixture.run(), expected, strict=True):
+            torch.testing.assert_close(ours, stock)
+        assert state.counters.steps_packed["decode"] == 1
+        assert process_state(state)["wrapped"] == ["torch_native"]
+
+    def test_sglang_sees_the_stock_backends_class(self) -> None:
+        fixture = new_fixture()
+        wrapped = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
+        for kind in (TorchNativeAttnBackend, AttentionBackend, PrefixPackBackend):
+            assert isinstance(wrapped, kind)
+        assert not isinstance(wrapped, TritonAttnBackend)
+        assert type(wrapped) is PrefixPackBackend
+
+    def test_under_our_own_name_it_does_not(self) -> None:
+        backend = new_fixture().backend
+        assert not isinstance(backend, TorchNativeAttnBackend)
+        assert isinstance(backend, PrefixPackBackend)
+
+    def test_what_sglang_decides_by_the_name_is_left_alone(self, asked: list[Any]) -> None:
+        fixture = new_fixture()
+        factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
+        assert {hook.target for hook in asked} == {
+            hook.target for hook in hook_table.OTHER_HOOKS + hook_table.HANDOVER_HOOKS
+        }
+
+    def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
+        fixture = new_fixture()
+        names = {"prefill_attention_backend": "torch_native", "decode_attention_backend": "torch_native"}
+        fixture.runner.server_args = SimpleNamespace(**names)
+        stocks = fixture.make_stock(), fixture.make_stock()
+        prefill, decode = (factory.wrap_backend(fixture.runner, "torch_native", stock, WRAP) for stock in stocks)
+        assert (prefill.stock, decode.stock) == stocks
+        fixture.backend, state = decode, plugin_state.active()
+        assert state is not None
+        fixture.state = state
+        fixture.run()
+        assert state.reported() is decode._record
+        assert list(state.backends) == [prefill, decode]
+
+    @pytest.mark.parametrize(("name", "wrapped"), [("fa3", True), ("flashinfer", False)])
+    def test_on_a_gpu_a_backend_for_prefill_alone_is_not(
+        self, name: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "fa3"}
+        runner = on_gpu(monkeypatch, server_args=SimpleNamespace(**names))
+        refusal = eligibility.wrap_refusal(runner, name, gpu_stock(name), WRAP)
+        assert refusal == (None if wrapped else reasons.COMPUTE_BOUND)
+
+
+class UnifiedMHATokenToKVPool(MHATokenToKVPool):
+    """As SGLang's, of which only the name counts."""
+
+
+class PagedPool(MHATokenToKVPool):
+    """A pool that nobody has looked at."""
+
+
+def _argument(**values: Any) -> Callable[[Fixture], None]:
+    return lambda fixture: vars(fixture.runner.server_args).update(values)
+
+
+def _runner(**values: Any) -> Callable[[Fixture], None]:
+    return lambda fixture: vars(fixture.runner).update(values)
+
+
+def _pool(change: Callable[[Any], None]) -> Callable[[Fixture], None]:
+    return lambda fixture: change(fixture.pool)
+
+
+def _layers(**values: Any) -> Callable[[Fixture], None]:
+    return lambda fixture: [vars(layer).update(values) for layer in fixture.layers] and None
+
+
+def _become(kind: type) -> Callable[[Any], None]:
+    return lambda pool: setattr(pool, "__class__", kind)
+
+
+def _hnd(pool: Any) -> None:
+    """SGLANG_USE_HND_KVCACHE: [pages, kv heads, page, head dim]."""
+    for buffers in (pool.k_buffer, pool.v_buffer):
+        buffers[:] = [buffer.unsqueeze(2).contiguous() for buffer in buffers]
+
+
+REFUSED = {
+    "mla": (_runner(use_mla_backend=True), reasons.MLA),
+    "draft": (_runner(is_draft_worker=True), reasons.DRAFT_WORKER),
+    "encoder-decoder": (_runner(model_config=SimpleNamespace(is_encoder_decoder=True)), reasons.ENCODER_DECODER),
+    "unified memory": (_argument(enable_unified_memory=True), reasons.VIRTUAL_SLOTS),
+    "virtual slots": (_runner(kv_index_translator=SimpleNamespace(is_translating=True)), reasons.VIRTUAL_SLOTS),
+    "unified pool": (_pool(_become(UnifiedMHATokenToKVPool)), reasons.VIRTUAL_SLOTS),
+    "deterministic": (_argument(enable_deterministic_inference=True), reasons.DETERMINISTIC),
+    "on-policy": (_argument(rl_on_policy_target="fsdp"), reasons.DETERMINISTIC),
+    "two-batch overlap": (_argument(enable_two_batch_overlap=True), reasons.TWO_BATCH_OVERLAP),
+    "pdmux": (_argument(enable_pdmux=True), reasons.PDMUX),
+    "decode context": (_argument(dcp_size=2), reasons.DECODE_CONTEXT_PARALLEL),
+    "no radix cache": (_argument(disable_radix_cache=True), reasons.NO_RADIX_CACHE),
+    "unknown pool": (_pool(_become(PagedPool)), reasons.KV_LAYOUT),
+    "hnd": (_pool(_hnd), reasons.KV_LAYOUT),
+    "fp4": (_pool(lambda pool: setattr(pool, "k_scale_buffer", [])), reasons.KV_DTYPE),
+    "bidirectional": (_layers(attn_type=AttentionType.ENCODER_ONLY), reasons.NON_CAUSAL),
+    "reads metadata": (
+        _runner(
+            model_config=SimpleNamespace(
+                is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["InklingForConditionalGeneration"])
+            )
+        ),
+        reasons.READS_METADATA,
+    ),
+}
+
+
+class TestRefused:
+    """SGLang's own object comes back, so a refused server does what it does without us."""
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_nothing_of_ours_is_left(self, case: str, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+        change, reason = REFUSED[case]
+        fixture = new_fixture()
+        assert eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, WRAP) is None
+        change(fixture)
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
+        assert plugin_state.active() is None
+        assert HOOKS.active is None
+        assert not asked
+        assert caplog.text.count(reasons.EXPLANATIONS[reason]) == 1
+
+    def test_fp8_scales_that_the_host_does_not_know(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch, kv_dtype=torch.float8_e4m3fn)
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) is None
+        for layer in runner.model:
+            layer.k_scale, layer.k_scale_float = torch.ones(2), None
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.KV_SCALES
+
+    def test_a_gpu_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch)
+        monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.NO_CUDA_KERNEL
+
+    def test_speculation_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE)
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.SPECULATIVE
+
+    def test_a_model_that_never_decodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch)
+        runner.model_config.is_generation = False
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.COMPUTE_BOUND
+
+    def test_a_route_that_is_never_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
+        assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", gpu_stock(), settings) == reasons.DISABLED
+
+    def test_an_object_of_another_class_behind_the_name(self) -> None:
+        fixture = new_fixture()
+        other = SimpleNamespace(forward=None)
+        assert factory.wrap_backend(fixture.runner, "torch_native", other, WRAP) is other
+
+    def test_a_graph_switch_of_sglang_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        changed: list[Any] = []
+        monkeypatch.setattr(
+            eligibility.versions, "keep_metadata_out_of_graphs", lambda environ: changed.append(1) or True
+        )
+        runner = on_gpu(monkeypatch, head_dim=32)  # no kernel has it
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.HEAD_DIM
+        assert not changed
+
+    @pytest.mark.parametrize("place", ["wrap_refusal", "connect", "PrefixPackBackend"])
+    def test_an_error_of_ours_costs_nothing_but_a_line(
+        self, place: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("a fault of ours")
+
+        fixture = new_fixture()
+        monkeypatch.setattr(eligibility if place == "wrap_refusal" else factory, place, fail)
+        for _ in range(2):
+            assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
+        assert HOOKS.active is None
+        assert caplog.text.count("Traceback") == caplog.text.count("RuntimeError: a fault of ours") == 1
+
+    def test_a_hook_that_cannot_be_applied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [hook_table.HANDOVER_HOOKS[0]])
+        fixture = new_fixture()
+        assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
+        assert HOOKS.active is None
+
+    def test_one_that_runs_wrapped_stays_when_another_is_refused(self, asked: list[Any]) -> None:
+        fixture = new_fixture()
+        wrapped = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
+        fixture.runner.is_draft_worker = True
+        factory.wrap_backend(fixture.runner, "torch_native", fixture.make_stock(), WRAP)
+        assert HOOKS.active is not None
+        assert isinstance(wrapped, PrefixPackBackend)
+
+
+class TestRegistry:
+    @pytest.fixture(autouse=True)
+    def _registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, stock in list(ATTENTION_BACKENDS.items()):
+            monkeypatch.setitem(ATTENTION_BACKENDS, name, stock)
+
+    def test_the_named_ones_are_replaced_once(self) -> None:
+        before = dict(ATTENTION_BACKENDS)
+        settings = Settings(wrap=("torch_native", "triton"))
+        wrapping.install(settings)
+        changed = dict(ATTENTION_BACKENDS)
+        assert {name for name in before if changed[name] is not before[name]} == {"torch_native", "triton"}
+        wrapping.install(settings)
+        assert dict(ATTENTION_BACKENDS) == changed
+
+    def test_a_stock_backend_of_ours_is_never_wrapped(self, asked: list[Any]) -> None:
+        fixture = new_fixture()
+        wrapping.install(WRAP)
+        assert type(ATTENTION_BACKENDS["torch_native"](fixture.runner)) is PrefixPackBackend
+        assert type(build_stock(fixture.runner, "torch_native")) is TorchNativeAttnBackend
+
+    def test_sglangs_own_errors_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(runner: Any) -> Any:
+            raise ValueError("SGLang cannot run here")
+
+        monkeypatch.setitem(ATTENTION_BACKENDS, "fa3", fail)
+        wrapping.install(WRAP)
+        with pytest.raises(ValueError, match="SGLang cannot run here"):
+            ATTENTION_BACKENDS["fa3"](new_fixture().runner)
+
+    @pytest.mark.parametrize("wrap", [False, True])
+    def test_hooks_wait_for_a_backend_in_wrap_mode(self, wrap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        registered: list[Any] = []
+        monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
+        monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
+        monkeypatch.setattr(entry, "load_settings", lambda: Settings(wrap=wrap))  # type: ignore[arg-type]
+        monkeypatch.delitem(entry.sys.modules, "sglang.srt.entrypoints.engine", raising=False)
+        entry.register()
+        assert bool(registered) != wrap
+
+
+def own_scheduler(*arguments: Any) -> tuple[Any, ...]:
+    return arguments
+
+
+class TestLaunchers:
+    @staticmethod
+    def launched_with(function: Any) -> Any:
+        calls: list[tuple[Any, ...]] = []
+        launchers.around_launch_scheduler_processes(lambda *args: calls.append(args), object, "args", "ports", function)
+        ((_, server_args, port_args, launched),) = calls
+        assert (server_args, port_args) == ("args", "ports")
+        return launched
+
+    def test_a_function_of_the_launchers_own_loads_plugins_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import sglang.srt.plugins
+
+        loaded: list[str] = []
+        monkeypatch.setattr(sglang.srt.plugins, "load_plugins", lambda: loaded.append("plugins"))
+        launched = pickle.loads(pickle.dumps(self.launched_with(own_scheduler)))
+        assert launched(1, 2) == (1, 2)
+        assert loaded == ["plugins"]
+
+    def test_sglangs_own_function_and_none_stay(self) -> None:
+        from sglang.srt.managers.scheduler import run_scheduler_process
+
+        assert self.launched_with(run_scheduler_process) is run_scheduler_process
+        assert self.launched_with(None) is None
+        assert isinstance(self.launched_with(functools.partial(own_scheduler)), functools.partial)
