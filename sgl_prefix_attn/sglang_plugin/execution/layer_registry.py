@@ -108,7 +108,8 @@ class LayerRegistry:
             self.has_stock_layers |= facts.unsupported_reason is not None
         return facts
 
-    def _examine(self, layer: Any) -> LayerFacts:
+    def unsupported_reason(self, layer: Any) -> str | None:
+        """The reason why a layer cannot run packed, None if it can. Allocates nothing."""
         reason = (
             self.never_packed
             or unsupported_pool(self._pool)
@@ -116,7 +117,7 @@ class LayerRegistry:
             or unsupported_layer(layer)
         )
         if reason is not None:
-            return LayerFacts(layer, reason, -1, False)
+            return reason
         k_cache = self._pool.get_key_buffer(layer.layer_id)
         v_cache = self._pool.get_value_buffer(layer.layer_id)
         reason = (
@@ -124,14 +125,22 @@ class LayerRegistry:
             or self._executor.unsupported_reason(layer, k_cache)
             or self._executor.unsupported_reason(layer, v_cache)
         )
-        has_scales = self._knows_kv_scales and reason is None and k_cache.dtype is FP8
-        if has_scales and kv_scales(layer) is None:
+        if reason is None and self._has_scales(k_cache) and kv_scales(layer) is None:
             reason = fallback_reasons.KV_SCALES
-        shape_index = -1
-        if reason is None:
-            try:
-                shape_index = self._executor.shape_index(layer, k_cache)
-            except torch.OutOfMemoryError:
-                reason = self.never_packed = fallback_reasons.NO_MEMORY
-                logger.exception("prefixpack: no memory for the buffers of packed steps")
-        return LayerFacts(layer, reason, shape_index, has_scales)
+        return reason
+
+    def _has_scales(self, k_cache: torch.Tensor) -> bool:
+        return self._knows_kv_scales and k_cache.dtype is FP8
+
+    def _examine(self, layer: Any) -> LayerFacts:
+        reason = self.unsupported_reason(layer)
+        if reason is not None:
+            return LayerFacts(layer, reason, -1, False)
+        k_cache = self._pool.get_key_buffer(layer.layer_id)
+        try:
+            shape_index = self._executor.shape_index(layer, k_cache)
+        except torch.OutOfMemoryError:
+            self.never_packed = fallback_reasons.NO_MEMORY
+            logger.exception("prefixpack: no memory for the buffers of packed steps")
+            return LayerFacts(layer, fallback_reasons.NO_MEMORY, -1, False)
+        return LayerFacts(layer, None, shape_index, self._has_scales(k_cache))
