@@ -12,6 +12,8 @@ import io
 import json
 import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -108,6 +110,7 @@ class Engine:
     Attributes:
         models: folders with the two sets of weights.
         expected: the stock backend's tokens of each prompt, by set of weights.
+        pins: whether the server has a budget for pins.
         done: calls made so far, for the message of a failure.
     """
 
@@ -117,6 +120,7 @@ class Engine:
     expected: tuple[Tokens, Tokens]
     pool: ThreadPoolExecutor
     draw: random.Random
+    pins: bool = False
     weights: int = 0
     paused: str | None = None
     released: set[str] = field(default_factory=set)
@@ -162,6 +166,21 @@ class Engine:
         if self.paused is not None and not self.released:
             self.server.post("/continue_generation", {}, SECONDS)
             self.paused = None
+
+    def pin(self) -> None:
+        """Pins the beginning of a prompt, or releases that pin. The server may refuse: over budget, or no such pin."""
+        if not self.pins:
+            return
+        prompt = self.draw.choice(self.requests).prompt
+        body = json.dumps({"token_ids": prompt[: self.draw.choice([60, 120, 200])]}).encode()
+        request = urllib.request.Request(
+            f"{self.server.url}/prefixpack/pins", body, method=self.draw.choice(["POST", "POST", "DELETE"])
+        )
+        try:
+            urllib.request.urlopen(request, timeout=SECONDS).close()
+        except urllib.error.HTTPError as refused:
+            if refused.code not in (404, 409):
+                raise
 
     def update(self) -> None:
         """The same weights again, with requests in the engine, whose KV stays."""
@@ -211,7 +230,7 @@ class Engine:
         """One sequence of calls. Afterwards the engine is idle and has its first weights."""
         kinds: list[tuple[Callable[[], None], int]] = [
             (self.send, 6), (self.wait, 3), (self.flush, 1), (self.abort, 1), (self.pause, 3), (self.carry_on, 3),
-            (self.update, 2), (self.other_weights, 1), (self.release, 1), (self.resume, 3),
+            (self.pin, 2), (self.update, 2), (self.other_weights, 1), (self.release, 1), (self.resume, 3),
         ]  # fmt: skip
         functions, weights = zip(*kinds, strict=True)
         self.done = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import importlib.metadata
+import json
 import random
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,23 +31,24 @@ FLUSHES_WHILE_REQUESTS_WAIT = (0, 5, 21)
 
 GONE = (ServerError, OSError, http.client.HTTPException, aiohttp.ClientError)
 
-Run = Callable[[Server, range, int], None]
+Run = Callable[..., None]
+PINS = {"PREFIXPACK_PIN_BUDGET_PERCENT": "40", "PREFIXPACK_RETENTION": "reuse"}
 
 
 @pytest.fixture(scope="module")
 def run(
     stock_server: Server, model: Path, vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
-    """run(server, seeds, calls): a random sequence of calls for each seed."""
+    """run(server, seeds, calls, pins=False): a random sequence of calls for each seed."""
     models = (model, other_weights(model, tmp_path_factory.mktemp("other")))
     requests = prompts(vocabulary)
     expected: tuple[Tokens, Tokens] = stock_tokens(stock_server, requests, models)
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(64) as pool:
 
-        def sequences(server: Server, seeds: range, calls: int) -> None:
+        def sequences(server: Server, seeds: range, calls: int, *, pins: bool = False) -> None:
             for seed in seeds:
-                engine = Engine(server, requests, models, expected, pool, random.Random(seed))
+                engine = Engine(server, requests, models, expected, pool, random.Random(seed), pins)
                 try:
                     engine.live(calls)
                 except BaseException as error:
@@ -66,15 +69,27 @@ def test_some_random_sequences(packed: Server, run: Run) -> None:
 def test_two_hundred_random_sequences(launch: Launch, run: Run, vocabulary: Vocabulary) -> None:
     """SGLang's idle check ends the scheduler if it misses KV slots or rows. The last request needs every KV slot."""
     pool = 1400  # small enough that requests are retracted and prefixes evicted between the calls
-    with launch(BACKEND, "--chunked-prefill-size", "128", pool_tokens=pool) as server:
-        run(server, range(1000, 1020), 14)
+    with launch(BACKEND, "--chunked-prefill-size", "128", pool_tokens=pool, environment=PINS) as server:
+        run(server, range(1000, 1020), 14, pins=True)
         before = scheduler_bytes(server)
         with packing(server) as done:
-            run(server, range(1020, 1200), 14)
+            run(server, range(1020, 1200), 14, pins=True)
         done.assert_packed("decode", "extend")
+        release_pins(server)
         (whole_pool,) = replay(server.url, [Request("all", vocabulary.tokens(pool - 20, 23), 8)], timeout_seconds=60)
         assert whole_pool.samples[0].finish == "length", "a lock that is left keeps slots from it"
         assert scheduler_bytes(server) < before + 64 * 2**20
+
+
+def release_pins(server: Server) -> None:
+    """Releases what is pinned. Nothing is then."""
+    address = f"{server.url}/prefixpack/pins"
+    for pin in json.loads(server.get("/prefixpack/pins"))["schedulers"][0]["pins"]:
+        body = json.dumps({"id": pin["id"]}).encode()
+        urllib.request.urlopen(urllib.request.Request(address, body, method="DELETE"), timeout=30).close()
+    (left,) = json.loads(server.get("/prefixpack/pins"))["schedulers"]
+    assert left["pins"] == []
+    assert left["pinned_tokens"] == 0
 
 
 def scheduler_bytes(server: Server) -> int:
