@@ -57,8 +57,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
     wanted += registration.activate(settings)
-    for hook in hooks.ensure_applied(wanted):
-        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+    apply_hooks(wanted, version)
     if versions.ask_for_readable_tree_core(os.environ):
         logger.warning(
             "prefixpack: the native radix tree core of SGLang %s cannot tell which requests share a prefix; using its "
@@ -67,8 +66,16 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
             versions.TREE_CORE_VARIABLE,
         )
     backend = PrefixPackBackend(runner, build_stock(runner, name), state)
+    if kind == "hooks" and versions.speculates(runner) and backend.checks_drafts_in_graphs:
+        apply_hooks(hook_table.VERIFY_HOOKS, version)
     logger.info("prefixpack: stock backend %s, paths through %s, SGLang %s", name, kind, version)
     return backend
+
+
+def apply_hooks(wanted: tuple[hooks.Hook, ...], version: str) -> None:
+    """Applies hooks and logs the consequence of those that could not be applied."""
+    for hook in hooks.ensure_applied(wanted):
+        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
 
 
 def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
@@ -111,6 +118,8 @@ def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
         )
     if not patched or settings.handover == "hooks":
         return "hooks"
+    if settings.handover == "auto" and versions.speculates(runner):
+        return "hooks"  # the patch does not show the batches in which drafts are checked
     if not versions.has_other_layers(runner):
         return "patch"
     if settings.handover == "patch":

@@ -36,6 +36,7 @@ class PrefixPackBackend(AttentionBackend):
 
     Attributes:
         decision: how the present step runs.
+        checks_drafts_in_graphs: whether decode graphs of a server with speculative decoding may hold packed layers.
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
@@ -55,6 +56,7 @@ class PrefixPackBackend(AttentionBackend):
         router = StepRouter(state.settings, self._counters, self._executor, state.stock_backend, stock)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters)
         self.graph_variants = self._planner.graph_variants
+        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.never_packs("verify") is None
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
         self._record = BackendRecord(self._planner, router, self._executor.planners)

@@ -30,8 +30,7 @@ def make_executor(runner: Any, settings: Settings) -> Executor | str:
         return fallback_reasons.HYBRID_SWA
     if versions.has_decode_context_parallel(runner):
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
-    speculation = getattr(runner, "spec_algorithm", None)
-    if speculation is not None and not speculation.is_none() and not is_cpu(runner):
+    if versions.speculates(runner) and not is_cpu(runner):
         return fallback_reasons.SPECULATIVE
     return CpuExecutor(runner, settings) if is_cpu(runner) else _gpu_executor(runner, settings)
 

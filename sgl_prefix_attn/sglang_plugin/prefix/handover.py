@@ -136,8 +136,8 @@ class HandoverHooks:
         if self.active.kind == "hooks":
             setattr(result, _ATTRIBUTE, self.active.read(batch))
 
-    def around_model_runner_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        """AROUND hook on `ModelRunner.forward`."""
+    def around_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `ModelRunner.forward` and `DecodeCudaGraphRunner.load_batch`."""
         forward_batch = args[0] if args else kwargs.get("forward_batch")
         handed = getattr(forward_batch, _ATTRIBUTE, None)
         if self.active is None or handed is None:
