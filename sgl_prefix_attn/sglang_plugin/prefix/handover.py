@@ -78,6 +78,7 @@ class Handover:
     def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
         """Stops reading paths for the kinds of steps for which `never_packed` returns a reason."""
         self._tracker.never_packed = never_packed
+        self._tracker.refuses_drafts = never_packed("verify") is not None
 
     def read(self, batch: Any) -> Handed:
         """Reads a batch's paths; never raises."""
