@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-versions lint bench clean

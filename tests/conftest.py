@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-# Session fixtures that take 10 s or more: the files that use one run on one worker, one after the other.
-SHARED_FIXTURES = ("stock_server", "emulation")
+# Parameters that stand for session fixtures of 10 s or more, by folder: files that use one run on one worker.
+SHARED_FIXTURES = {
+    "stock_server": ("tests/e2e/", re.compile(r"\b(stock_server|packed|expected): ")),
+    "emulation": ("tests/cuda/", re.compile(r"\bemulation: ")),
+}
+ROOT = Path(__file__).parents[1]
 
 # SGLang reads it at import.
 if shutil.which("nvidia-smi") is None:
@@ -26,24 +33,31 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("untimed")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole groups. `--dist loadgroup` of pytest-xdist 3.8 ignores its groups with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
+@cache
+def group_of(file: str) -> str:
+    """The shared fixture that a test file uses, else the file itself."""
+    text = (ROOT / file).read_text()
+    uses = (name for name, (folder, use) in SHARED_FIXTURES.items() if file.startswith(folder) and use.search(text))
+    return next(uses, file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests for `--dist loadgroup`: by shared fixture, else by file; the longest groups come first."""
+    """The longest groups come first, so that both workers end at about the same time."""
     if not IS_WORKER:
         return
-    groups: dict[Path, str] = {}
-    servers = set()
-    for item in items:
-        shared = [name for name in SHARED_FIXTURES if name in getattr(item, "fixturenames", ())]
-        group = groups.setdefault(item.path, str(item.path))
-        groups[item.path] = shared[0] if shared else group
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-        if item.get_closest_marker("e2e") is not None:
-            servers.add(groups[item.path])
-    items.sort(key=lambda item: _order(groups[item.path], servers))
-
-
-def _order(group: str, servers: set[str]) -> int:
-    """The longest groups first, so that both workers end at about the same time."""
-    return SHARED_FIXTURES.index(group) * 2 if group in SHARED_FIXTURES else 1 if group in servers else 3
+    groups = {item: group_of(item.nodeid.partition("::")[0]) for item in items}
+    servers = {groups[item] for item in items if item.get_closest_marker("e2e") is not None}
+    first = {name: place for place, name in enumerate(SHARED_FIXTURES)}
+    items.sort(key=lambda item: first.get(groups[item], len(first) + (groups[item] not in servers)))

@@ -29,26 +29,8 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_help_names_every_command() -> None:
-    result = command("--help")
-    assert result.returncode == 0
-    for name in ("demo", "explain", "patch", "settings"):
-        assert f"\n    {name} " in result.stdout
-
-
 def test_version() -> None:
     assert command("--version").stdout.strip() == __version__
-
-
-def test_unknown_command_lists_the_known_ones() -> None:
-    result = command("explian")
-    assert result.returncode == 2
-    assert "invalid choice: 'explian'" in result.stderr
-    assert "explain" in result.stderr
-
-
-def test_no_command() -> None:
-    assert command().returncode == 2
 
 
 def test_settings_need_neither_torch_nor_the_native_module() -> None:
@@ -70,30 +52,10 @@ def test_settings_table_shows_value_and_source(tmp_path: Path) -> None:
     assert rows["metrics"] == ["true", "default"]
 
 
-def test_settings_as_json() -> None:
-    records = {record["key"]: record for record in json.loads(command("settings", "--json").stdout)}
-    assert records["handover"] == {
-        "key": "handover",
-        "value": "auto",
-        "source": "default",
-        "default": "auto",
-        "variable": "PREFIXPACK_HANDOVER",
-        "accepted": "auto, hooks or patch",
-        "description": records["handover"]["description"],
-    }
-
-
 def test_settings_with_a_mistake() -> None:
     result = command("settings", PREFIXPACK_METRICS="perhaps")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "PREFIXPACK_METRICS='perhaps' is not usable: accepted is true or false\n"
-
-
-def test_explain_a_tree() -> None:
-    result = command("explain", "--tree", "1,10/4096,416", "--device", "h200", "--heads", "64/8")
-    assert result.returncode == 0
-    assert "64/8 heads" in result.stdout
-    assert "264 workers" in result.stdout
 
 
 def test_explain_as_json_with_every_machine_option() -> None:
@@ -156,18 +118,6 @@ def test_explain_with_a_mistake(arguments: str, expected: str, capsys: pytest.Ca
         status = left.code  # type: ignore[assignment]
     assert status == 2
     assert expected in capsys.readouterr().err
-
-
-def test_mistakes_are_reported_without_a_traceback() -> None:
-    result = command("explain", "--tree", "1,2/3")
-    assert result.returncode == 2
-    assert result.stderr == "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens\n"
-
-
-def test_explain_help_has_examples_and_every_source() -> None:
-    text = command("explain", "--help").stdout
-    for part in ("--tree", "--batch", "--trace", "--server", "examples:", "python -m sgl_prefix_attn explain --tree"):
-        assert part in text
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -32,14 +32,6 @@ def message(environ: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def test_defaults_without_file_and_variables() -> None:
-    settings = load_settings({"PATH": "/bin"})
-    assert settings == Settings()
-    assert settings.stock_backend == "auto"
-    assert settings.cpu_threads is None
-    assert settings.replan_growth == 64
-
-
 def test_variable_beats_file_beats_default(tmp_path: Path) -> None:
     environ = config(tmp_path, "workers = 7\nmax_tile_rows = 32\n") | {"PREFIXPACK_WORKERS": "9"}
     loaded = load_settings_with_sources(environ)
@@ -59,19 +51,9 @@ def test_variables_spell_booleans_in_the_usual_ways(text: str, value: bool) -> N
     assert load_settings({"PREFIXPACK_PACK_EXTEND": text}).pack_extend is value
 
 
-def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFIXPACK_CPU_THREADS", "3")
-    assert load_settings().cpu_threads == 3
-
-
 def test_build_variables_are_not_settings() -> None:
     environ = dict.fromkeys(OTHER_VARIABLES, "1") | {"PREFIXPACK_CONFIG": ""}
     assert load_settings(environ) == Settings()
-
-
-def test_settings_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Settings().workers = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +102,6 @@ def test_unknown_key_in_the_file_names_line_and_nearest_one(tmp_path: Path) -> N
     assert message(environ).startswith(
         f"{environ['PREFIXPACK_CONFIG']}:2: there is no setting 'metrics_flush'; did you mean metrics_flush_steps? "
     )
-
-
-def test_table_in_the_file_is_an_unknown_key(tmp_path: Path) -> None:
-    assert ":2: there is no setting 'prefixpack'" in message(config(tmp_path, "\n[prefixpack]\nworkers = 3\n"))
 
 
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
@@ -209,6 +187,3 @@ class TestDeprecatedNames:
         assert message(environ).startswith(expected)
         environ = config(tmp_path, 'inner_backend = "triton"\n') | {"PREFIXPACK_STOCK_BACKEND": "triton"}
         assert ":1: inner_backend is the deprecated name of PREFIXPACK_STOCK_BACKEND" in message(environ)
-
-    def test_a_bad_value_is_named_with_the_old_name(self) -> None:
-        assert message({"PREFIXPACK_INNER_BACKEND": "flash"}).startswith("PREFIXPACK_INNER_BACKEND='flash' is not ")

@@ -50,16 +50,21 @@ class Pinning:
     def __init__(self) -> None:
         plugin = "sgl_prefix_attn.sglang_plugin"
         try:
-            self.hooks = importlib.import_module(f"{plugin}.pinning.hooks")
+            self.module = importlib.import_module(f"{plugin}.pinning.hooks")
         except ModuleNotFoundError:
-            self.hooks = importlib.import_module(f"{plugin}.pinning_hooks")
+            self.module = importlib.import_module(f"{plugin}.pinning_hooks")
         try:
-            self.state = importlib.import_module(f"{plugin}.pinning.state")
+            self.settings = importlib.import_module(f"{plugin}.pinning.state")
         except ModuleNotFoundError:
-            self.state = self.hooks
+            self.settings = self.module
 
     def activate(self, retention: bool) -> None:
-        self.state.activate(self.state.PinningSettings(retention=True, lookahead=0) if retention else None)
+        if hasattr(self.module, "PinningHooks"):
+            self.hooks = self.module.PinningHooks(self.settings.PinningSettings(retention=retention, lookahead=0))
+            self.state = self.hooks.state
+        else:
+            self.hooks, self.state = self.module, self.settings
+            self.state.activate(self.state.PinningSettings(retention=True, lookahead=0) if retention else None)
 
     def failures(self, cache: Any) -> int:
         manager_of = getattr(self.state, "manager_of", None) or self.state.keeper_of

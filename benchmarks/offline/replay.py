@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import CUSTOM_PARAMETER, GroupScheduler
 
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
@@ -128,7 +128,7 @@ class Replay:
         self.ratio = _RATIO_START
         self.full = False
         self.result = Result()
-        group_scheduler.reset()
+        self.group_scheduler = GroupScheduler()
 
     def run(self, jobs: Sequence[Job]) -> Result:
         """Runs all jobs. Raises ReplayError when nothing can be admitted any more, or KV is lost."""
@@ -155,13 +155,13 @@ class Replay:
         free = self.allocator.available_size() + self.tree.evictable_size()
         if free != self.pool or self.tree.protected_size():
             raise ReplayError(f"{self.pool - free} KV tokens are lost, {self.tree.protected_size()} stay locked")
-        self.result.held_back = dict(group_scheduler.active().held_back)
+        self.result.held_back = dict(self.group_scheduler.held_back)
         return self.result
 
     def _hand_in(self, source: Iterator[tuple[int, Job]]) -> None:
         outstanding = len(self.waiting) + len(self.running.reqs)
         for number, job in source:
-            params = {group_scheduler.CUSTOM_PARAMETER: job.place} if job.place else None
+            params = {CUSTOM_PARAMETER: job.place} if job.place else None
             sampling = SamplingParams(max_new_tokens=job.output, ignore_eos=True, custom_params=params)
             request = Req(f"r{number}", "", array("q", job.prompt), sampling)
             self.outputs[request.rid] = job.output
@@ -180,9 +180,9 @@ class Replay:
                 self.tree.match_prefix(MatchPrefixParams(key=RadixKey(request.origin_input_ids)))
         self.policy.calc_priority(self.waiting, self.running)
         if self.grouped:
-            group_scheduler.after_calc_priority(None, self.policy, self.waiting)
+            self.group_scheduler.after_calc_priority(None, self.policy, self.waiting)
         adder = PrefillAdder(1, self.tree, self.allocator, self.running, self.ratio, _MAX_PREFILL_TOKENS, None, 0)
-        add = group_scheduler.around_add_one_req if self.grouped else lambda original, *args: original(*args)
+        add = self.group_scheduler.around_add_one_req if self.grouped else lambda original, *args: original(*args)
         for request in self.waiting:
             if len(adder.can_run_list) + len(self.running.reqs) >= self.max_running:
                 break

@@ -3,7 +3,7 @@
 Launched by `core.triton_step`, which documents the arguments. Triton decides when this module is imported whether its
 kernels are compiled or interpreted (TRITON_INTERPRET=1).
 """
-# Kernels are typed by Triton when they are launched.
+# Triton infers the types of kernel arguments at launch.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
 import triton
@@ -22,7 +22,7 @@ _QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(pla
 _REQUEST, _SLOT_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.SLOT_BEGIN)
 _KV_BEGIN, _KV_END = tl.constexpr(planner.KV_BEGIN), tl.constexpr(planner.KV_END)
 _OPEN_END, _WRITE_THROUGH = tl.constexpr(planner.OPEN_END), tl.constexpr(planner.WRITE_THROUGH)
-# An item at the step's lengths, all that the layers need of it side by side: fewer loads that wait for each other.
+# Record of an item at the lengths of the step. Adjacent fields shorten the chain of dependent loads.
 RECORD_WORDS = 8
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)
 _QUERIES_FROM, _QUERIES, _KEYS_FROM, _KEYS_TO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -97,19 +97,20 @@ def prepare_step(
 
 @triton.jit
 def _safe_max(maximum):
-    # Exponents are taken against this, so that a row that has seen nothing yields 2^-inf = 0 and not NaN.
+    # Subtracting 0 instead of -inf gives rows without a visible key 2^-inf = 0 instead of NaN.
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def _reciprocal(total):
-    # Of a row that has seen nothing the output is zeros as it is.
+    # Rows without a visible key have an output of zeros, which any factor leaves at zero.
     return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def _as_product(stored, PRODUCT: tl.constexpr):  # noqa: N803
-    # Bytes are e4m3. Moved to their places in fp16 they are 2^8 times too small, subnormals as well; NaN is no NaN.
+    # The bits of an e4m3 number, shifted into fp16, mean 2^-8 times its value, for subnormals too. NaN needs a case of
+    # its own. The caller multiplies the scales by 2^8.
     if stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
         magnitude = bits & 0x7F
@@ -243,14 +244,14 @@ def _attend_rows(
         tl.store(partial_lse + partial, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
 
 
-# What differs between models and layers, and makes no faster kernel, is not to make another kernel.
+# Specializing these arguments makes no kernel faster and would compile one for each value.
 @triton.jit(do_not_specialize=["lse_token_stride", "kv_heads", "group", "scale", "v_scale", "logit_cap", "window_left"])
 def attend_packed(
     words,
     records,
     query_position,
     kv_slots,
-    tickets,
+    tile_counter,
     q,
     q_token_stride,
     q_head_stride,
@@ -283,14 +284,17 @@ def attend_packed(
     PRODUCT: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
 ):
-    """The queue: programs take units (item, KV head) until none is left. Who takes which changes no bit."""
-    num_units = tl.load(words + _NUM_ITEMS) * kv_heads
+    """Persistent scheduler: programs take work tiles (item, KV head) until none is left.
+
+    The assignment of tiles to programs changes no bit of the result.
+    """
+    num_tiles = tl.load(words + _NUM_ITEMS) * kv_heads
     query_token = words + tl.load(words + _QUERY_TOKEN_AT)
     programs = tl.num_programs(0)
-    unit = tl.program_id(0)
-    while unit < num_units:
-        record = records + unit // kv_heads * _RECORD_WORDS
-        kv_head = unit % kv_heads
+    tile = tl.program_id(0)
+    while tile < num_tiles:
+        record = records + tile // kv_heads * _RECORD_WORDS
+        kv_head = tile % kv_heads
         num_rows = tl.load(record + _QUERIES) * group
         if num_rows <= _SMALL_ROWS:
             _attend_rows(
@@ -301,7 +305,7 @@ def attend_packed(
                 HEAD_DIM, PADDED_DIM, _SMALL_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
             )  # fmt: skip
         else:
-            # A plan for wider tiles takes several passes.
+            # Items of plans for wider row tiles take several passes.
             for first_row in range(0, num_rows, WIDE_ROWS):
                 _attend_rows(
                     record, kv_slots, query_token, query_position, first_row, num_rows, kv_head,
@@ -310,12 +314,11 @@ def attend_packed(
                     kv_heads, group, scale, v_scale, logit_cap, window_left,
                     HEAD_DIM, PADDED_DIM, WIDE_ROWS, KEYS, HAS_CAP, HAS_WINDOW, PRODUCT, PRECISION,
                 )  # fmt: skip
-        # A ticket is taken after every unit; whoever takes the last one makes the counter ready for the next launch,
-        # so that a captured graph can be replayed.
-        ticket = tl.atomic_add(tickets, 1, sem="relaxed")
-        if ticket == num_units - 1:
-            tl.store(tickets, 0)
-        unit = programs + ticket
+        # Every tile adds one to the counter. The last one resets it for the next launch, as graph replays need.
+        taken = tl.atomic_add(tile_counter, 1, sem="relaxed")
+        if taken == num_tiles - 1:
+            tl.store(tile_counter, 0)
+        tile = programs + taken
 
 
 @triton.jit(do_not_specialize=["lse_token_stride", "q_heads"])
@@ -334,14 +337,14 @@ def merge_partials(
     HEAD_DIM: tl.constexpr,  # noqa: N803
     PADDED_DIM: tl.constexpr,  # noqa: N803
 ):
-    """Queries with several partials: HEADS heads at a time, added in ascending KV order."""
+    """Combines the partials of queries that have several, in ascending KV order, HEADS heads at a time."""
     head_blocks = tl.cdiv(q_heads, HEADS)
     dim = tl.arange(0, PADDED_DIM)
     offsets = words + tl.load(words + _MERGE_OFFSET_AT)
     slots = words + tl.load(words + _MERGE_SLOT_AT)
-    for unit in range(tl.program_id(0), tl.load(words + _NUM_MERGES) * head_blocks, tl.num_programs(0)):
-        merge = unit // head_blocks
-        head = unit % head_blocks * HEADS + tl.arange(0, HEADS)
+    for block in range(tl.program_id(0), tl.load(words + _NUM_MERGES) * head_blocks, tl.num_programs(0)):
+        merge = block // head_blocks
+        head = block % head_blocks * HEADS + tl.arange(0, HEADS)
         valid = head < q_heads
         stored = valid[:, None] & (dim < HEAD_DIM)[None, :]
         query = tl.load(words + tl.load(words + _MERGE_QUERY_AT) + merge)
@@ -363,7 +366,7 @@ def merge_partials(
         base = _safe_max(maximum)
         total = tl.zeros([HEADS], tl.float32)
         output = tl.zeros([HEADS, PADDED_DIM], tl.float32)
-        # Unrolled, the loads of several partials are under way at a time; the order of the sum stays.
+        # Unrolling overlaps the loads of several partials and keeps the order of the sum.
         for i in tl.range(first, past, loop_unroll_factor=4):
             partial = tl.load(slots + i).to(tl.int64) * q_heads + head
             theirs = tl.load(partial_lse + partial, mask=valid, other=float("-inf"))

@@ -122,7 +122,7 @@ class TritonStep(StepBuffers):
         super().__init__(shape, device, limits)
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self._records = self._ints(triton_kernels.RECORD_WORDS * limits.items)
-        self._tickets = self._ints(1)
+        self._tile_counter = self._ints(1)
         self._num_stages = 2
         self.blocks = _INTERPRETED_PROGRAMS
         if device.type == "cuda":
@@ -197,7 +197,7 @@ class TritonStep(StepBuffers):
         lse_stride = 0 if lse is None else lse.stride(0)
         with self._on_device():
             triton_kernels.attend_packed[(self.blocks,)](
-                self._words, self._records, self._positions, self._kv_slots, self._tickets,
+                self._words, self._records, self._positions, self._kv_slots, self._tile_counter,
                 q, q.stride(0), q.stride(1),
                 k_cache, k_cache.stride(0), k_cache.stride(1),
                 v_cache, v_cache.stride(0), v_cache.stride(1),

@@ -1,1 +1,1 @@
-"""`python -m sgl_prefix_attn explain`: what the planner makes of a batch, in words, numbers and a picture."""
+"""`python -m sgl_prefix_attn explain`: the plan of a batch as text, numbers or a picture."""

@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def max_over_mean(self) -> float:
-        """1 is perfect balance. Workers without work count: they are capacity left unused."""
+        """Longest busy time / mean busy time. 1 is perfect balance; idle workers count."""
         return float(self.worker_seconds.max() / self.worker_seconds.mean())
 
     @property

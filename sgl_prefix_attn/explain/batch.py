@@ -20,7 +20,7 @@ MAX_POSITIONS = 2**31 - 1
 
 
 class InputError(ValueError):
-    """What the user described cannot be explained: the message says where, which value, and what is expected."""
+    """An unusable description. The message names the place, the value, and what is expected."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Model shape and device of an explanation: what a server reports, replaced by what the command line says."""
+"""Model shape and device of an explanation. Options of the command line override what a server reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE_NAMES = ("cpu", *_GPUS)
 
 
 def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
-    """With the tiles that a server's kernels have for models of this shape."""
+    """The device with the row tiles that the kernels have for this shape."""
     return DeviceModel.gpu(
         multiprocessors,
         head_dim=shape.head_dim,

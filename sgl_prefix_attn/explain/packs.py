@@ -1,4 +1,4 @@
-"""The packs behind a plan's work items: which queries read which KV range together, in how many tiles and splits."""
+"""The packs of a plan: queries that read a KV range together, with their tiles and splits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ItemClass:
 
 @dataclass
 class _Strip:
-    """Work items of one row tile that follow each other over one pack's KV range."""
+    """Consecutive work items of one row tile over a pack's KV range."""
 
     query_begin: int
     query_count: int
@@ -168,7 +168,7 @@ def _strips(plan: Plan, paths: _RequestPaths, seq_lens: Int64Array) -> list[_Str
         if (
             above is not None
             and (above.query_begin, above.query_count, above.kv_end) == (query_begin, query_count, kv_begin)
-            # The row tile of a wide pack may hold exactly the queries of a narrower pack below.
+            # A row tile of a wide pack can hold the same queries as a narrower pack below it.
             and (tiles == previous_tiles or not paths.is_node_end(request, kv_begin))
         ):
             above.kv_end = kv_end

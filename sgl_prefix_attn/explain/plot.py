@@ -1,4 +1,4 @@
-"""An explanation as a picture: who reads which KV together, KV reads, and the load of the workers."""
+"""An explanation as a picture: packs, KV reads, and the load of the workers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _headline(explanation: Explanation) -> str:
 
 
 def _draw_packs(figure: Figure, axes: Axes, explanation: Explanation) -> None:
-    """Packs as rectangles over KV position and query, coloured by how many queries they bring together."""
+    """Packs as rectangles over KV position and query, coloured by their number of queries."""
     plan = explanation.plan
     query_pixels = 0.85 * _FIGURE_INCHES[1] * _DPI / plan.num_queries
     shared = [pack for pack in explanation.packs if pack.node != PRIVATE]

@@ -17,7 +17,7 @@ from sgl_prefix_attn.explain.packs import ItemClass, Pack, item_classes, packs_o
 
 @dataclass(frozen=True)
 class Explanation:
-    """One batch, its forest, its plan and what the planner's prices predict for it."""
+    """A batch, its forest, its plan, and the times that the cost model predicts."""
 
     batch: BatchDescription
     shape: ModelShape
@@ -42,7 +42,7 @@ class Explanation:
 
     @property
     def kv_splits(self) -> int:
-        """Work items beyond one for each row tile of each pack: cuts of KV ranges for balance."""
+        """Work items that split-KV adds: items minus one for each row tile of each pack."""
         return sum(pack.items - pack.row_tiles for pack in self.packs)
 
     @property
@@ -113,7 +113,7 @@ def explain(batch: BatchDescription, shape: ModelShape, device: DeviceModel) -> 
     query_lens = None if batch.is_decode else batch.query_lens
     plan = planner.plan(forest, batch.seq_lens, query_lens)
     seconds = planner.plan_seconds
-    # The same requests as if nothing were shared: what a kernel that works request by request does at best.
+    # The same requests without sharing: the lower bound of a kernel that reads each request by itself.
     unshared = PrefixForest.from_paths([[] for _ in batch.paths], prefix_lens=prefix_lens.tolist())
     per_request = planner.plan(unshared, batch.seq_lens, query_lens)
     return Explanation(

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 INSTALLER = Path(__file__).resolve().parent
@@ -46,6 +48,7 @@ BUILD_TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.12")
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
 SGLANG_NEEDS_PYTHON_311 = (0, 5, 22)
 HEARTBEAT_SECONDS = 15.0
+JOINS = "tools"  # the stage that waits for the one beside the others
 ERROR_LINES, ERROR_COLUMNS = 25, 300
 
 
@@ -75,13 +78,15 @@ class Stage:
         name: key of its digest in the stamp file.
         inputs: everything that the result depends on.
         intact: whether the result still exists.
+        beside: whether it runs beside the stages after it, up to the stage "tools". Downloads leave a core idle.
     """
 
     name: str
     title: str
     inputs: tuple[str, ...]
     action: Callable[[], None]
-    intact: Callable[[], bool]
+    intact: Callable[[], bool] = lambda: True
+    beside: bool = False
 
 
 def digest(parts: Sequence[str]) -> str:
@@ -112,17 +117,15 @@ def check_machine(settings: Settings) -> None:
     if not oldest <= version <= NEWEST_PYTHON:
         names = [f"python3.{minor}" for minor in range(NEWEST_PYTHON[1], oldest[1] - 1, -1)]
         found = [name for name in names if shutil.which(name)]
-        advice = f"run make with PYTHON={found[0]}"
-        if not found:
-            advice = f"install one of {', '.join(names)}, then run make with PYTHON=..."
+        found_none = f"install one of {', '.join(names)}, then run make with PYTHON=..."
+        advice = f"run make with PYTHON={found[0]}" if found else found_none
         raise SetupError(
             f"sglang {settings.sglang} needs Python {oldest[0]}.{oldest[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}, "
             f"{sys.executable} is {version[0]}.{version[1]}: {advice}"
         )
-    headers = Path(sysconfig.get_path("include"), "Python.h")
+    headers, compiler = Path(sysconfig.get_path("include"), "Python.h"), os.environ.get("CXX", "c++").split()[0]
     if not headers.exists():
         raise SetupError(f"{headers} is missing: install Python's headers (Debian and Ubuntu: apt install python3-dev)")
-    compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None:
         raise SetupError(f"no C++ compiler {compiler!r}: install one (Debian and Ubuntu: apt install g++) or set CXX")
 
@@ -150,26 +153,35 @@ class Installer:
         Raises:
             SetupError: a command failed.
         """
-        stages = self._stages()
-        stamps = self._read_stamps()
-        chained = ""
-        work_left = False
-        for number, stage in enumerate(stages, start=1):
-            chained = digest([chained, stage.name, *stage.inputs])
-            if stamps.get(stage.name) == chained and stage.intact():
-                continue
-            work_left = True
-            print(f"[setup {number}/{len(stages)}] {stage.title}", flush=True)
-            started = time.monotonic()
-            stamps = {name: stamps[name] for name in [earlier.name for earlier in stages[: number - 1]]}
-            self._write_stamps(stamps)
-            stage.action()
-            stamps[stage.name] = chained
-            self._write_stamps(stamps)
-            print(f"[setup {number}/{len(stages)}] done in {time.monotonic() - started:.0f} s", flush=True)
-        kind = "GPU" if self.settings.gpu else "CPU"
-        state = "ready" if work_left else "up to date"
+        stages, stamps = self._stages(), self._read_stamps()
+        chained, work_left = "", False
+        with ThreadPoolExecutor(1) as pool:
+            beside: Future[None] | None = None
+            for number, stage in enumerate(stages, start=1):
+                if beside is not None and stage.name == JOINS:
+                    beside.result()
+                chained = digest([chained, stage.name, *stage.inputs])
+                if stamps.get(stage.name) == chained and stage.intact():
+                    continue
+                work_left = True
+                for later in stages[number - 1 :]:
+                    stamps.pop(later.name, None)
+                self._write_stamps(stamps)
+                work = functools.partial(self._execute, stage, stamps, chained, f"[setup {number}/{len(stages)}]")
+                if stage.beside:
+                    beside = pool.submit(work)
+                else:
+                    work()
+        kind, state = "GPU" if self.settings.gpu else "CPU", "ready" if work_left else "up to date"
         print(f"[setup] {self.settings.venv} is {state}: sglang {self.settings.sglang}, {kind}", flush=True)
+
+    def _execute(self, stage: Stage, stamps: dict[str, str], stamp: str, prefix: str) -> None:
+        print(f"{prefix} {stage.title}", flush=True)
+        started = time.monotonic()
+        stage.action()
+        stamps[stage.name] = stamp
+        self._write_stamps(stamps)
+        print(f"{prefix} done in {time.monotonic() - started:.0f} s", flush=True)
 
     def _stages(self) -> list[Stage]:
         settings = self.settings
@@ -187,14 +199,17 @@ class Installer:
             variables.setdefault("PREFIXPACK_CUDA", "0")
         build = Stage(
             "build",
-            "building sgl-prefix-attn (C++, a minute or two) with its test and lint tools",
+            "building sgl-prefix-attn (C++, a minute or two)",
             (build_inputs, json.dumps(variables, sort_keys=True), shutil.which("nvcc") or ""),
-            lambda: self._pip("-e", f"{ROOT}[test,lint,plot]", "--no-build-isolation", environment=variables),
+            lambda: self._build(variables),
             lambda: any((ROOT / "sgl_prefix_attn").glob("_native*.so")),
+            beside=True,
         )
-        check = Stage("check", "importing SGLang's server once", (), self._check_imports, lambda: True)
-        packages = self._gpu_stages() if settings.gpu else self._cpu_stages()
-        return [venv, *packages, build, check]
+        tools = Stage(JOINS, "test and lint tools", (), lambda: self._pip("sgl-prefix-attn[test,lint,plot]"))
+        check = Stage("check", "importing SGLang's server once", (), self._check_imports)
+        # The build needs the build tools, which the first stage of packages installs.
+        first, *others = self._gpu_stages() if settings.gpu else self._cpu_stages()
+        return [venv, first, build, *others, tools, check]
 
     def _gpu_stages(self) -> list[Stage]:
         spec = f"sglang=={self.settings.sglang}"
@@ -205,7 +220,6 @@ class Installer:
                 f"{spec} for NVIDIA GPUs, with its own torch and kernels (several GB)",
                 (spec, *torch_spec, *BUILD_TOOLS),
                 lambda: self._pip(*BUILD_TOOLS, spec, *torch_spec, *self._torch_index()),
-                lambda: True,
             )
         ]
 
@@ -221,21 +235,18 @@ class Installer:
                 f"torch, CPU build (about 200 MB): {self.settings.torch_spec or TORCH_VERSION}",
                 (str(self.settings.torch_spec), str(self.settings.torch_index_url), *BUILD_TOOLS),
                 self._install_cpu_torch,
-                lambda: True,
             ),
             Stage(
                 "sglang",
                 f"{spec} and what it imports on a CPU (about 1 GB)",
                 (spec, requirements.read_text(), no_deps.read_text()),
                 lambda: self._install_cpu_sglang(spec, requirements, no_deps),
-                lambda: True,
             ),
             Stage(
                 "shims",
                 "CPU shims for sgl_kernel and torchvision",
                 (file_digest(shim_files),),
                 lambda: self._install_shims(shims),
-                lambda: True,
             ),
         ]
 
@@ -257,18 +268,12 @@ class Installer:
             self._pip(self.settings.torch_spec or f"torch=={TORCH_VERSION}", *self._torch_index())
             return
         cpu_build = f"torch=={TORCH_VERSION}+cpu"
-        attempts = [
-            (cpu_build, []),
-            (cpu_build, ["--extra-index-url", PYTORCH_CPU_INDEX]),
-            (f"torch=={TORCH_VERSION}", []),
-        ]
-        for spec, options in attempts[:-1]:
+        for options in ([], ["--extra-index-url", PYTORCH_CPU_INDEX]):
             with contextlib.suppress(SetupError):
-                self._pip(spec, *options)
+                self._pip(cpu_build, *options)
                 return
         print(f"    no index offers {cpu_build}; taking the ordinary build, which may be large", flush=True)
-        spec, options = attempts[-1]
-        self._pip(spec, *options)
+        self._pip(f"torch=={TORCH_VERSION}")
 
     def _install_cpu_sglang(self, spec: str, requirements: Path, no_deps: Path) -> None:
         self._pip("-r", str(requirements))
@@ -281,29 +286,32 @@ class Installer:
             shutil.copytree(shims, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
             self._pip("--no-deps", "--no-build-isolation", "--force-reinstall", str(copy))
 
+    def _build(self, variables: dict[str, str]) -> None:
+        log = self.settings.venv / "build.log"
+        self._pip("--no-deps", "--no-build-isolation", "-e", str(ROOT), environment=variables, log=log)
+
     def _check_imports(self) -> None:
         environment = {} if self.settings.gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         code = "import sgl_prefix_attn._native, sglang.srt.entrypoints.http_server"
         self._command([str(self.settings.python), "-c", code], environment=environment)
 
-    def _pip(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def _pip(self, *arguments: str, environment: dict[str, str] | None = None, log: Path | None = None) -> None:
         options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
         command = [str(self.settings.python), "-m", "pip", "install", *options, *arguments]
-        self._command(command, environment=environment)
+        self._command(command, environment=environment, log=log)
 
-    def _command(self, command: list[str], *, environment: dict[str, str] | None = None) -> None:
-        """Runs a command with its output in the log; prints a line every few seconds."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a+b") as output:
+    def _command(
+        self, command: list[str], *, environment: dict[str, str] | None = None, log: Path | None = None
+    ) -> None:
+        """Runs a command with its output in a log (None: the environment's); prints a line every few seconds."""
+        log = log or self.log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a+b") as output:
             output.seek(0, os.SEEK_END)
             begin = output.tell()
+            variables = {**os.environ, **(environment or {})}
             process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
             try:
                 status = self._wait(process)
@@ -316,7 +324,7 @@ class Installer:
             lines = output.read().decode(errors="replace").splitlines()
         tail = [textwrap.shorten(line, ERROR_COLUMNS, placeholder=" ...") for line in lines[-ERROR_LINES:]]
         failed = f"failed with status {status}: {' '.join(command)}"
-        raise SetupError("\n".join([failed, *tail, f"whole output: {self.log}"]))
+        raise SetupError("\n".join([failed, *tail, f"whole output: {log}"]))
 
     @staticmethod
     def _wait(process: subprocess.Popen[bytes]) -> int:
@@ -328,11 +336,9 @@ class Installer:
                 print(f"    still working ({time.monotonic() - started:.0f} s)", flush=True)
 
     def _read_stamps(self) -> dict[str, str]:
-        if not self.stamp_file.exists():
-            return {}
         try:
             return dict(json.loads(self.stamp_file.read_text()))
-        except ValueError:
+        except (FileNotFoundError, ValueError):
             return {}
 
     def _write_stamps(self, stamps: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request. `cached_tokens`: of its prompt, taken from the cache (once for all choices)."""
+    """The result of a request. `cached_tokens`: prompt tokens from the cache, counted once for all choices."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int

@@ -30,18 +30,18 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
 
-# SGLang keeps them as 32-bit numbers (seeds: 64), and its scheduler dies of one that does not fit.
+# SGLang stores 32-bit numbers (seeds: 64-bit). Its scheduler crashes on larger ones.
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
-# SGLang's scheduler dies of a bias that is no 32-bit float, and of logits that become infinite. OpenAI's range.
+# OpenAI's range. SGLang's scheduler crashes on a bias beyond 32-bit floats and on infinite logits.
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
-_LEAST_PENALTY = 1e-6  # logits are divided by it, and SGLang takes any number above 0
+_LEAST_PENALTY = 1e-6  # divisor of logits; SGLang accepts any number above 0
 
 
 @dataclass(frozen=True)
 class LineError:
-    """What is wrong with a line: `code` for programs, `message` for people. `custom_id` where it could be read."""
+    """An error of a line: `code` for programs, `message` for people, `custom_id` if it is readable."""
 
     line: int
     code: str
@@ -50,7 +50,7 @@ class LineError:
 
 
 class _Body(BaseModel):
-    """What both kinds of requests have in common."""
+    """Fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -150,7 +150,7 @@ def _text(content: Any, name: str) -> str:
         if not isinstance(part.get("text"), str):
             raise ValueError(f"{name}[{number}].text = {_shortened(part.get('text'))}: expected text")
         texts.append(part["text"])
-    return " ".join(texts)  # as SGLang's server does it for templates that take no parts
+    return " ".join(texts)  # as SGLang's server does for templates without parts
 
 
 class _Line(BaseModel):
@@ -244,6 +244,6 @@ def _invalid(
 def _shortened(value: Any, limit: int = 60) -> str:
     try:
         text = repr(value)
-    except RecursionError:  # JSON can be nested deeper than Python likes to print
+    except RecursionError:  # JSON can be nested deeper than Python can print
         text = reprlib.repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # SGLang ends its processes by force, and Python's resource tracker complains about their remains.
+    # SGLang kills its processes, and Python's resource tracker warns about what they leave behind.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     try:
         if args.log is not None:

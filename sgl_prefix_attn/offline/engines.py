@@ -63,7 +63,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task: an answer, or the engine's reason for refusing it."""
+    """The outcome of a task: an answer, or the engine's reason for a refusal."""
 
     number: int
     answer: Answer | None
@@ -74,7 +74,7 @@ EngineMain = Callable[[Connection, EngineArguments], None]
 
 
 class Engines(Protocol):
-    """Engines that run, wherever they do. A context manager; leaving it ends them."""
+    """Running engines. A context manager; leaving it ends them."""
 
     def __enter__(self) -> Engines: ...
 
@@ -89,7 +89,7 @@ class Engines(Protocol):
         """Tasks of an engine whose outcome has not come yet."""
 
     def submit(self, engine: int, task: Task) -> None:
-        """Raises EngineError when the engine is gone; it may as well be `outcomes` that does."""
+        """Raises EngineError when the engine is gone; `outcomes` can raise it too."""
 
     def outcomes(self, timeout: float) -> list[Outcome]:
         """What has come, after waiting for at most `timeout` seconds.
@@ -173,14 +173,14 @@ class EnginePool:
         for connection in wait(list(by_connection), timeout):
             try:
                 self._drain(by_connection[connection], outcomes)
-            except EngineError as error:  # its end of the pipe stays closed, so the next call comes here again
+            except EngineError as error:  # the pipe stays closed, so the next call raises again
                 gone = error
         if gone is not None and not outcomes:
             raise gone
         return outcomes
 
     def _drain(self, engine: _Engine, outcomes: list[Outcome]) -> None:
-        """Adds what an engine has sent; there has to be something."""
+        """Adds what an engine has sent. Requires that something has arrived."""
         while True:
             outcome: Outcome = self._receive(engine)
             engine.outstanding.discard(outcome.number)
@@ -223,12 +223,12 @@ def die_with(parent: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def take_descendants_along() -> None:
-    """When this process dies, whatever of, the processes that it has started die with it.
+    """Arranges that the processes started by this one are killed when it ends, for any reason.
 
     SGLang's ask the kernel for that themselves, but only once they have imported SGLang: one whose parent is killed
     before would stay, with its memory. So they form a process group, which a small process outside of it kills when
@@ -236,7 +236,7 @@ def take_descendants_along() -> None:
     """
     os.setpgid(0, 0)
     group = os.getpid()
-    closed, held = os.pipe()  # neither end is inherited by programs that are started
+    closed, held = os.pipe()  # started programs inherit neither end
     if os.fork() != 0:
         os.close(closed)
         return

@@ -1,4 +1,4 @@
-"""In which order the prompts of a batch run: groups together, those with much decoding first (BatchLLM, 4.3)."""
+"""Order of the prompts of a batch: groups together, those with much decoding first (BatchLLM, 4.3)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GroupOrder(Iterator[int]):
         self._stack = [self._level(self._nodes)]
 
     def update(self, decode_tokens: Float64Array) -> None:
-        """Better estimates: what has not been handed out yet is ordered anew, within the open groups and beyond."""
+        """Reorders the remaining prompts by new estimates, within the open groups and beyond."""
         if len(decode_tokens) != len(self._lengths):
             raise ValueError(f"decode_tokens has {len(decode_tokens)} entries for {len(self._lengths)} prompts")
         self._decode = np.asarray(decode_tokens, dtype=np.float64)
@@ -78,7 +78,7 @@ class GroupOrder(Iterator[int]):
         raise StopIteration
 
     def ratios(self, children: Int64Array) -> Float64Array:
-        """Decode to prefill tokens of children (nodes, or num_nodes + place), given that what is above is computed."""
+        """Decode tokens / prefill tokens of children (nodes, or num_nodes + place) below computed ancestors."""
         ratios = np.empty(len(children))
         is_node = children < self._nodes
         nodes = children[is_node]

@@ -1,4 +1,4 @@
-"""How many tokens a request will generate: estimated from what finished before, per kind of request."""
+"""Estimates of output lengths, by kind of request, from the requests that have finished."""
 
 from __future__ import annotations
 

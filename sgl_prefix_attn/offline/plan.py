@@ -1,4 +1,4 @@
-"""What to ask of the engines and in which order: one `EngineQueue` an engine, fed from its share of the prefix tree."""
+"""Requests for the engines in their order: one `EngineQueue` for each engine, with its share of the prefix tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Work:
 
 
 class Plan:
-    """Splits work over engines and says what each runs next.
+    """Splits work over engines and orders the work of each.
 
     Args:
         name: of the job; it tells the engine which requests belong together.
@@ -101,7 +101,7 @@ class EngineQueue:
         return self._task(request, place)
 
     def _prefixes(self, request: int) -> tuple[SharedPrefix, ...]:
-        """What of the request's prompt is shared; stretches that are not worth waiting for are left out."""
+        """Shared spans of the request's prompt, without those too short to wait for."""
         tree, prefixes = self._tree, []
         node = int(tree.tail_node[request])
         while node >= 0:
@@ -121,7 +121,7 @@ class EngineQueue:
 
 
 def _engine_requests(samples: Int64Array) -> Int64Array:
-    """Requests that SGLang makes of one with so many samples: it computes the prompt of several by itself first."""
+    """Requests that SGLang makes of each request: one for each sample, and one for the prompt of several samples."""
     return samples + (samples > 1)
 
 

@@ -1,4 +1,4 @@
-"""The prefix tree of a whole batch (BatchLLM, section 4.2): who shares what, known before anything runs."""
+"""The prefix tree of a whole batch (BatchLLM, section 4.2), known before anything runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PrefixTree:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens that have to be computed when every shared one is computed once."""
+        """Tokens to compute if every shared token is computed once."""
         return self.total_tokens - int(self.shared.sum(dtype=np.int64))
 
     @property

@@ -1,4 +1,4 @@
-"""Progress of a batch on the terminal: how far, how fast, how long still."""
+"""Progress bar of a batch: requests done, rate, remaining time."""
 
 from __future__ import annotations
 

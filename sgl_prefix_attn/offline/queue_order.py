@@ -1,4 +1,4 @@
-"""Which waiting requests of an offline job go next: whoever can use a prefix waits until it has been computed.
+"""Order of the waiting requests of an offline job. A request that can use a prefix waits until it is computed.
 
 Knows nothing of SGLang: a request is whatever the caller hands in, together with its `Place`. A job's requests are
 numbered in the order in which they should run (`GroupOrder`), and each says how many tokens it has in common with the

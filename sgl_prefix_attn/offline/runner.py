@@ -1,4 +1,4 @@
-"""Runs a batch file to its end, whatever happens on the way: reads, plans, feeds engines, keeps the journal, writes."""
+"""Runs a batch file: reads it, plans, feeds engines, keeps the journal, writes the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.5
 
 
 def journal_of(output: Path) -> Path:
-    """Where the journal of a run with this output is."""
+    """Path of the journal of a run with this output."""
     return output.with_name(output.name + ".journal")
 
 

@@ -1,4 +1,4 @@
-"""Which engine runs which prompts: groups stay whole, unless one is more than an engine's fair share of the work."""
+"""Prompts of each engine. A group stays whole unless it exceeds an engine's fair share of the work."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Filling:
         return engine_of
 
     def _end(self, work: Float64Array, common: Int64Array) -> int:
-        """How many of these prompts the current engine gets."""
+        """Number of these prompts that the current engine gets."""
         others = len(self.load) - self._current - 1
         if others == 0:
             return len(work)

@@ -1,4 +1,4 @@
-"""From requests to token ids, with the model's own tokenizer and chat template."""
+"""Token ids of requests, by the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PromptEncoder:
             try:
                 text = self._tokenizer.apply_chat_template(body.messages, tokenize=False, add_generation_prompt=True)
                 tokens = list(self._tokenizer.encode(text, add_special_tokens=False))
-            except Exception as error:  # a chat template is a program of the model's authors: it can raise anything
+            except Exception as error:  # a chat template is a program of the model's authors and can raise anything
                 return self._error(request, f"the model's chat template cannot render the messages: {error}")
         return tokens if tokens else self._error(request, "the prompt has no tokens")
 

@@ -1,4 +1,4 @@
-"""`python -m sgl_prefix_attn patch`: put a seam of ours into an installed SGLang, take it out again, or look.
+"""`python -m sgl_prefix_attn patch`: applies our patch to an installed SGLang, reverts it, or checks for it.
 
 `diffs` reads `patches/VERSION/NAME.patch`, `installation` finds SGLang (without importing it), `change` compares the
 two and writes, `cli` is the command.

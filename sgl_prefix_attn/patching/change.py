@@ -67,13 +67,13 @@ def inspect(patch: SeamPatch, sglang: Installation) -> list[FileReport]:
 
 
 def _rewrite(patch: SeamPatch, contents: Mapping[str, bytes], revert: bool) -> dict[str, bytes]:
-    """The files that the diff changes in a copy of `contents`; files that it does not fit are left out."""
+    """The changed files of a copy of `contents`, without the files that the diff does not fit."""
     with tempfile.TemporaryDirectory(prefix="prefixpack-patch-") as scratch:
         for name, content in contents.items():
             path = Path(scratch, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        # The return value says too little: a file that already has the diff counts as success. So compare.
+        # The return value is True for a file that has the diff already, so the contents are compared.
         (patch.diff.revert if revert else patch.diff.apply)(strip=1, root=scratch)
         results = {name: Path(scratch, name).read_bytes() for name in contents}
     return {name: result for name, result in results.items() if result != contents[name]}
@@ -93,7 +93,7 @@ def overall(reports: list[FileReport]) -> State:
 
 
 def change(patch: SeamPatch, sglang: Installation, goal: State, dry_run: bool = False) -> list[str]:
-    """Brings every file of the diff to `goal` (APPLIED or NOT_APPLIED) and verifies what is then on disk.
+    """Changes every file of the diff to `goal` (APPLIED or NOT_APPLIED) and verifies the files on disk.
 
     Returns the files that were, or with `dry_run` would be, written; none when the goal is already reached. A half
     applied diff is completed or removed. PatchError, with nothing changed, when a file was modified by somebody else,

@@ -1,4 +1,4 @@
-"""The diffs in `patches/VERSION/NAME.patch`: which there are, for which SGLang, and why.
+"""The diffs in `patches/VERSION/NAME.patch`, their SGLang versions and their reasons.
 
 Paths in a diff are relative to the folder that holds the package `sglang`. A header of `Key: value` lines names the
 published versions that the diff fits line by line (`Versions`), what it adds (`Summary`) and why (`Reason`). Diffs of
@@ -71,5 +71,5 @@ def patches_for(version: str, patches: list[SeamPatch]) -> list[SeamPatch]:
 
 
 def version_key(version: str) -> list[int]:
-    """Sorts published versions: the numbers in them, so that 0.5.9 < 0.5.15 < 0.5.15.post1 < 0.5.16."""
+    """Sort key of published versions: 0.5.9 < 0.5.15 < 0.5.15.post1 < 0.5.16."""
     return [int(number) for number in re.findall(r"\d+", version)]

@@ -9,7 +9,7 @@ EXIT_MODIFIED = 3
 
 
 class PatchError(Exception):
-    """A patch command cannot go on; the message says why and what to do, `status` is the exit status."""
+    """A patch command fails. The message gives the reason and the remedy; `status` is the exit status."""
 
     def __init__(self, message: str, status: int = EXIT_UNUSABLE) -> None:
         super().__init__(message)

@@ -31,7 +31,7 @@ def register() -> None:
     register_name(settings)
     if in_scheduler_process():
         register_hooks(settings, version)
-    register_pinning(settings)
+    register_pinning_addresses(settings)
 
 
 def register_name(settings: Settings) -> None:
@@ -60,11 +60,13 @@ def register_hooks(settings: Settings, version: str) -> None:
     from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks
     from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
+    from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
+    from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     state = plugin_state.of_process(settings, version)
     wanted = hook_table.OTHER_HOOKS
     if settings.group_scheduling:
-        wanted += hook_table.GROUP_HOOKS
+        wanted += hook_table.group_hooks(state.own(GroupScheduler))
     if settings.handover == "hooks" or not versions.has_native_seam():
         wanted += hook_table.HANDOVER_HOOKS
     elif settings.one_token_steps:
@@ -73,14 +75,14 @@ def register_hooks(settings: Settings, version: str) -> None:
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     elif settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
-    hooks.register(wanted)
+    hooks.register(wanted + registration.hooks_for(settings, state))
 
 
-def register_pinning(settings: Settings) -> None:
-    """Hooks and HTTP addresses of pinning and retention, if the settings ask for them."""
+def register_pinning_addresses(settings: Settings) -> None:
+    """Adds the HTTP addresses of pinning, if the settings ask for them."""
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
-    registration.register(settings, in_scheduler=in_scheduler_process())
+    registration.add_addresses(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

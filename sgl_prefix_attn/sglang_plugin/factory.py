@@ -13,6 +13,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
@@ -53,10 +54,10 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     elif settings.route == "auto":
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
-        wanted += hook_table.GROUP_HOOKS
+        wanted += hook_table.group_hooks(state.own(GroupScheduler))
     if masks_images(runner, name, settings):
         wanted += hook_table.IMAGE_MASK_HOOKS
-    wanted += registration.activate(settings)
+    wanted += registration.hooks_for(settings, state)
     apply_hooks(wanted, version)
     if versions.ask_for_readable_tree_core(os.environ):
         logger.warning(

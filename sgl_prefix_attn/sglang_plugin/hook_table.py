@@ -9,7 +9,7 @@ from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
-from sgl_prefix_attn.sglang_plugin.offline import group_scheduler
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
 
 HANDOVER_HOOKS: tuple[Hook, ...] = (
@@ -23,11 +23,6 @@ ONE_TOKEN_HOOKS: tuple[Hook, ...] = (
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(targets.ON_IDLE, server_info.after_on_idle, "AFTER", "metrics lag by some steps while the server is idle"),
-)
-# For servers with the setting group_scheduling: the hook on calc_priority reads the whole waiting queue.
-GROUP_HOOKS: tuple[Hook, ...] = (
-    Hook(targets.CALC_PRIORITY, group_scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
-    Hook(targets.ADD_ONE_REQ, group_scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
 )
 # For servers whose decode steps may be routed either way.
 GRAPH_HOOKS: tuple[Hook, ...] = (
@@ -57,6 +52,14 @@ IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
         "tokens of an image do not see those that come after them",
     ),
 )
+
+
+def group_hooks(scheduler: GroupScheduler) -> tuple[Hook, ...]:
+    """Hooks for servers with the setting group_scheduling. The one on calc_priority reads the whole waiting queue."""
+    return (
+        Hook(targets.CALC_PRIORITY, scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
+        Hook(targets.ADD_ONE_REQ, scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
+    )
 
 
 def cpu_hooks(fallbacks: CpuFallbacks) -> tuple[Hook, ...]:

@@ -124,21 +124,6 @@ def check_structure(forest: PrefixForest) -> None:
         assert forest.tail_begin[request] == (forest.node_end[node] if node >= 0 else 0)
 
 
-def test_chains_of_chunked_prefill_are_one_node() -> None:
-    path = [(1, 0, 64), (2, 64, 128), (3, 128, 136)]
-    forest = PrefixForest.from_paths([path, path, [*path, (4, 136, 150)]])
-    assert forest.num_nodes == 1
-    assert (forest.node_begin[0], forest.node_end[0]) == (0, 136)
-    assert forest.tail_begin.tolist() == [136, 136, 136]
-
-
-def test_identical_requests_and_requests_without_a_path() -> None:
-    forest = PrefixForest.from_paths([[(7, 0, 10)], [], [(7, 0, 10)], [(8, 0, 4)]])
-    assert forest.num_nodes == 1
-    assert forest.tail_begin.tolist() == [10, 0, 10, 0]
-    assert forest.tail_node.tolist() == [0, -1, 0, -1]
-
-
 def test_a_node_beyond_the_prefix_of_a_request_is_private_to_it() -> None:
     path = [(1, 0, 10), (2, 10, 30)]
     forest = PrefixForest.from_paths([path, path, path], prefix_lens=[30, 29, 30])
@@ -168,11 +153,6 @@ def test_long_unused_nodes_are_forgotten_and_used_ones_are_not() -> None:
     assert mirror.known(0)
     assert not mirror.known(17)
     assert forest.node_end.tolist() == [20]
-
-
-def test_empty_batch() -> None:
-    forest = PrefixForest.from_paths([])
-    assert (forest.num_requests, forest.num_nodes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -222,3 +202,8 @@ def test_views_are_read_only_and_outlive_the_forest() -> None:
     with pytest.raises(ValueError, match="read-only"):
         order[0] = 3
     assert order.tolist() == [0, 1]
+
+
+def test_empty_batch() -> None:
+    forest = PrefixForest.from_paths([])
+    assert (forest.num_requests, forest.num_nodes) == (0, 0)

@@ -13,7 +13,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from tests.core.batches import DTYPES, Batch, call, check, check_random, make_batch, random_batch
+from tests.core.batches import DTYPES, Batch, call, check_random, make_batch, random_batch
 
 E4M3 = torch.float8_e4m3fn
 ALL_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3)
@@ -60,16 +60,6 @@ def test_all_256_numbers_are_read_exactly(group: int, isa: str) -> None:
     torch.testing.assert_close(lse.flatten(), finite, rtol=2e-7, atol=0)  # by way of log2
 
 
-def test_nan_in_the_cache_reaches_the_output() -> None:
-    for requests in (1, 20):  # both kernels
-        ends = np.full(requests, 40, dtype=np.int64)
-        batch = make_batch(np.random.default_rng(0), [[(0, 0, 39)]] * requests, ends, np.ones_like(ends), kv_dtype=E4M3)
-        batch.pool.k_cache[batch.pool.slots_of(0)[17]] = torch.nan
-        out, lse = batch.run()
-        assert out.isnan().all()
-        assert lse.isnan().all()
-
-
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_the_scale_of_values_counts_once_however_many_partials_a_query_has(with_sinks: bool) -> None:
     """Times a power of two, so that the bits tell: of the output all, of lse none."""
@@ -95,33 +85,6 @@ def test_the_scale_of_keys_is_part_of_the_scores(logit_cap: float) -> None:
     again, lse_again = batch.run(scale=2.0 * scale)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
-
-
-@pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_scales_are_allowed_with_every_type(kv_dtype: torch.dtype) -> None:
-    check(random_batch(np.random.default_rng(2), kv_dtype=kv_dtype, k_scale=0.5, v_scale=3.0))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_same_bits_for_any_number_of_threads(seed: int) -> None:
-    batch = fp8_batch(seed, 60, [1, 30][seed % 2], kv_heads=4, head_dim=64, workers=5, k_scale=0.3, v_scale=1.7)
-    out, lse = batch.run(threads=1)
-    for threads in (2, 5, 5, 2):
-        again, lse_again = batch.run(threads=threads)
-        assert torch.equal(out, again)
-        assert torch.equal(lse, lse_again)
-
-
-def test_strides_of_the_cache_are_in_elements() -> None:
-    """As a page-major pool lies in memory: keys and values of a slot side by side."""
-    batch = fp8_batch(3)
-    slots, heads, head_dim = batch.pool.k_cache.shape
-    both = torch.full((slots, 2, heads, head_dim + 16), torch.nan, dtype=E4M3)
-    for i, name in enumerate(("k_cache", "v_cache")):
-        part = both[:, i, :, :head_dim]
-        part.copy_(getattr(batch.pool, name))
-        setattr(batch.pool, name, part)
-    check(batch)
 
 
 @pytest.fixture

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import step_pool
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
-from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, Planner
-from tests.core.forests import random_paths
 from tests.cuda.cases import Case, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -83,18 +78,6 @@ def test_same_variants(kernels: str) -> None:
     check_same(case)
 
 
-@pytest.mark.parametrize("head_dim", [16, 80, 96])
-def test_triton_runs_what_native_kernels_do_not(head_dim: int) -> None:
-    pytest.importorskip("triton")
-    check_same(make_case(2, head_dim=head_dim, requests=20))
-
-
-def test_float32_and_a_cache_of_another_type() -> None:
-    pytest.importorskip("triton")
-    check_same(make_case(3, dtype=torch.float32, requests=20))
-    check_same(make_case(4, dtype=torch.float16, kv_dtype=torch.float32, requests=20))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -116,33 +99,9 @@ def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
         check_same(case, workspace=workspace)
 
 
-def test_a_plan_made_for_the_cpu() -> None:
-    pytest.importorskip("triton")
-    rng = np.random.default_rng(5)
-    batch = random_paths(rng, 30, 4)
-    case = make_case(5, head_dim=128, batch=batch)
-    paths, lens, query_lens = batch
-    forest = PrefixForest.from_paths(paths, prefix_lens=(lens - query_lens).tolist())
-    case.plan = Planner(case.shape, DeviceModel.cpu(4)).plan(forest, lens)
-    check_same(case)
-
-
-def test_the_same_bits_twice(kernels: str) -> None:
-    case = make_case(6, head_dim=128, requests=60, levels=4, multiprocessors=132)
-    first, second = run(case, GPU), run(case, GPU)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     case = make_case(7, head_dim=128)
     with pytest.raises(ValueError, match="seq_lens is on cpu but q is on cuda:0"):
         packed_attention(**{**inputs(case, GPU), "seq_lens": case.pool.seq_lens}, plan=case.plan)
     with pytest.raises(ValueError, match="k_cache is on cpu but q is on cuda:0"):
         packed_attention(**{**inputs(case, GPU), "k_cache": case.pool.k_cache}, plan=case.plan)
-
-
-def test_without_any_kernel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sgl_prefix_attn.core.triton_step", None)
-    with pytest.raises(RuntimeError, match=r"no kernel for this call: .*head_dim.* 80|built without CUDA"):
-        run(make_case(8, head_dim=80), GPU)

@@ -32,7 +32,7 @@ TARGETS = {
 }
 QUICK = ("sm_90", "gfx942")
 LEAST_WARPS_PER_MULTIPROCESSOR = 8
-INTS = ("words", "records", "query_position", "kv_slots", "tickets", "req_to_token")
+INTS = ("words", "records", "query_position", "kv_slots", "tile_counter", "req_to_token")
 FLOATS = ("lse", "sinks", "partial_o", "partial_lse")
 LONGS = ("req_pool_indices", "seq_lens")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_prefix_attn.demo.server import PORTS, Server, ServerError, ServerOptions, free_port, log_tail, serve
+from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, log_tail, serve
 
 HEALTHY = """
 import http.server, subprocess, sys
@@ -106,13 +105,6 @@ def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> Non
     log.write_text("first\nTraceback (most recent call last):\n  cause\n" + "later\n" * 100 + "end\n")
     shown = log_tail(log, lines=3).splitlines()
     assert shown[1:] == ["Traceback (most recent call last):", "  cause", "later", "...", "later", "later", "end"]
-
-
-def test_a_free_port_can_be_bound() -> None:
-    port = free_port()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-    assert port in PORTS
 
 
 def test_the_command_line_is_that_of_sglang() -> None:

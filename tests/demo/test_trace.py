@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.trace import TraceError, read_trace
 
 GOOD: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}
@@ -20,32 +19,16 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_the_shipped_slice_has_200_requests_that_begin_alike() -> None:
-    rows = read_trace(TRACE_SLICE)
-    assert len(rows) == 200
-    assert {row.hash_ids[0] for row in rows} == {0}
-    assert (TRACE_SLICE.parent / "README.md").read_text().count("Apache") > 0
-
-
-def test_the_limit_counts_requests(tmp_path: Path) -> None:
-    path = write(tmp_path, *[json.dumps(GOOD)] * 3, "nonsense that is never read")
-    assert len(read_trace(path, limit=3)) == 3
-
-
 @pytest.mark.parametrize(
     ("second", "says"),
     [
         (GOOD | {"timestamp": -1}, "timestamp"),
-        (GOOD | {"timestamp": "5"}, "timestamp"),
         (GOOD | {"timestamp": 4}, "timestamp 4 is before"),
         (GOOD | {"input_length": 0}, "input_length"),
         (GOOD | {"output_length": 1.5}, "output_length"),
         (GOOD | {"hash_ids": [7]}, "2 blocks of 512 tokens, but hash_ids has 1"),
         (GOOD | {"hash_ids": [7, -8]}, "hash_ids.1"),
-        (GOOD | {"hash_ids": None}, "hash_ids"),
         ({key: value for key, value in GOOD.items() if key != "hash_ids"}, "hash_ids"),
-        ([1, 2], ""),
-        ("text", ""),
         (None, ""),
     ],
 )

@@ -28,15 +28,6 @@ def row(*hashes: int, length: int | None = None, at: int = 0) -> TraceRow:
     return TraceRow(timestamp=at, input_length=length or 512 * len(hashes), output_length=10, hash_ids=list(hashes))
 
 
-def test_tokens_depend_on_the_key_alone_and_stay_in_the_vocabulary() -> None:
-    tokens = VOCABULARY.tokens(5000, 3, 4)
-    assert tokens == VOCABULARY.tokens(5000, 3, 4)
-    assert tokens[:100] == VOCABULARY.tokens(100, 3, 4)
-    assert tokens != VOCABULARY.tokens(5000, 4, 3)
-    assert min(tokens) == 10
-    assert max(tokens) == 1023
-
-
 def test_prompts_share_exactly_the_blocks_whose_hashes_agree() -> None:
     rows = read_trace(TRACE_SLICE, limit=60)
     requests = trace_requests(rows, VOCABULARY, 4096)
@@ -47,12 +38,6 @@ def test_prompts_share_exactly_the_blocks_whose_hashes_agree() -> None:
         ends = min(len(a.prompt), len(b.prompt))
         # Behind the last equal block, unequal ones may begin with the same few tokens by chance.
         assert min(blocks * (block - 2), ends) <= shared <= min(blocks * block + 2, ends)
-
-
-def test_lengths_keep_their_proportions_and_fit_the_context() -> None:
-    requests = trace_requests([row(1, 2, 3, 4), row(1, 2, length=700), row(9, length=1)], VOCABULARY, 138)
-    assert [len(request.prompt) for request in requests] == [128, 44, 1]
-    assert all(len(request.prompt) + request.max_new_tokens <= 138 for request in requests)
 
 
 def test_blocks_outputs_and_arrivals_are_scaled() -> None:

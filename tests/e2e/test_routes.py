@@ -45,23 +45,7 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(
         assert not both_routes or min(taken["packed"], taken["stock"]) > 3
 
 
-def test_the_server_tells_what_it_routes_by(server: Server) -> None:
-    state = server.packing_state()
-    assert state is not None
-    assert state["route"]["setting"] == "auto"
-    assert state["route"]["profile"] == "made by hand, commit none"
-
-
 def routed_steps(server: Server) -> Counter[str]:
     state = server.packing_state()
     assert state is not None
     return Counter(state["counters"]["routed_steps"])
-
-
-def test_without_a_profile_a_cpu_runs_packed(packed: Server, vocabulary: Vocabulary) -> None:
-    replay(packed.url, workloads.samples(vocabulary))
-    state = packed.packing_state()
-    assert state is not None
-    assert state["counters"]["steps_packed"]["decode"] > 0
-    assert state["counters"]["routed_steps"] == {"packed": 0, "stock": 0}
-    assert state["route"] == {"setting": "auto", "profile": None, "last": None, "graph_sizes": []}

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from sgl_prefix_attn.explain.balance import item_seconds, partial_bytes, simulate
-from sgl_prefix_attn.explain.batch import parse_tree
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.explain.balance import item_seconds
 
 # One KV head, 128 bytes a token: 64 for K and 64 for V.
 SHAPE = ModelShape(q_heads=2, kv_heads=1, head_dim=32)
@@ -69,31 +67,3 @@ NARROW = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_r
 def test_seconds_of_an_item(items: list[Item], changes: dict[str, object], expected: list[float]) -> None:
     seconds = item_seconds(plan(items), np.full(8, 100, np.int64), SHAPE, device(**changes))  # type: ignore[arg-type]
     assert seconds.tolist() == pytest.approx(expected)
-
-
-def test_a_free_worker_takes_the_next_item() -> None:
-    items: list[Item] = [(query, 1, query, 0, tokens, -1, 16) for query, tokens in enumerate((30, 20, 10, 10))]
-    schedule = simulate(plan(items), np.full(4, 100, np.int64), SHAPE, device(item_overhead=0.0))  # type: ignore[arg-type]
-    assert sorted(schedule.worker_seconds.tolist()) == [30.0, 40.0]
-    assert schedule.max_over_mean == pytest.approx(40 / 35)
-
-
-def test_each_kv_head_is_a_queue_entry() -> None:
-    shape = ModelShape(q_heads=4, kv_heads=2, head_dim=32)
-    schedule = simulate(plan([ITEM]), np.full(1, 100, np.int64), shape, device(item_overhead=0.0))  # type: ignore[arg-type]
-    assert schedule.worker_seconds.tolist() == [10.0, 10.0]
-
-
-def test_combine_reads_the_partial_results_with_the_whole_bandwidth() -> None:
-    items: list[Item] = [(0, 1, 0, 0, 10, 0, 16), (0, 1, 0, 10, 20, 1, 16)]
-    schedule = simulate(plan(items, merges=2), np.full(1, 100, np.int64), SHAPE, device())  # type: ignore[arg-type]
-    assert schedule.merge_seconds == pytest.approx(2 * 2 * (32 * 4 + 4) / 256)
-    assert schedule.seconds == pytest.approx(schedule.worker_seconds.max() + schedule.merge_seconds)
-    assert partial_bytes(3, SHAPE) == 2 * 3 * 2 * (32 * 4 + 4), "written and read"
-
-
-def test_split_kv_balances_a_plan_of_one_long_request() -> None:
-    batch = parse_tree("1/60000")
-    shape, gpu = ModelShape(32, 8, 128), DeviceModel.gpu(132)
-    made = Planner(shape, gpu).plan(PrefixForest.from_paths(batch.paths), batch.seq_lens)
-    assert simulate(made, batch.seq_lens, shape, gpu).max_over_mean < 1.3

@@ -50,27 +50,6 @@ def test_unusable_batch_and_shape() -> None:
         explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200)
 
 
-def test_report_of_one_shared_prompt() -> None:
-    text = render(explained("1,10/4096,416"), full=False)
-    assert text.startswith("tree 1,10/4096,416\n  batch   10 requests; each 1 new token; KV 4,512 tokens\n")
-    assert "32/8 heads, head_dim 128, 16-bit KV, 32-bit partial results" in text
-    assert "Forest: 1 shared node, 1 root, 1 level; 91% of the requests' KV positions are shared" in text
-    assert "  0 to 4,096: 4,096 tokens read by 10 requests\n    10 private tails of 416 tokens\n" in text
-    assert "Packs: 1 shared, 10 private, in " in text
-    assert [line.split()[-4:] for line in text.splitlines() if line.startswith("  packed ")] == [
-        ["8,256", "33.8", "18%", "5.47x"]
-    ]
-    assert "Balance over 264 workers: the busiest has " in text
-    assert "nothing is measured" in text
-
-
-def test_subtrees_that_look_alike_are_one_line() -> None:
-    text = render(explained("1,4,16,64/100,100,100,100"), full=False)
-    assert "    4 times 100 to 200: 100 tokens read by 16 requests\n      4 times 200 to 300" in text
-    full = render(explained("1,4,16,64/100,100,100,100"), full=True)
-    assert full.count("200 to 300: 100 tokens read by 4 requests") == 16
-
-
 def test_many_different_nodes_are_cut_short_with_their_count() -> None:
     paths, seq_lens = [], []
     for node in range(20):
@@ -80,10 +59,6 @@ def test_many_different_nodes_are_cut_short_with_their_count() -> None:
     short = render(explanation, full=False)
     assert "... 12 more nodes here, read by 24 requests" in short
     assert "... " not in render(explanation, full=True)
-
-
-def test_extend_batch_has_its_new_tokens() -> None:
-    assert "each 16 new tokens; KV 80 tokens" in render(explained("1,2/64,16", query_len=16), full=False)
 
 
 @pytest.fixture

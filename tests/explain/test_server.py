@@ -12,8 +12,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.explain.batch import InputError
-from sgl_prefix_attn.explain.server import ServerState, read_states
-from sgl_prefix_attn.explain.text import render_state
+from sgl_prefix_attn.explain.server import read_states
 from tests.explain.conftest import Answers
 
 Serve = Callable[..., str]
@@ -60,12 +59,6 @@ def test_each_data_parallel_rank_has_a_state_before_its_first_packed_batch(serve
     assert [state.described_batch("last") is None for state in states] == [True, False]
 
 
-def test_api_key(serve: Serve, server_info: Info) -> None:
-    url = serve({"/server_info": (200, server_info)}, api_key="secret")
-    assert len(read_states(url, "secret")) == 1
-    assert failure(url) == "/server_info: HTTP 401 Unauthorized; pass --api-key"
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -102,26 +95,6 @@ def test_nobody_answers() -> None:
 def test_unusable_address(url: str) -> None:
     with pytest.raises(InputError, match=f"server {url!r}: expected http://HOST:PORT"):
         read_states(url)
-
-
-def test_counters_as_text(server_info: Info) -> None:
-    counters = {
-        **{"plans_made": 10, "plans_reused": 90, "plan_seconds": 0.0005, "host_seconds": 0.002},
-        **{"kv_tokens_read": 2500, "kv_tokens_per_request": 10000, "kv_tokens_unique": 2000},
-        **{"steps_packed": {"decode": 98, "extend": 2, "mixed": 0}, "fallbacks": {"no_paths": 3}},
-        "one_token_steps": {"extend": 0, "mixed": 7},
-    }
-    state = ServerState.model_validate(own_state(server_info) | {"counters": counters})
-    text = "\n".join(" ".join(line.split(maxsplit=1)) for line in render_state(state).splitlines())
-    for expected in (
-        "steps packed  decode 98, extend 2",
-        "one token     mixed 7",
-        "fallbacks no_paths 3",
-        "plans 10 made, 90 reused (90%)",
-        "2.00 ms, of which planning 500.0 us, 20.0 us a step",
-        "25% of per-request, limit 20%",
-    ):
-        assert expected in text
 
 
 def explain(*arguments: str) -> int:

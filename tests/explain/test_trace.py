@@ -32,21 +32,6 @@ def test_shared_blocks_have_one_node(tmp_path: Path) -> None:
     assert first[2] != second[2]
 
 
-def test_blocks_below_others_and_of_other_length_are_not_shared(tmp_path: Path) -> None:
-    first, second = window(tmp_path, [line(1024, [1, 3]), line(1024, [2, 3])]).paths
-    assert {node for node, _, _ in first}.isdisjoint(node for node, _, _ in second)
-    first, second = window(tmp_path, [line(600, [1, 2]), line(601, [1, 2])]).paths
-    assert first[0] == second[0]
-    assert first[1][0] != second[1][0]
-
-
-@pytest.mark.parametrize(("progress", "seq_len"), [(0.0, 513), (0.5, 517), (1.0, 522)])
-def test_progress_is_the_share_of_the_output_generated(tmp_path: Path, progress: float, seq_len: int) -> None:
-    batch = window(tmp_path, [line(512, [1], output_length=10)], "0:1", progress)
-    assert batch.seq_lens.tolist() == [seq_len]
-    assert batch.is_decode
-
-
 def test_a_window_selects_by_order_and_reads_no_further(tmp_path: Path) -> None:
     batch = window(tmp_path, [line(1, [0]), line(2, [0]), line(3, [0]), "garbage"], "1:2", 0.0)
     assert batch.seq_lens.tolist() == [3, 4]
@@ -69,8 +54,3 @@ BAD_LINE = r"trace.jsonl, line 2: input_length 513 is 2 blocks of 512 tokens, bu
 def test_unusable_window(tmp_path: Path, second_line: int, where: str, progress: float, expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         window(tmp_path, [line(5, [1]), line(second_line, [1])], where, progress)
-
-
-def test_trace_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="No such file or directory"):
-        read_window(str(tmp_path / "none.jsonl"), "0:1", 0.5)

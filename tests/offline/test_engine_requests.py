@@ -53,31 +53,6 @@ class SmallQueue:
         return SAMPLE
 
 
-class ComesLate(SmallQueue):
-    """The first request does something else before it comes to the queue, as one of several samples does."""
-
-    _first = True
-
-    async def async_generate(self, **request: Any) -> Any:
-        if self._first:
-            self._first = False
-            await asyncio.sleep(0.005)
-        return await super().async_generate(**request)
-
-
-class Greedy(SmallQueue):
-    """Requests of many samples take all the room for a moment, and are refused all the same."""
-
-    async def async_generate(self, *, sampling_params: dict[str, int], **request: Any) -> Any:
-        if sampling_params["n"] == 1:
-            return await super().async_generate(**request)
-        if self._queued == 0:
-            self._queued = self._room
-            await asyncio.sleep(0.002)
-            self._queued = 0
-        raise FULL
-
-
 class NeverHasRoom(SmallQueue):
     """An engine whose queue refuses everything, after a moment."""
 
@@ -127,29 +102,10 @@ def test_a_full_queue_is_waited_for(monkeypatch):
     assert all(outcome.answer is not None for outcome in found)
 
 
-def test_a_queue_that_others_filled_in_the_meantime_is_waited_for(monkeypatch):
-    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.0001)
-    assert all(outcome.answer is not None for outcome in outcomes(ComesLate(1), count=5))
-
-
 def test_requests_that_never_have_room_do_not_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.01)
     found = outcomes(NeverHasRoom(0), count=50)
     assert all(outcome.error.endswith("raise --max-queued-requests") for outcome in found)
-
-
-def test_requests_that_never_have_room_take_it_from_no_others(monkeypatch):
-    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.02)
-    found = outcomes(Greedy(2), samples=[*[9] * 20, 1])
-    assert [outcome.number for outcome in found if outcome.answer is not None] == [20]
-
-
-def test_a_queue_without_room_for_anything_is_an_error_that_says_what_to_raise(monkeypatch):
-    monkeypatch.setattr(engine_process, "_RETRY_SECONDS", 0.001)
-    found = outcomes(SmallQueue(0), count=3)
-    assert {outcome.error for outcome in found} == {
-        "The request queue is full. It has no room for this request; raise --max-queued-requests"
-    }
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,6 @@ def test_a_killed_engine_leaves_no_process() -> None:
         assert not alive
 
 
-def test_an_engine_that_ends_leaves_no_process() -> None:
-    with EnginePool(sleeper, [EngineArguments(())]) as pool:
-        (ready,) = pool.wait_ready()
-        child = psutil.Process(ready.room)
-    _, alive = psutil.wait_procs([child], timeout=SECONDS)
-    assert not alive
-
-
 def one_answer(connection: Connection, arguments: EngineArguments) -> None:
     """An engine that takes two requests and is gone after the first."""
     connection.send(Ready(room=0))

@@ -80,16 +80,6 @@ def test_new_estimates_reorder_what_is_left_but_keep_the_open_group_together():
     assert started + list(order) == [0, 1, 2, 5, 6, 3, 4]
 
 
-def test_equal_ratios_keep_one_order_whatever_was_handed_out():
-    prompts = groups(*[(10, 2, 2)] * 5)
-    order = GroupOrder(PrefixTree(Prompts.from_lists(prompts)), np.ones(10))
-    taken = []
-    for number in order:
-        taken.append(number)
-        order.update(np.ones(10))
-    assert taken == order_of(prompts) == list(range(10))
-
-
 def test_estimates_of_another_batch_are_refused():
     with pytest.raises(ValueError, match="decode_tokens has 3 entries for 2 prompts"):
         order_of([[1], [2]], [1.0, 1.0, 1.0])
@@ -118,14 +108,6 @@ def test_limits_that_are_what_prompts_leave_of_the_context_are_few_kinds():
         lengths.learn(request, int(random.integers(1, 400)))
     assert lengths.version < 60  # for each the queue is put in order again
     assert (np.abs(lengths.estimates() - 200) < 40).all()
-
-
-def test_output_lengths_never_leave_what_is_possible():
-    lengths = OutputLengths(np.array([100, 100]), np.array([0, 100]))
-    for _ in range(20):
-        lengths.learn(0, 1)
-    assert lengths.estimates()[1] == 100  # it ignores the end of text
-    assert lengths.estimates()[0] < 20
 
 
 def test_impossible_output_lengths_are_named():

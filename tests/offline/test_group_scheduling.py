@@ -25,7 +25,8 @@ from sgl_prefix_attn.settings import Settings, load_settings
 from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import targets
-from sgl_prefix_attn.sglang_plugin.offline import engine_process, group_scheduler
+from sgl_prefix_attn.sglang_plugin.offline import engine_process
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 
 WORKLOADS = {
     "200/20 x16": Setting(200, 20, 16, 160).prompts(),
@@ -53,10 +54,11 @@ def test_nearly_all_that_can_be_saved_is_saved_with_a_tenth_of_the_memory(name, 
     tree = tree_of(prompts)
     # A tenth, or what the longest request needs (SGLang reserves its whole output).
     pool = max(tree.unique_tokens // 10, max(map(len, prompts)) + output + 10)
-    result = Replay(pool, grouped=True).run(grouped_jobs(prompts, tree, output))
+    replay = Replay(pool, grouped=True)
+    result = replay.run(grouped_jobs(prompts, tree, output))
     assert result.finished == len(prompts)
     assert result.saving >= 0.99 * tree.saving
-    assert group_scheduler.active().failures == 0
+    assert replay.group_scheduler.failures == 0
     plain = Replay(pool).run([Job(prompt, output) for prompt in prompts])
     assert plain.saving < result.saving
 
@@ -80,7 +82,7 @@ def test_every_random_job_comes_to_its_end_and_gives_back_all_memory(seed):
     )
     result = replay.run(jobs)  # raises for a hang, a leak, or KV that stays locked
     assert result.finished == len(jobs)
-    assert group_scheduler.active().failures == 0
+    assert replay.group_scheduler.failures == 0
 
 
 class Policy:
@@ -111,79 +113,73 @@ class Adder:
         self.new_token_ratio = 0.25
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    group_scheduler.reset()
-    yield
-    group_scheduler.reset()
-
-
 def in_job(*shared: int, tokens: int = 100) -> list[Request]:
     return [Request(f"j{n}", tokens, Place("job", n, s, 5)) for n, s in enumerate(shared)]
 
 
-def arranged(queue: list[Request], policy: object = Policy) -> list[str]:
-    group_scheduler.after_calc_priority(None, policy, queue)
-    return [request.name for request in queue]
+class Jobs:
+    """The hooks of one scheduler, called as SGLang's queue calls them."""
+
+    def __init__(self) -> None:
+        self.scheduler = GroupScheduler()
+
+    def arranged(self, queue: list[Request], policy: object = Policy) -> list[str]:
+        self.scheduler.after_calc_priority(None, policy, queue)
+        return [request.name for request in queue]
+
+    def admit(self, adder: Adder, request: Request) -> str:
+        def original(adder: Adder, request: Request) -> str:
+            adder.can_run_list.append(request)
+            return "CONTINUE"
+
+        verdict = self.scheduler.around_add_one_req(original, adder, request)
+        return getattr(verdict, "name", verdict)
 
 
-def admit(adder: Adder, request: Request) -> str:
-    def original(adder: Adder, request: Request) -> str:
-        adder.can_run_list.append(request)
-        return "CONTINUE"
-
-    verdict = group_scheduler.around_add_one_req(original, adder, request)
-    return getattr(verdict, "name", verdict)
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs()
 
 
-def test_a_job_stands_behind_the_others_in_its_own_order():
+def test_a_job_stands_behind_the_others_in_its_own_order(jobs):
     first, second, third = in_job(0, 80, 0)
     queue = [third, Request("x"), second, first, Request("y")]
     same = queue
-    assert arranged(queue) == ["x", "y", "j0", "j2", "j1"]
+    assert jobs.arranged(queue) == ["x", "y", "j0", "j2", "j1"]
     assert same is queue
 
 
 @pytest.mark.parametrize(("name", "priorities"), [("lpm", False), ("lof", False), ("fcfs", True)])
-def test_another_order_that_the_user_wants_stays(name, priorities):
+def test_another_order_that_the_user_wants_stays(jobs, name, priorities):
     policy = SimpleNamespace(policy=SimpleNamespace(value=name), enable_priority_scheduling=priorities)
     first, second = in_job(0, 80)
-    assert arranged([second, first], policy) == ["j1", "j0"]
-    assert admit(Adder(), second) == "CONTINUE"
+    assert jobs.arranged([second, first], policy) == ["j1", "j0"]
+    assert jobs.admit(Adder(), second) == "CONTINUE"
 
 
-def test_who_shares_a_prefix_under_way_is_held_back_with_other():
+def test_who_shares_a_prefix_under_way_is_held_back_with_other(jobs):
     queue = in_job(0, 80)
-    arranged(queue)
+    jobs.arranged(queue)
     adder = Adder()
-    assert admit(adder, queue[0]) == "CONTINUE"
-    assert admit(adder, queue[1]) == "OTHER"
-    assert group_scheduler.active().held_back == {"prefix": 1}
-    assert admit(Adder(running=False), queue[1]) == "CONTINUE", "else nothing would ever run"
+    assert jobs.admit(adder, queue[0]) == "CONTINUE"
+    assert jobs.admit(adder, queue[1]) == "OTHER"
+    assert jobs.scheduler.held_back == {"prefix": 1}
+    assert jobs.admit(Adder(running=False), queue[1]) == "CONTINUE", "else nothing would ever run"
 
 
-def test_who_finds_the_prefix_in_the_cache_goes():
-    queue = in_job(0, 80)
-    arranged(queue)
-    admit(Adder(), queue[0])
-    arranged(queue[1:])
-    queue[1].prefix_indices = np.zeros(80)
-    assert admit(Adder(), queue[1]) == "CONTINUE"
-
-
-def test_memory_of_members_that_wait_is_not_given_away():
+def test_memory_of_members_that_wait_is_not_given_away(jobs):
     queue = in_job(0, 80, 80, 0)  # a group of three and one that needs 100 + 5 tokens
-    arranged(queue)
+    jobs.arranged(queue)
     other = next(request for request in queue if request.name == "j3")
     # The two that wait need 2 x (20 + 5).
-    assert admit(Adder(room=154), other) == "OTHER"
-    assert admit(Adder(room=155), other) == "CONTINUE"
-    assert group_scheduler.active().held_back == {"memory": 1}
+    assert jobs.admit(Adder(room=154), other) == "OTHER"
+    assert jobs.admit(Adder(room=155), other) == "CONTINUE"
+    assert jobs.scheduler.held_back == {"memory": 1}
 
 
-def test_the_whole_expected_growth_of_running_members_is_left_free():
+def test_the_whole_expected_growth_of_running_members_is_left_free(jobs):
     queue = in_job(0)
-    arranged(queue)
+    jobs.arranged(queue)
     adder = Adder()
     # Two members, expected to end after 30 and 5 more tokens; SGLang has reserved a quarter of the 35 to which each is
     # limited still. What a request of nobody's job may need is left to SGLang.
@@ -191,20 +187,20 @@ def test_the_whole_expected_growth_of_running_members_is_left_free():
     adder.running_batch.reqs = [Request("x", output=10), *members]
     beyond = (30 - 35 / 4) + (5 - 35 / 4)
     adder.rem_total_tokens = 105 + beyond - 1
-    assert admit(adder, queue[0]) == "OTHER"
+    assert jobs.admit(adder, queue[0]) == "OTHER"
     again = Adder()
     again.running_batch.reqs = adder.running_batch.reqs
     again.rem_total_tokens = 105 + beyond
-    assert admit(again, queue[0]) == "CONTINUE"
+    assert jobs.admit(again, queue[0]) == "CONTINUE"
 
 
-def test_after_a_failure_the_queue_is_sglangs_own(caplog):
+def test_after_a_failure_the_queue_is_sglangs_own(jobs, caplog):
     queue = in_job(0, 80)
     queue[1].output_ids = None  # what no request of SGLang's has
-    assert arranged(queue) == ["j0", "j1"]
-    assert arranged(queue) == ["j0", "j1"]
-    assert [admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
-    assert group_scheduler.active().failures == 1
+    assert jobs.arranged(queue) == ["j0", "j1"]
+    assert jobs.arranged(queue) == ["j0", "j1"]
+    assert [jobs.admit(Adder(), request) for request in queue] == ["CONTINUE"] * 2
+    assert jobs.scheduler.failures == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
@@ -223,16 +219,16 @@ def saying(value: object) -> Request:
 
 
 @pytest.mark.parametrize("value", MALFORMED, ids=lambda value: repr(value)[:30])
-def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_theirs(value, caplog):
+def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_theirs(jobs, value, caplog):
     bad = saying(value)
     first, second, third = in_job(0, 80, 0)
-    assert arranged([third, bad, second, first]) == ["bad", "j0", "j2", "j1"]
+    assert jobs.arranged([third, bad, second, first]) == ["bad", "j0", "j2", "j1"]
     adder = Adder()
-    assert admit(adder, bad) == admit(adder, first) == "CONTINUE"
-    assert admit(adder, second) == "OTHER"
+    assert jobs.admit(adder, bad) == jobs.admit(adder, first) == "CONTINUE"
+    assert jobs.admit(adder, second) == "OTHER"
     adder.running_batch.reqs = [bad]
-    assert admit(adder, third) == "CONTINUE"
-    assert (group_scheduler.active().failures, group_scheduler.active().malformed) == (0, 1)
+    assert jobs.admit(adder, third) == "CONTINUE"
+    assert (jobs.scheduler.failures, jobs.scheduler.places.malformed) == (0, 1)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "in an offline job" in record.getMessage()
@@ -240,28 +236,12 @@ def test_a_request_with_a_malformed_place_is_in_no_job_and_the_others_are_in_the
     assert len(record.getMessage()) < 1000
 
 
-def test_malformed_places_are_counted_once_a_request_and_logged_once(caplog):
-    for _ in range(3):
-        queue = [saying(["nonsense"]), saying("nonsense")]
-        arranged(queue)
-        arranged(queue)
-    assert group_scheduler.active().malformed == 6
-    (record,) = caplog.records
-    assert "['nonsense'] is no place in an offline job" in record.getMessage()
-
-
-@pytest.mark.timeout(20)
-def test_the_largest_number_a_request_can_say_costs_nothing():
-    near, far = Request("near", place=Place("x", 0, 0, 1)), Request("far", place=Place("x", (1 << 31) - 1, 0, 1))
-    assert arranged([far, near]) == ["near", "far"]
-
-
-def test_no_more_output_is_expected_than_a_request_may_generate():
+def test_no_more_output_is_expected_than_a_request_may_generate(jobs):
     # Else it would not be admitted while anything runs, nor would any job behind it.
     greedy = Request("greedy", place=Place("a", 0, 0, 10**9))
     (other,) = in_job(0)
-    arranged([greedy, other])
-    assert admit(Adder(room=100 + 40), greedy) == "CONTINUE"
+    jobs.arranged([greedy, other])
+    assert jobs.admit(Adder(room=100 + 40), greedy) == "CONTINUE"
 
 
 GROUP_TARGETS = {targets.CALC_PRIORITY.path, targets.ADD_ONE_REQ.path}

@@ -112,13 +112,6 @@ def test_a_job_may_replace_the_errors_files_of_its_own_runs(source, tmp_path):
     assert journal.read_bytes().count(b"\n") == 6
 
 
-def test_another_errors_file_does_not_keep_a_start_without_results_from_being_corrected(source, tmp_path):
-    for model, errors in (("modle", "first"), ("modle", "second"), ("model", "second")):
-        run = open_journal(source, model, tmp_path / errors)
-        run.close()
-    assert not may_replace(run.path, tmp_path / "first")
-
-
 def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_path):
     run = open_journal(source)
     run.append(results(1))

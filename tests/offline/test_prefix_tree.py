@@ -48,31 +48,6 @@ def test_nodes_are_those_of_a_brute_force_trie(prompts):
     assert [prompts[r] for r in tree.order] == sorted(prompts)
 
 
-@settings(max_examples=200, deadline=None)
-@given(BATCHES)
-def test_parents_come_first_and_segments_join(prompts):
-    tree = tree_of(prompts)
-    expected = trie_nodes(prompts)
-    for node in range(tree.num_nodes):
-        parent = tree.node_parent[node]
-        assert parent < node
-        assert tree.node_begin[node] == (0 if parent < 0 else tree.node_end[parent])
-        assert tree.node_begin[node] < tree.node_end[node]
-        if parent >= 0:
-            assert tree.node_first[parent] <= tree.node_first[node] <= tree.node_last[node] <= tree.node_last[parent]
-    for number, tail in enumerate(tree.tail_node.tolist()):
-        depth = max((len(prefix) for prefix, members in expected.items() if number in members), default=0)
-        assert depth == (0 if tail < 0 else tree.node_end[tail])
-
-
-def test_long_prompts_that_differ_late_or_not_at_all():
-    base = list(range(5000))
-    prompts = [base, [*base[:-1], 7], base[:4999], base, base[:1300] + [9] * 3700]
-    tree = tree_of(prompts)
-    assert sorted(tree.node_end.tolist()) == [1300, 4999, 5000]
-    assert tree.unique_tokens == 5000 + 1 + 3700
-
-
 # BatchLLM, section 4.2: six prompts; the root's right child is one token 'b' that prompts 2 to 6 share, so that the
 # plain first level saves 4 tokens; prompts 4 and 5 share 8 tokens, which saves 8. A node of level 3 is merged
 # with its right child first, the result with 'b' then (figures 4b and 4c).
@@ -125,16 +100,6 @@ def test_enlarged_first_level_is_between_the_plain_one_and_all_levels(prompts):
             members = tree.order[tree.node_first[node] : tree.node_last[node]]
             assert number in members
             assert (nodes == node).sum() >= 2
-
-
-def test_short_instruction_above_long_documents_gives_a_group_a_document():
-    documents = [[9] * 5 + [d] * 60 for d in range(10, 18)]
-    prompts = [document + [question] * 3 for document in documents for question in range(100, 103)]
-    tree = tree_of(prompts)
-    nodes = tree.enlarged_first_level()
-    assert len(set(nodes.tolist())) == len(documents)
-    assert set(tree.node_end[nodes].tolist()) == {65}
-    assert reuse(tree, nodes) == tree.shared.sum() - 5 * (len(documents) - 1)
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,7 +4,6 @@ that happen to run on one machine. Needs the `ray` extra.
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
 import time
@@ -15,8 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from sgl_prefix_attn.demo.tiny_model import tiny_model
-from sgl_prefix_attn.offline import cli
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, EnginePool, StartEngines
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
 from sgl_prefix_attn.offline.runner import BatchSummary, run_batch
@@ -142,15 +139,6 @@ def test_every_node_has_an_engine_and_no_group_is_split(nodes, tmp_path, cpus):
     assert results(output) == on_one_engine_here(source, tmp_path / "here")
 
 
-def test_room_is_what_single_nodes_have(nodes, tmp_path):
-    for _ in range(2):
-        nodes.add(1)
-    with pytest.raises(
-        ValueError, match=r"3 engines, each with a CPU of one machine.* room for 2; start fewer engines"
-    ):
-        run(batches.write(tmp_path / "in", batches.grouped(8)), tmp_path / "out.jsonl", Started(nodes), engines=3)
-
-
 def test_a_node_that_dies_is_named_and_the_rest_goes_on_with_what_is_left(nodes, tmp_path):
     kept, lost = nodes.add(1), nodes.add(1)
     source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(300)), tmp_path / "out.jsonl"
@@ -173,36 +161,3 @@ def test_a_node_that_dies_is_named_and_the_rest_goes_on_with_what_is_left(nodes,
     again = {prompt for _, prompt in executed(output)[len(already) :]}
     assert again == set(prompts) - {prompts[entry["line"] - 1] for entry in done}
     assert results(output) == on_one_engine_here(source, tmp_path / "here")
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_real_engines_on_two_nodes_one_of_which_dies(nodes, tmp_path, monkeypatch, capsys):
-    kept, lost = nodes.add(1), nodes.add(1)
-    start = Started(nodes)
-    monkeypatch.setattr(cli, "RayEnginePool", lambda ray, main, engines, gpus: start(main, engines, gpus))
-    source = batches.write(tmp_path / "in.jsonl", batches.grouped(400))
-
-    def command(output: Path, *more: str) -> int:
-        parser = argparse.ArgumentParser()
-        cli.add_arguments(parser)
-        fixed = ["--model", str(tiny_model()), "--server-args", SERVER, "--ordered", "--quiet"]
-        return cli.run(parser.parse_args([str(source), str(output), *fixed, *more]))
-
-    one, output = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
-    assert command(one) == 0
-    on_ray = ("--ray", "auto", "--engines", "2")
-    killing = later(lambda: finished(output) >= 80, lambda: nodes.kill(lost))
-    assert command(output, *on_ray) == 1
-    killing.join()
-    assert set(start.node_ids) == {kept.node_id, lost.node_id}
-    assert f"node {lost.node_id}), is gone" in capsys.readouterr().err
-    assert not output.exists()
-    nodes.miss(lost)
-    assert command(output, *on_ray) == 2
-    assert "room for 1; start fewer engines, or add machines" in capsys.readouterr().err
-    before, added = finished(output), nodes.add(1)
-    assert command(output, *on_ray) == 0
-    assert set(start.node_ids) == {kept.node_id, added.node_id}
-    assert f"{before} of them had been finished by earlier runs" in capsys.readouterr().out
-    assert results(output) == results(one)

@@ -59,13 +59,6 @@ def test_as_they_finish_unless_ordered(tmp_path):
     assert [by_id[result["custom_id"]] for result in batches.read(tmp_path / "out.jsonl")] == done
 
 
-def test_samples_are_choices(tmp_path):
-    source = batches.write(tmp_path / "in.jsonl", [batches.line(0, [1, 2], n=3)])
-    run(source, tmp_path / "out.jsonl")
-    choices = batches.read(tmp_path / "out.jsonl")[0]["response"]["body"]["choices"]
-    assert [choice["token_ids"] for choice in choices] == [list(fake_engine.tokens_for([1, 2, s], 4)) for s in range(3)]
-
-
 def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
     lines = [
         batches.line(0, [1, 2]),
@@ -131,13 +124,6 @@ def test_no_group_is_split_over_engines(tmp_path):
     assert len(by_group) == 12
     assert all(len(engines) == 1 for engines in by_group.values())
     assert {engine for engines in by_group.values() for engine in engines} == {0, 1, 2}
-
-
-def test_one_prefix_for_all_still_gives_every_engine_work(tmp_path):
-    lines = [batches.line(number, [7] * 100 + [100 + number] * 20) for number in range(60)]
-    run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", engines=3)
-    done = [engine for engine, _ in executed(tmp_path / "out.jsonl")]
-    assert [done.count(engine) for engine in range(3)] == [20, 20, 20]
 
 
 def test_an_empty_batch_has_an_empty_output(tmp_path):

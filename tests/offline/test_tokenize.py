@@ -63,16 +63,6 @@ def test_a_template_that_refuses_is_an_error_of_the_line(encoder):
     assert "not this" in error.message
 
 
-def test_a_prompt_without_tokens_is_an_error(encoder):
-    for entry in (
-        request("/v1/completions", prompt=""),
-        request("/v1/chat/completions", messages=[{"role": "user", "content": "vanish"}]),
-    ):
-        error = encoder.encode(entry)
-        assert isinstance(error, LineError)
-        assert error.message == "the prompt has no tokens"
-
-
 def test_without_a_tokenizer_only_token_ids(tmp_path):
     encoder = PromptEncoder(str(tmp_path))
     assert not encoder.has_tokenizer

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -139,35 +136,6 @@ def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_ann
     worker.forward_batch_split_prefill(batch)
     worker.forward_batch_generation(None, MagicMock(), is_verify=True)
     assert log == []
-
-
-def test_pd_multiplexing_and_a_runner_without_attention_backend(patched: UnpackedWheel) -> None:
-    worker = worker_of(patched, [])
-    runner = worker.model_runner
-    runner.attn_backend, runner.decode_attn_backend = Backend(), Backend()
-    decode, extend = batch_in("decode"), batch_in("extend")
-    worker.forward_batch_generation(decode)
-    worker.forward_batch_generation(extend)
-    assert runner.decode_attn_backend.batches == [decode]
-    assert runner.attn_backend.batches == [extend]
-    runner.attn_backend = runner.decode_attn_backend = None
-    worker.forward_batch_generation(batch_in("decode"))
-
-
-def test_folded_replay_shows_the_batch_that_is_really_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = unpacked_wheel("0.5.23", tmp_path)
-    assert wheel.patch("apply") == 0
-    log: list[tuple[str, Any]] = []
-    worker, batch, folded = worker_of(wheel, log), batch_in("extend"), batch_in("extend")
-    function_globals = worker.forward_batch_generation.__func__.__globals__
-    function_globals["get_exec"].return_value.features.enable_encoder_swa_bounded_replay = True
-    worker.model_runner.attn_backend.folds_encoder_swa_replay = True
-    replay: Any = ModuleType("sglang.srt.model_executor.encoder_swa_replay")
-    replay.fold_encoder_swa_replay = lambda *_: MagicMock(batch=folded)
-    replay.apply_folded_extend = replay.run_encoder_swa_replay = MagicMock()
-    monkeypatch.setitem(sys.modules, replay.__name__, replay)
-    worker.forward_batch_generation(batch)
-    assert log == [("prepare", folded), ("init_new", folded)]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Run by test_arrangements.py in a process of its own: SGLang's processes arranged otherwise than by its launcher.
 
 `python -m tests.pinning.arrangements server MODEL` runs the HTTP server in a child process of multiprocessing, as
-SGLang's own adapter for training frameworks does, and asks for its pins; `factory` builds a prefixpack backend twice
-where nobody has registered hooks before, as in an actor. Either prints what was found as JSON.
+SGLang's own adapter for training frameworks does; `engine MODEL` asks `sglang.Engine` for a pin; `factory` builds a
+prefixpack backend twice where nobody has registered hooks before, as in an actor. Each prints JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
-from tests.pinning.engine_pins import OPTIONS
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "skip_tokenizer_init": True,
+    "disable_cuda_graph": True, "grammar_backend": "none", "context_length": 2048, "max_total_tokens": 2048,
+    "log_level": "error",
+}  # fmt: skip
 
 
 def server(model: str) -> dict[str, Any]:
@@ -34,20 +38,50 @@ def server(model: str) -> dict[str, Any]:
         running.shutdown()
 
 
+def engine(model: str) -> dict[str, Any]:
+    import sglang
+
+    from sgl_prefix_attn.sglang_plugin.pinning.client import EnginePins, PinningError
+
+    started = sglang.Engine(model_path=model, **OPTIONS)
+    try:
+        pins = EnginePins(started)
+        tokens = [20 + position % 900 for position in range(300)]
+        (made,) = pins.pin(tokens, label="system")
+        started.generate(input_ids=[[*tokens, 11, 12]], sampling_params={"max_new_tokens": 2})
+        (listed,) = pins.pins()
+        (released,) = pins.release(made["pin"]["id"])
+        try:
+            again = pins.release(made["pin"]["id"])
+        except PinningError as error:
+            again = error.kind
+        return {"made": made, "listed": listed, "released": released, "again": again}
+    finally:
+        started.shutdown()
+
+
 def factory() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sgl_prefix_attn.settings import Settings
     from sgl_prefix_attn.sglang_plugin import hook_table
+    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
     from sgl_prefix_attn.sglang_plugin.factory import create_backend
-    from sgl_prefix_attn.sglang_plugin.pinning import hooks
+    from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
+    from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
     from tests.sglang_plugin.fixture import Fixture
 
     runner = Fixture([[]], [9]).runner
     for _ in range(2):
         create_backend(runner, Settings(metrics=False, pin_budget_percent=10, group_scheduling=True))
-    ours = (*hook_table.OTHER_HOOKS, *hook_table.GROUP_HOOKS, *hooks.pinning_hooks())
+    state = plugin_state.active()
+    assert state is not None
+    ours = (
+        *hook_table.OTHER_HOOKS,
+        *hook_table.group_hooks(state.own(GroupScheduler)),
+        *state.own(PinningHooks).table(),
+    )
     registered = Counter((path, function) for path, held in HookRegistry._hooks.items() for _, function, _ in held)
     return {
         "missing": [hook.target.path for hook in ours if not compat_hooks.is_applied(hook)],
@@ -56,4 +90,4 @@ def factory() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(server(sys.argv[2]) if sys.argv[1] == "server" else factory()))
+    print(json.dumps({"server": server, "engine": engine, "factory": factory}[sys.argv[1]](*sys.argv[2:])))

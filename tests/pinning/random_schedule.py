@@ -1,31 +1,24 @@
 """A random history of a server: arrivals, aborts, flushes, retractions, offline groups, and pins up to more than fits.
 
-    python -m tests.pinning.random_schedule --count 10000 [--out benchmarks/results/pinning_schedules.json]
+    python -m tests.pinning.random_schedule FIRST COUNT
 
-runs the schedules with the seeds from 0 on and adds what they did to the file, by SGLang release; what the file has
-already is not run again. It ends with a traceback and the seed when a schedule fails.
+runs the schedules with the seeds from FIRST on and prints what they did. It ends with a traceback and the seed when a
+schedule fails.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
-import time
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
 from sgl_prefix_attn.pinning import PinBudgetError
-from sgl_prefix_attn.sglang_plugin.pinning import state
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
-
-_CHUNK = 250
 
 
 class RandomSchedule:
@@ -154,32 +147,9 @@ def run(first: int, count: int) -> Counter[str]:
             error.add_note(f"RandomSchedule({seed}).run()")
             raise
         did += schedule.did
-    state.activate(None)
     return did
 
 
-def main() -> int:
-    from importlib.metadata import version
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    mine = results.setdefault(f"sglang {version('sglang')}", {"schedules": 0, "failed": 0, "seconds": 0.0, "did": {}})
-    while mine["schedules"] < args.count:
-        started = time.perf_counter()
-        count = min(_CHUNK, args.count - mine["schedules"])
-        did = run(mine["schedules"], count)
-        mine["schedules"] += count
-        mine["seconds"] = round(mine["seconds"] + time.perf_counter() - started, 1)
-        mine["did"] = dict(sorted((Counter(mine["did"]) + did).items()))
-        print(f"{mine['schedules']} schedules, {mine['seconds']:.0f} s", file=sys.stderr, flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(mine, indent=1))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    first, count = map(int, sys.argv[1:])
+    print(json.dumps(dict(sorted(run(first, count).items())), indent=1))

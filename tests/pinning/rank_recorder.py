@@ -27,7 +27,7 @@ from typing import Any, TextIO
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.pinning import CachedNode, Pin, PinLedger
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler, place_of
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.pin_locks import PinLocks
@@ -166,12 +166,12 @@ def _evicted(retention: Retention, freed: int, node: CachedNode, wanted: int) ->
 
 
 def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[Any]) -> None:
-    if any(place_of(request) is not None for request in queue):
+    if any(scheduler.places.place_of(request) is not None for request in queue):
         note("order", [request.rid for request in queue])
 
 
 def _asked_to_wait(scheduler: GroupScheduler, waits: bool, adder: Any, request: Any) -> None:
-    if place_of(request) is not None:
+    if scheduler.places.place_of(request) is not None:
         note("waits" if waits else "may go", request.rid, dict(scheduler.held_back))
 
 

@@ -19,10 +19,18 @@ from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_prefix_attn.sglang_plugin.pinning import hooks, state
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import GENERATION, make_cache
+
+
+class NoHooks(PinningHooks):
+    """SGLang without our hooks: they see no manager."""
+
+    def __init__(self) -> None:
+        super().__init__(PinningSettings())
+        self.state.manager_of = lambda cache: None  # type: ignore[method-assign]
 
 
 class SmallServer:
@@ -48,11 +56,11 @@ class SmallServer:
         self.retractions = 0
         self.prompt_tokens = self.cached_tokens = 0
         self._count = 0
-        state.activate(settings)
+        self.hooks = NoHooks() if settings is None else PinningHooks(settings)
 
     @property
     def manager(self) -> PinningManager:
-        manager = state.manager_of(self.cache)
+        manager = self.hooks.state.manager_of(self.cache)
         assert manager is not None
         return manager
 
@@ -87,7 +95,7 @@ class SmallServer:
             self.cache.reset()
             self.pool.clear()
             self.allocator.clear()
-        hooks.after_flush_cache(done, self)
+        self.hooks.after_flush_cache(done, self)
         return done
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ class SmallServer:
         """One step of the scheduler; whether anything was run."""
         ran = self._prefill() or self._decode()
         if ran:
-            hooks.after_run_batch(None, self)
+            self.hooks.after_run_batch(None, self)
         return ran
 
     def _prefill(self) -> bool:
@@ -106,7 +114,7 @@ class SmallServer:
         if self.pool.available_size() <= 0:
             running.batch_is_full = True
             return False
-        hooks.after_calc_priority(None, self, self.waiting)
+        self.hooks.after_calc_priority(None, self, self.waiting)
         # A low ratio: more is admitted than fits to its end, so that decode has to retract.
         adder = PrefillAdder(1, self.cache, self.allocator, running, 0.1, 4096, None)
         for request in self.waiting:
@@ -114,7 +122,7 @@ class SmallServer:
                 running.batch_is_full = True
                 break
             request.init_next_round_input(self.cache)
-            result = hooks.around_add_one_req(
+            result = self.hooks.around_add_one_req(
                 PrefillAdder.add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None
             )
             if result != AddReqResult.CONTINUE:
@@ -195,8 +203,8 @@ class SmallServer:
         return self.allocator.alloc(tokens)
 
     def _evict(self, tokens: int) -> None:
-        hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
+        self.hooks.around_evict(common.evict_from_tree_cache, self.cache, tokens)
 
     def _release(self, request: Req, *, insert: bool) -> None:
         GENERATION.release(self.cache, self.pool, request, insert=insert)
-        hooks.after_release_kv(None, request, self.cache)
+        self.hooks.after_release_kv(None, request, self.cache)

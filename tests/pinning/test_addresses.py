@@ -142,16 +142,6 @@ def test_a_server_without_tokenizer_takes_only_tokens() -> None:
     assert client(manager).post(pinning_client.PATH, json={"token_ids": [1]}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "ttl", [0, 1 << 31, 1.0, "5", True], ids=["none", "too many", "a fraction", "a string", "a truth"]
-)
-def test_steps_are_a_number_of_them(ttl: object) -> None:
-    manager = Manager(answer())
-    response = client(manager).post(pinning_client.PATH, json={"token_ids": [1], "ttl_steps": ttl})
-    assert (response.status_code, manager.commands) == (400, [])
-    assert "ttl_steps" in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("field", ["token_ids", "text"])
 def test_prefixes_longer_than_any_pool_reach_no_scheduler(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning_client, "MAX_TOKENS", 4)

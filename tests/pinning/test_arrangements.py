@@ -1,4 +1,4 @@
-"""Pins where SGLang's launcher does not arrange the processes: a server that is a child, a scheduler that is none."""
+"""Pins where SGLang's launcher does not arrange the processes: a server that is a child, an engine, an actor."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from sgl_prefix_attn.demo.tiny_model import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def found(*arguments: str, **environment: str) -> dict[str, Any]:
-    variables = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pinning.arrangements", *arguments],
-        cwd=ROOT,
-        env=variables | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def found(*arguments: str) -> dict[str, Any]:
+    variables = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.pinning.arrangements", *arguments]
+    environment = {**os.environ, **variables, "PREFIXPACK_PIN_BUDGET_PERCENT": "50"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_server_in_a_child_process_takes_pins() -> None:
-    (scheduler,) = found("server", str(tiny_model()), PREFIXPACK_PIN_BUDGET_PERCENT="50")["schedulers"]
+    (scheduler,) = found("server", str(tiny_model()))["schedulers"]
     assert [pin["tokens"] for pin in scheduler["pins"]] == [40]
     assert scheduler["budget_tokens"] == 1024
+
+
+@pytest.mark.e2e
+def test_an_engine_pins_lists_and_releases_a_prefix_once() -> None:
+    result = found("engine", str(tiny_model()))
+    assert result["made"]["budget_tokens"] == 1024
+    (pin,) = result["listed"]["pins"]
+    assert (pin["label"], pin["tokens"], pin["cached_tokens"]) == ("system", 300, 300)
+    assert result["released"]["released"] == [pin["id"]]
+    assert result["again"] == "unknown"
 
 
 def test_the_backends_factory_applies_every_hook_that_nobody_registered_and_none_twice() -> None:

@@ -26,23 +26,6 @@ def ids(nodes: list[CachedNode]) -> list[int]:
     return [node.id for node in nodes]
 
 
-def test_least_recently_used_leaves_go_first_and_then_their_parents() -> None:
-    tree = make_tree()
-    tree.used([span(1, 0, 8), span(2, 8, 12, leaf=True)], [])
-    tree.used([span(1, 0, 8), span(3, 8, 20, leaf=True)], [])
-    assert ids(tree.select_victims(1)) == [2]
-    assert ids(tree.select_victims(17)) == ids(tree.select_victims(17, by_use=True)) == [2, 3, 1]
-    assert len(tree) == 3
-
-
-def test_the_score_comes_before_recency() -> None:
-    tree = make_tree(_10=1)
-    tree.used([span(1, 0, 4, leaf=True)], [10])
-    tree.used([span(2, 0, 4, leaf=True)], [20])
-    assert ids(tree.select_victims(4)) == [2]
-    assert ids(tree.select_victims(4, by_use=True)) == [1]
-
-
 def test_a_leaf_in_use_stays_with_its_parent_until_it_is_checked_again() -> None:
     tree = make_tree()
     tree.used([span(1, 0, 8), span(2, 8, 12, leaf=True)], [])
@@ -73,30 +56,10 @@ def test_after_a_split_only_nodes_that_begin_with_the_same_tokens_are_looked_at(
     assert tree.used([span(2000, 0, 8), span(2001, 8, 12, leaf=True)], [], [7] * 8 + [8] * 4) == [7]
 
 
-def test_a_dropped_leaf_makes_its_parent_a_leaf() -> None:
-    tree = make_tree()
-    tree.used([span(1, 0, 8), span(2, 8, 12, leaf=True)], [])
-    tree.drop(2)
-    assert ids(tree.leaves()) == [1]
-    tree.drop(1)
-    assert len(tree) == 0
-
-
 def test_a_remainder_shorter_than_a_block_has_no_key() -> None:
     tree = make_tree()
     tree.used([span(1, 0, 4), span(2, 4, 6, leaf=True)], [10])
     assert [leaf.key for leaf in tree.leaves()] == [None]
-
-
-def test_no_node_scores_above_a_finished_node_on_its_path() -> None:
-    tree = make_tree(_20=1, _21=5)
-    tree.used([span(1, 0, 4, leaf=True)], [10])
-    tree.used([span(2, 0, 4), span(3, 4, 8, leaf=True)], [20, 21])
-    assert ids(tree.select_victims(4)) == [1]
-    tree._scores.scheduled("last of the group", [20])
-    assert ids(tree.select_victims(8)) == [3, 2]
-    tree._scores.scheduled("another use", [20])
-    assert ids(tree.select_victims(4)) == [1]
 
 
 def test_all_leaves_are_visited_in_turn() -> None:
@@ -175,11 +138,13 @@ class RandomTree:
 
 
 def test_victims_have_the_lowest_scores_whatever_happened_before() -> None:
-    for seed in range(20):
+    for seed in range(12):
         case = RandomTree(seed)
-        for _ in range(150):
+        for _ in range(100):
             case.act()
             victims = case.tree.select_victims(5)
             assert [case.score(node) for node in victims] == case.expected(5, case.score), seed
-            by_use = [node.last_use for node in case.tree.select_victims(5, by_use=True)]
+            by_use = case.tree.select_victims(5, by_use=True)
             assert len(by_use) == min(5, len(case.tree)), seed
+            last_uses = [node.last_use for node in by_use if not node.children]
+            assert last_uses == sorted(last_uses), seed

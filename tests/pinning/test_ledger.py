@@ -17,38 +17,6 @@ def distinct(pins: list[Pin]) -> int:
     return len({(pin.namespace, pin.tokens[:end]) for pin in pins for end in range(1, len(pin.tokens) + 1)})
 
 
-def test_a_prefix_of_another_pin_costs_nothing() -> None:
-    ledger = PinLedger(budget=100)
-    ledger.add(range(50))
-    assert ledger.cost(range(20)) == 0
-    ledger.add(range(20))
-    assert ledger.pinned_tokens == 50
-
-
-def test_releasing_the_longer_of_two_leaves_the_shorter_one_pinned() -> None:
-    ledger = PinLedger(budget=100)
-    longer, shorter = ledger.add(range(50)), ledger.add(range(20))
-    ledger.release(longer.id)
-    assert ledger.pinned_tokens == 20
-    assert ledger.pins() == [shorter]
-
-
-def test_namespaces_share_nothing() -> None:
-    ledger = PinLedger(budget=100)
-    ledger.add(range(30), namespace="lora-a")
-    ledger.add(range(30), namespace="lora-b")
-    ledger.add(range(30))
-    assert ledger.pinned_tokens == 90
-
-
-def test_over_budget_is_refused_with_what_to_do_and_changes_nothing() -> None:
-    ledger = PinLedger(budget=60)
-    ledger.add(range(50))
-    with pytest.raises(PinBudgetError, match=r"needs 30 more tokens, but 50 of the budget of 60 .* release pins"):
-        ledger.add([*range(10), *range(100, 130)])
-    assert (len(ledger), ledger.pinned_tokens) == (1, 50)
-
-
 def test_a_pin_is_released_once() -> None:
     ledger = PinLedger(budget=60)
     pin = ledger.add(range(10))
@@ -67,14 +35,6 @@ def test_unusable_pins_are_refused(tokens: list[int], ttl: int | None, message: 
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="budget is -1"):
         PinLedger(budget=-1)
-
-
-def test_pins_end_after_their_scheduler_steps() -> None:
-    ledger = PinLedger(budget=60)
-    short, _ = ledger.add([1, 2], ttl_steps=3), ledger.add([3, 4], ttl_steps=4)
-    assert ledger.advance(2) == []
-    assert ledger.advance() == [short]
-    assert ledger.pinned_tokens == 2
 
 
 def test_the_least_worth_is_shed_first_then_what_expires_first_then_the_newest() -> None:
@@ -114,14 +74,6 @@ def test_the_same_pin_again_renews_it() -> None:
     assert ledger.advance() == [again]
     assert ledger.add(range(50)).expires is None
     assert ledger.advance(10) == []
-
-
-def test_a_shortened_pin_is_whole_again_when_renewed() -> None:
-    ledger = PinLedger(budget=100)
-    pin = ledger.add(range(100))
-    ledger.shed(pin.id, kept=10)
-    assert ledger.add(range(100)) == pin
-    assert ledger.pinned_tokens == 100
 
 
 def test_pins_are_found_by_what_was_asked_for_whatever_is_left_of_them() -> None:
@@ -180,13 +132,6 @@ def test_what_is_longer_than_the_budget_is_refused_before_it_is_copied() -> None
 
     with pytest.raises(PinBudgetError, match="more than all of the budget of 100"):
         PinLedger(budget=100).add(Long([1]))
-
-
-def test_clearing_ends_everything() -> None:
-    ledger = PinLedger(budget=100)
-    pins = [ledger.add([1]), ledger.add([2])]
-    assert ledger.clear() == pins
-    assert (ledger.pins(), ledger.pinned_tokens) == ([], 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.pinning import state
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
 from tests.pinning.generations import CACHES
@@ -67,14 +67,6 @@ def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
     assert server.manager.pins.of(range(20), asked) == [pin]
 
 
-def test_where_keys_have_a_salt_it_stays_apart(server: SmallServer) -> None:
-    if not server.manager._tree._takes_salt:  # type: ignore[attr-defined]
-        pytest.skip("keys of this release have no salt")
-    pin = server.manager.pin(range(20), Namespace("lora", "pepper"))
-    serve(server, list(range(20)), extra_key="pepperlora")
-    assert server.manager.pins.locked_tokens(pin.id) == 0
-
-
 class CountedTree:
     """An adapter that counts the calls for each of its methods."""
 
@@ -122,26 +114,11 @@ def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_bra
     server.check_accounting()
 
 
-def test_decode_evicts_once_for_many_steps(server: SmallServer) -> None:
-    settings = PinningSettings(retention=True, lookahead=0, block=4)
-    server = SmallServer(server.kind, slots=4096, context=4096, settings=settings)
-    for branch in range(250):
-        serve(server, [1000 * branch + position for position in range(20)])
-    retention: Any = server.manager.retention
-    evict, evictions = retention.evict, []
-    retention.evict = lambda tokens: evictions.append(tokens) or evict(tokens)
-    server.send([3_000_000], 160)
-    for _ in range(160):
-        assert server.step()
-    # 1/256 of the pool is 16 tokens.
-    assert 4 <= len(evictions) <= 160 / 16 + 1
-
-
 @pytest.mark.parametrize("step", ["in_use", "evict", "alive"])
 def test_an_eviction_that_fails_leaves_the_cache_usable(
     server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.activate(PinningSettings(retention=True, lookahead=0, block=1))
+    server.hooks = PinningHooks(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         serve(server, [1000 * name + position for position in range(14)])
 

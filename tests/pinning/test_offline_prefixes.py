@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedPrefix
-from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, hooks, offline_prefixes
+from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, offline_prefixes
 from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.generations import CACHES
@@ -63,7 +63,7 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, block=1))
     bad, good = server.send(prompt(1), 2), server.send(prompt(2), 2)
     bad.sampling_params.custom_params = {CUSTOM_PARAMETER: value}
-    hooks.after_calc_priority(None, server, server.waiting)
+    server.hooks.after_calc_priority(None, server, server.waiting)
     assert server.manager.retention.scores.lookahead.requests() == [bad.rid, good.rid]
     assert server.manager.counters.failures == 0
 
@@ -78,7 +78,7 @@ def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeyp
     sent = server.send(prompt(1), 2)
     stretches = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
     sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
-    hooks.after_calc_priority(None, server, server.waiting)
+    server.hooks.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
     scores = server.manager.retention.scores
     # A block counts for the stretch that ends it.

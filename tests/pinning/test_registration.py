@@ -15,37 +15,41 @@ pytest.importorskip("sglang")
 from prometheus_client import CollectorRegistry
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import entry, factory
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
-from sgl_prefix_attn.sglang_plugin.pinning import hooks, registration, state
+from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import FLUSH, RUN_BATCH
+from sgl_prefix_attn.sglang_plugin.compat.targets import CALC_PRIORITY
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
+from sgl_prefix_attn.sglang_plugin.pinning import client, registration
+from sgl_prefix_attn.sglang_plugin.pinning import state as pinning_state
+from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
+from tests.pinning.generations import CACHES
+from tests.pinning.small_server import SmallServer
+from tests.sglang_plugin.fixture import Fixture
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[Hook]:
-    found: list[Hook] = []
-    monkeypatch.setattr(compat_hooks, "register", found.extend)
-    return found
-
-
-def test_by_default_nothing_is_hooked(registered: list[Hook]) -> None:
-    registration.register(Settings(), in_scheduler=True)
-    assert registered == []
-    assert state.manager_of(object()) is None
-
-
-@pytest.mark.parametrize("settings", [Settings(pin_budget_percent=10), Settings(retention="reuse")])
-def test_what_is_asked_for_is_hooked_in_schedulers(registered: list[Hook], settings: Settings) -> None:
-    registration.register(settings, in_scheduler=True)
-    assert registered == list(hooks.pinning_hooks())
+@pytest.mark.parametrize(
+    ("settings", "hooked"),
+    [(Settings(), False), (Settings(pin_budget_percent=10), True), (Settings(retention="reuse"), True)],
+)
+def test_what_is_asked_for_is_hooked_in_schedulers(
+    settings: Settings, hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Hook] = []
+    monkeypatch.setattr(compat_hooks, "register", registered.extend)
+    entry.register_hooks(settings, "0.5.20")
+    plugin_state.reset()
+    assert registered
+    assert {hook.target for hook in registered} & {RUN_BATCH, FLUSH} == ({RUN_BATCH, FLUSH} if hooked else set())
 
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows when addresses are added; the server's module counts as not imported."""
-    from sgl_prefix_attn.sglang_plugin.pinning import client
-
     added: list[str] = []
     monkeypatch.setattr(client, "add_routes_to_server", lambda: added.append("routes"))
     monkeypatch.delitem(sys.modules, SERVER_MODULE, raising=False)
@@ -55,35 +59,27 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 
 
-def test_retention_alone_adds_no_addresses(registered: list[Hook], routes: list[str]) -> None:
-    registration.register(Settings(retention="reuse"), in_scheduler=False)
+def test_retention_alone_adds_no_addresses(routes: list[str]) -> None:
+    registration.add_addresses(Settings(retention="reuse"), in_scheduler=False)
     assert routes == []
-    registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
-    assert registered == []
 
 
-def test_a_scheduler_gets_no_addresses(registered: list[Hook], routes: list[str]) -> None:
-    registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
-    assert routes == []
-
-
-def test_a_server_in_a_child_process_gets_addresses(
-    registered: list[Hook], routes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_in_a_child_process_gets_addresses(routes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # It has the scheduler's module and a parent, as a scheduler has.
     monkeypatch.setitem(sys.modules, SERVER_MODULE, ModuleType("http_server"))
-    registration.register(Settings(pin_budget_percent=1), in_scheduler=True)
+    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=True)
     assert routes == ["routes"]
-    registration.register(Settings(retention="reuse"), in_scheduler=True)
+    registration.add_addresses(Settings(retention="reuse"), in_scheduler=True)
     assert routes == ["routes"]
 
 
 def test_a_child_process_that_imports_the_server_later_gets_addresses(
-    registered: list[Hook], routes: list[str], monkeypatch: pytest.MonkeyPatch
+    routes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace())
-    registration.register(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
 
 
@@ -92,44 +88,32 @@ class TestInTheBackendsFactory:
 
     @pytest.fixture
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
-        from sgl_prefix_attn.sglang_plugin import factory
-        from sgl_prefix_attn.sglang_plugin.backend import plugin_state
-        from tests.sglang_plugin.fixture import Fixture
-
         asked: list[Hook] = []
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
         self.runner = Fixture([[]], [9]).runner
         plugin_state.reset()
         yield asked
         plugin_state.reset()
-        state.activate(None)
 
-    def create(self, settings: Settings) -> None:
-        from sgl_prefix_attn.sglang_plugin.factory import create_backend
+    def create(self, settings: Settings) -> PinningHooks:
+        """The pinning of the process in which the backend was built."""
+        factory.create_backend(self.runner, settings)
+        state = plugin_state.active()
+        assert state is not None
+        return state.own(PinningHooks, PinningSettings.of(settings))
 
-        create_backend(self.runner, settings)
-
-    def test_what_is_asked_for_is_hooked_there(self, applied: list[Hook]) -> None:
-        self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert [hook for hook in applied if hook in hooks.pinning_hooks()] == list(hooks.pinning_hooks())
-        assert state.current()
+    def test_what_is_asked_for_is_hooked_there_and_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
+        settings = Settings(metrics=False, pin_budget_percent=10)
+        hooks = self.create(settings)
+        assert [hook for hook in applied if hook in hooks.table()] == list(hooks.table())
+        assert self.create(settings) is hooks
 
     def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
         # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
         self.create(Settings(metrics=False, retention="reuse", group_scheduling=True))
-        queue = [hook for hook in applied if hook.target == hooks.CALC_PRIORITY]
-        assert [hook.function.__module__.rpartition(".")[2] for hook in queue] == ["group_scheduler", "hooks"]
-
-    def test_by_default_nothing_is(self, applied: list[Hook]) -> None:
-        self.create(Settings(metrics=False))
-        assert not set(applied) & set(hooks.pinning_hooks())
-        assert not state.current()
-
-    def test_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
-        state.activate(PinningSettings(budget_percent=10))
-        before = state.current()
-        self.create(Settings(metrics=False, pin_budget_percent=10))
-        assert state.current() is before
+        queue = [hook for hook in applied if hook.target == CALC_PRIORITY]
+        owners = [type(getattr(hook.function, "__self__", None)) for hook in queue]
+        assert owners == [GroupScheduler, PinningHooks]
 
 
 class Broken:
@@ -141,17 +125,13 @@ class Broken:
 
 class TestInternalState:
     @pytest.fixture
-    def server(self) -> Iterator[Any]:
-        from tests.pinning.generations import CACHES
-        from tests.pinning.small_server import SmallServer
-
-        yield SmallServer(CACHES[0], slots=64, settings=PinningSettings(budget_percent=10))
-        state.activate(None)
+    def server(self) -> SmallServer:
+        return SmallServer(CACHES[0], slots=64, settings=PinningSettings(budget_percent=10))
 
     def ask(self, server: Any) -> dict[str, Any]:
         answer = SimpleNamespace(internal_state={"world_size": 1})
         request = SimpleNamespace(rid=None)
-        result = hooks.around_get_internal_state(lambda scheduler, request: answer, server, request)
+        result = server.hooks.around_get_internal_state(lambda scheduler, request: answer, server, request)
         assert result is answer
         return dict(result.internal_state)
 
@@ -161,7 +141,7 @@ class TestInternalState:
     def test_metrics_that_fail_are_counted_and_logged_once_and_the_answer_arrives(
         self, server: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        state.current().metrics = Broken()
+        server.hooks.state.metrics = Broken()
         with caplog.at_level(logging.ERROR):
             for _ in range(3):
                 assert self.ask(server)["world_size"] == 1
@@ -174,7 +154,7 @@ class TestInternalState:
         def broken(tree: Any) -> None:
             raise RuntimeError("a cache of another release")
 
-        monkeypatch.setattr(state, "lockable_tree", broken)
+        monkeypatch.setattr(pinning_state, "lockable_tree", broken)
         with caplog.at_level(logging.ERROR):
             assert self.ask(server) == {"world_size": 1}
             assert self.ask(server) == {"world_size": 1}

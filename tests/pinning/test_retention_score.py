@@ -36,23 +36,6 @@ def test_blocks_need_a_token() -> None:
 
 
 class TestLookahead:
-    def test_next_use_counts_requests_from_now(self) -> None:
-        queue = Lookahead(limit=10)
-        for name, keys in (("a", [1, 2]), ("b", [1, 3]), ("c", [1, 2])):
-            queue.add(name, keys)
-        assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [1, 1, 2, None]
-        assert queue.uses(1) == 3
-        assert queue.remove("a")
-        assert [queue.next_use(key) for key in (1, 2, 3)] == [1, 2, 1]
-
-    def test_a_request_that_leaves_out_of_turn_takes_its_uses_along(self) -> None:
-        queue = Lookahead(limit=10)
-        queue.add("a", [1])
-        queue.add("b", [2])
-        queue.remove("b")
-        assert queue.next_use(2) is None
-        assert not queue.remove("b")
-
     def test_only_requests_within_the_limit_are_looked_at(self) -> None:
         queue = Lookahead(limit=2)
         for name in range(4):
@@ -98,12 +81,6 @@ class TestReuseMemory:
             memory.record([])
         assert at_forty > at_twenty > memory.score_of(min(keys))
 
-    def test_known_not_to_be_used_soon_is_worth_less(self) -> None:
-        memory = ReuseMemory()
-        for step in range(2000):
-            memory.record([step % 10])
-        assert memory.score_of(3) > memory.score_of(3, unused_for=100)
-
     def test_it_remembers_no_more_than_it_may(self) -> None:
         memory = ReuseMemory(max_keys=50, horizon=64)
         for step in range(500):
@@ -112,20 +89,10 @@ class TestReuseMemory:
         assert memory.uses(10) == 0
         assert memory.uses(499) == 5
 
-    def test_it_knows_how_much_of_a_prompt_was_computed_before(self) -> None:
-        memory = ReuseMemory()
-        memory.record([1, 2, 3])
-        assert memory.known_prefix([1, 2, 7, 3]) == 2
-
     def test_a_key_twice_in_one_request_is_one_use(self) -> None:
         memory = ReuseMemory()
         memory.record([1, 1, 1])
         assert memory.uses(1) == 1
-
-    def test_nothing_is_worth_anything_before_something_was_learned(self) -> None:
-        memory = ReuseMemory()
-        memory.record([1])
-        assert memory.score_of(1) == 0.0
 
 
 class TestRetentionScores:
@@ -146,17 +113,6 @@ class TestRetentionScores:
         assert scores.of(8) == 1.0
         assert scores.scheduled("b", [7, 8]) == [7, 8]
         assert scores.of(7) < scores.of(12345)
-
-    def test_what_is_used_again_after_its_group_counts_again(self) -> None:
-        queue = Lookahead(4)
-        scores = RetentionScores(ReuseMemory(), queue)
-        scores.announce([7], uses=1)
-        scores.scheduled("a", [7])
-        queue.add("b", [7])
-        assert scores.of(7) == 1.0
-
-    def test_a_remainder_without_key_is_worth_nothing(self) -> None:
-        assert RetentionScores().of(None) == 0.0
 
     def test_a_group_has_members(self) -> None:
         with pytest.raises(ValueError, match="uses is 0"):

@@ -15,7 +15,7 @@ from tests.pinning import rank_recorder
 from tests.pinning.random_schedule import run
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK, FULL, ALIKE = 150, 10_000, 60
+QUICK, FULL, ALIKE = 60, 10_000, 30
 
 
 def test_random_schedules() -> None:

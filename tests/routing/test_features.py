@@ -18,27 +18,6 @@ def features(paths: list[Path], seq_lens: list[int]) -> StepFeatures:
     return StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(paths, prefix_lens=(lengths - 1).tolist())), lengths)
 
 
-def test_two_levels() -> None:
-    """Two requests share 2,600 positions, a third one 2,000 of these, a fourth one nothing."""
-    shared: list[Path] = [[(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000), (2, 2000, 2600)], [(1, 0, 2000)], []]
-    assert features(shared, [2640, 2605, 2005, 9]) == StepFeatures(
-        requests=4,
-        tokens=7259,
-        unique_tokens=2600 + 40 + 5 + 5 + 9,
-        linked_tokens=3 * 2000 + 2 * 600,
-        nodes=2,
-        links=5,
-        longest_range=2000,
-        longest_request=2640,
-    )
-
-
-def test_without_sharing_every_position_is_unique() -> None:
-    step = features([[], []], [7, 300])
-    assert (step.tokens, step.unique_tokens, step.linked_tokens) == (307, 307, 0)
-    assert (step.nodes, step.links, step.longest_range, step.longest_request) == (0, 0, 300, 300)
-
-
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50)), min_size=1, max_size=12))
 def test_unique_positions_of_any_small_forest(requests: list[tuple[int, int]]) -> None:
     # Prefixes of one chain of nodes, 10 positions each, and tails of the requests' own.

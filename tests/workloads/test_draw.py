@@ -10,8 +10,6 @@ import pytest
 from sgl_prefix_attn.explain.batch import parse_tree
 from sgl_prefix_attn.workloads import ALL_FAMILIES, ALL_HEADS, draw, draw_set
 from sgl_prefix_attn.workloads.committed import FASTTREE_TREES, PAT_TREES, tree_paths
-from sgl_prefix_attn.workloads.families import outputs_so_far
-from sgl_prefix_attn.workloads.lengths import zipf_index
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -36,16 +34,6 @@ def test_requests_fit_their_paths_and_the_forest(family: str, seed: int) -> None
     assert 1 <= len(case.seq_lens) <= 1024
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_kv_is_bounded_by_leaving_requests_out(family: str) -> None:
-    for seed in range(8):
-        whole = draw(seed, family, (32, 32), 256)
-        part = draw(seed, family, (32, 32), 256, most_unique_bytes=1e9, most_read_bytes=2e9)
-        assert whole.kv_bytes() <= 16e9 or len(whole.seq_lens) == 1
-        assert len(part.seq_lens) == 1 or (part.kv_bytes() <= 1e9 and part.tokens * 2 * 32 * 256 * 2 <= 2e9)
-        assert len(part.seq_lens) <= len(whole.seq_lens)
-
-
 def test_every_family_meets_every_head_setting_in_a_set() -> None:
     cases = draw_set(5)
     assert len({case.key for case in cases}) == len(cases) == 300
@@ -57,34 +45,6 @@ def test_every_family_meets_every_head_setting_in_a_set() -> None:
     }  # fmt: skip
 
 
-def test_a_set_does_not_depend_on_its_size_or_families() -> None:
-    cases = draw_set(6, 40)
-    assert draw_set(6, 18) == cases[:18]
-    assert draw_set(6, 40, ["agents", "ragged"]) == [case for case in cases if case.family in ("agents", "ragged")]
-    assert draw_set(7, 9) != cases[:9]
-
-
-def test_steady_outputs_are_met_at_a_uniform_point_and_a_start_is_even() -> None:
-    rng = np.random.default_rng(0)
-    assert np.mean(outputs_so_far(rng, "exponential", 1000, True, 20_000)) == pytest.approx(1000, rel=0.03)
-    assert len(set(outputs_so_far(rng, "exponential", 1000, False, 50))) == 1
-    assert len(set(outputs_so_far(rng, "equal", 1000, True, 50))) == 1
-    assert np.std(outputs_so_far(rng, "log-normal", 1000, True, 1000)) > 200
-
-
-def test_zipf_prefers_low_indices() -> None:
-    rng = np.random.default_rng(0)
-    counts = Counter(zipf_index(rng, 4, 1.0) for _ in range(20_000))
-    assert [counts[i] / counts[0] for i in range(4)] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], abs=0.04)
-
-
-def test_unknown_families_and_types_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of rollouts"):
-        draw(0, "nothing", (32, 8))
-    with pytest.raises(ValueError, match="expected one of bf16"):
-        draw(0, "ragged", (32, 8), kv_dtype="int4")
-
-
 @pytest.mark.parametrize("tree", [*PAT_TREES, *FASTTREE_TREES])
 def test_listed_trees_are_those_that_explain_reads(tree: str) -> None:
     paths, seq_lens = tree_paths(tree)
@@ -94,9 +54,3 @@ def test_listed_trees_are_those_that_explain_reads(tree: str) -> None:
     shared = [{r for r, path in enumerate(side) if segment in path} for side in (paths, read.paths)
               for segment in sorted({s for path in side for s in path})]  # fmt: skip
     assert sorted(map(sorted, shared[: len(shared) // 2])) == sorted(map(sorted, shared[len(shared) // 2 :]))
-
-
-@pytest.mark.parametrize("tree", ["1,4/5", "2,3/5,5"])
-def test_trees_that_are_not_uniform_are_refused(tree: str) -> None:
-    with pytest.raises(ValueError, match="expected as many lengths"):
-        tree_paths(tree)

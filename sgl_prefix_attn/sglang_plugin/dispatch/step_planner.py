@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import Plan
+from sgl_prefix_attn.core.planner import Plan, PlanError
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
@@ -186,7 +186,7 @@ class StepPlanner:
             return None
         try:
             plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
-        except Exception:  # the one guard of planning: contradicting input, or no memory for a plan
+        except PlanError:  # contradicting input, or no memory for a plan
             self._counters.plan_refused()
             return fallback_reasons.PLAN_REFUSED
         tokens = size if paths.query_lens is None else int(paths.query_lens.sum())

@@ -38,27 +38,87 @@ _PLACE = "_prefixpack_place"
 _MALFORMED = "_prefixpack_malformed"
 
 
-class GroupScheduler:
-    """The offline jobs of one scheduler process.
+class PlaceReader:
+    """Reads the places of requests in offline jobs.
 
     Attributes:
+        malformed: number of requests with a malformed place; they run as requests of no job.
+    """
+
+    def __init__(self) -> None:
+        self.malformed = 0
+
+    def place_of(self, request: Any) -> Place | None:
+        """The request's place in an offline job, None if it is in none. The first malformed place is logged."""
+        place = getattr(request, _PLACE, None)
+        if place is None and not getattr(request, _MALFORMED, False):
+            parameters = request.sampling_params.custom_params
+            if not isinstance(parameters, dict) or CUSTOM_PARAMETER not in parameters:
+                return None
+            try:
+                place = _checked(Place.decode_list(parameters[CUSTOM_PARAMETER]), len(request.origin_input_ids))
+            except ValueError as error:
+                setattr(request, _MALFORMED, True)
+                if not self.malformed:
+                    logger.warning(
+                        "prefixpack: requests with a malformed place run as ones of no offline job: %s", error
+                    )
+                self.malformed += 1
+                return None
+            setattr(request, _PLACE, place)
+        return place
+
+
+class GroupScheduler:
+    """The offline jobs of one scheduler process, with the bodies of the two hooks.
+
+    Attributes:
+        places: reads the places of requests.
         held_back: how often a request was held back: "prefix" being computed, "memory" reserved for others.
-        malformed: requests whose place in a job is none; they run as requests of no job.
         failures: exceptions of ours; after the first one the queue is SGLang's alone.
     """
 
     def __init__(self) -> None:
+        self.places = PlaceReader()
         self.held_back: Counter[str] = Counter()
-        self.malformed = 0
         self.failures = 0
         self._order: QueueOrder[Any] = QueueOrder()
         self._turns: dict[Any, Turn[Any]] = {}
         self._output_at_start: dict[Any, int] = {}
         self._growth: tuple[Any, float] = (None, 0.0)
 
+    def after_calc_priority(
+        self, result: Any, policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """AFTER hook on `SchedulePolicy.calc_priority`."""
+        if self.failures:
+            return
+        try:
+            self.arrange(policy, waiting_queue)
+        except Exception:  # the one guard of this hook: the scheduler must go on
+            self.failed()
+
+    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `PrefillAdder.add_one_req`."""
+        try:
+            waits = self.should_wait(adder, req)
+        except Exception:  # the one guard of the decision
+            self.failed()
+            waits = False
+        if waits:
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.OTHER
+        result = original(adder, req, *args, **kwargs)
+        try:
+            self.note_admitted(adder, req)
+        except Exception:  # the one guard of the bookkeeping
+            self.failed()
+        return result
+
     def arrange(self, policy: Any, waiting_queue: list[Any]) -> None:
         """Brings the offline requests of the queue into order, in place; the others stay in front, in their order."""
-        jobs = [(request, place) for request in waiting_queue if (place := place_of(request)) is not None]
+        jobs = [(request, place) for request in waiting_queue if (place := self.places.place_of(request)) is not None]
         if not jobs or not _first_come_first_served(policy):
             self._turns.clear()
             return
@@ -94,12 +154,6 @@ class GroupScheduler:
             self._output_at_start[request] = len(request.output_ids)
             self._order.admitted(request, getattr(request, _PLACE))
 
-    def refused(self, error: ValueError) -> None:
-        """Counts a request whose place is none; the first is logged with what was expected."""
-        if not self.malformed:
-            logger.warning("prefixpack: a request runs as one of no offline job, as will others like it: %s", error)
-        self.malformed += 1
-
     def failed(self) -> None:
         """Counts an exception, to be called while it is handled; the first is logged, and the hooks end with it."""
         if not self.failures:
@@ -115,7 +169,7 @@ class GroupScheduler:
         if self._growth[0] is not adder:  # one adder for each round of admission
             growth = 0.0
             for request in () if adder.running_batch is None else adder.running_batch.reqs:
-                place = place_of(request)
+                place = self.places.place_of(request)
                 if place is None:
                     continue
                 generated = len(request.output_ids)
@@ -132,23 +186,6 @@ class GroupScheduler:
                 self._order.ended(request, cached=generated)
         computing = set(self._order.computing())
         self._output_at_start = {r: length for r, length in self._output_at_start.items() if r in computing}
-
-
-def place_of(request: Any) -> Place | None:
-    """The request's place in an offline job, None if it is in none, or if what it says is no place."""
-    place = getattr(request, _PLACE, None)
-    if place is None and not getattr(request, _MALFORMED, False):
-        parameters = request.sampling_params.custom_params
-        if not isinstance(parameters, dict) or CUSTOM_PARAMETER not in parameters:
-            return None
-        try:
-            place = _checked(Place.decode_list(parameters[CUSTOM_PARAMETER]), len(request.origin_input_ids))
-        except ValueError as error:
-            setattr(request, _MALFORMED, True)
-            _scheduler.refused(error)
-            return None
-        setattr(request, _PLACE, place)
-    return place
 
 
 def _checked(place: Place, prompt: int) -> Place:
@@ -177,46 +214,3 @@ def _anything_runs(adder: Any) -> bool:
 def _matched_tokens(request: Any) -> int:
     indices = getattr(request, "prefix_indices", None)
     return int(request.prefix_len) if indices is None else len(indices)
-
-
-_scheduler = GroupScheduler()
-
-
-def active() -> GroupScheduler:
-    """The one of this process."""
-    return _scheduler
-
-
-def reset() -> None:
-    """Starts anew (tests)."""
-    global _scheduler
-    _scheduler = GroupScheduler()
-
-
-def after_calc_priority(result: Any, policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `SchedulePolicy.calc_priority`."""
-    if _scheduler.failures:
-        return
-    try:
-        _scheduler.arrange(policy, waiting_queue)
-    except Exception:  # the one guard of this hook: the scheduler must go on
-        _scheduler.failed()
-
-
-def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `PrefillAdder.add_one_req`."""
-    try:
-        waits = _scheduler.should_wait(adder, req)
-    except Exception:  # the one guard of the decision
-        _scheduler.failed()
-        waits = False
-    if waits:
-        from sglang.srt.managers.schedule_policy import AddReqResult
-
-        return AddReqResult.OTHER
-    result = original(adder, req, *args, **kwargs)
-    try:
-        _scheduler.note_admitted(adder, req)
-    except Exception:  # the one guard of the bookkeeping
-        _scheduler.failed()
-    return result

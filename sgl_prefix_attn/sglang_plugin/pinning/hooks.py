@@ -19,149 +19,157 @@ from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
 )
 from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, INTERNAL_STATE
 from sgl_prefix_attn.sglang_plugin.pinning import commands
-from sgl_prefix_attn.sglang_plugin.pinning.state import current, manager_of
+from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings, PinningState
 
 logger = logging.getLogger(__name__)
 
 
-def around_evict(original: Callable[..., Any], tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `evict_from_tree_cache`: sheds pins and evicts before SGLang does."""
-    _before_allocation(tree_cache, num_tokens)
-    return original(tree_cache, num_tokens, *args, **kwargs)
+class PinningHooks:
+    """The bodies of the hooks of one process.
 
-
-def around_evict_in_allocator(
-    original: Callable[..., Any], allocator: Any, tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND hook on the allocator's `evict_to_free_tokens`, which decode steps call from SGLang 0.5.21 on."""
-    _before_allocation(tree_cache, num_tokens)
-    return original(allocator, tree_cache, num_tokens, *args, **kwargs)
-
-
-def _before_allocation(tree_cache: Any, num_tokens: int) -> None:
-    manager = manager_of(tree_cache)
-    if manager is not None and (manager.retention or manager.pins):
-        manager.before_allocation(num_tokens)
-
-
-def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `PrefillAdder.add_one_req`: records admissions, and keeps pins from blocking them.
-
-    If no request runs and none was admitted, no tokens will be freed. Up to SGLang 0.5.20 a refused request is then
-    never tried again. So pins are shed and the request is tried again. While requests run, pins stay: SGLang tries
-    again when one ends.
+    Attributes:
+        state: the managers of the prefix caches that the hooks have seen.
     """
-    manager = manager_of(adder.tree_cache)
-    if manager is None:
-        return original(adder, req, *args, **kwargs)
-    result = original(adder, req, *args, **kwargs)
-    try:
-        if result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req) and _idle(adder):
-            # SGLang asks for one token more than the prompt and the capped new tokens.
-            wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
-            wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
-            manager.make_room_for(req, wanted)
-            result = original(adder, req, *args, **kwargs)
-            if result.name == "NO_TOKEN" and not _admitted(adder, req):  # the cached prefix may not be used
-                manager.make_room(wanted)
+
+    def __init__(self, settings: PinningSettings) -> None:
+        self.state = PinningState(settings)
+
+    def around_evict(
+        self, original: Callable[..., Any], tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """AROUND hook on `evict_from_tree_cache`: sheds pins and evicts before SGLang does."""
+        self._before_allocation(tree_cache, num_tokens)
+        return original(tree_cache, num_tokens, *args, **kwargs)
+
+    def around_evict_in_allocator(
+        self, original: Callable[..., Any], allocator: Any, tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """AROUND hook on the allocator's `evict_to_free_tokens`, which decode steps call from SGLang 0.5.21 on."""
+        self._before_allocation(tree_cache, num_tokens)
+        return original(allocator, tree_cache, num_tokens, *args, **kwargs)
+
+    def _before_allocation(self, tree_cache: Any, num_tokens: int) -> None:
+        manager = self.state.manager_of(tree_cache)
+        if manager is not None and (manager.retention or manager.pins):
+            manager.before_allocation(num_tokens)
+
+    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `PrefillAdder.add_one_req`: records admissions, and keeps pins from blocking them.
+
+        If no request runs and none was admitted, no tokens will be freed. Up to SGLang 0.5.20 a refused request is then
+        never tried again. So pins are shed and the request is tried again. While requests run, pins stay: SGLang tries
+        again when one ends.
+        """
+        manager = self.state.manager_of(adder.tree_cache)
+        if manager is None:
+            return original(adder, req, *args, **kwargs)
+        result = original(adder, req, *args, **kwargs)
+        try:
+            if result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req) and _idle(adder):
+                # SGLang asks for one token more than the prompt and the capped new tokens.
+                wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
+                wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
+                manager.make_room_for(req, wanted)
                 result = original(adder, req, *args, **kwargs)
-        if _admitted(adder, req):
-            manager.admitted(req, _cached_tokens(req))
-    except Exception:  # the one guard of this hook
-        manager.counters.failed()
-    return result
-
-
-def after_calc_priority(result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
-    manager = manager_of(policy.tree_cache)
-    if manager is None or manager.retention is None:
-        return
-    try:
-        manager.on_queue(waiting_queue)
-    except Exception:  # the one guard of this hook
-        manager.counters.failed()
-
-
-def after_release_kv(result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
-    manager = manager_of(tree_cache)
-    if manager is None or not (manager.retention or manager.pins):
-        return
-    try:
-        manager.on_request_released(req)
-    except Exception:  # the one guard of this hook
-        manager.counters.failed()
-
-
-def after_run_batch(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `Scheduler.run_batch`: a scheduler step ended."""
-    state, manager = current(), manager_of(scheduler.tree_cache)
-    if manager is None or state is None:
-        return
-    try:
-        manager.step()
-        state.step_done(scheduler, manager)
-    except Exception:  # the one guard of this hook
-        manager.counters.failed()
-
-
-def after_flush_cache(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `Scheduler.flush_cache`: a flush that was done has dropped all locks."""
-    manager = manager_of(scheduler.tree_cache)
-    if manager is None or not result:
-        return
-    try:
-        manager.flushed()
-    except Exception:  # the one guard of this hook
-        manager.counters.failed()
-
-
-def around_get_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND hook on `Scheduler.get_internal_state`: carries out pinning commands, adds counters to the state."""
-    request_id = getattr(recv_req, "rid", None)
-    state, manager = current(), manager_of(scheduler.tree_cache)
-    if not commands.is_command(request_id):
-        result = original(scheduler, recv_req)
-        if manager is not None and state is not None:
-            try:
-                result.internal_state["prefixpack_pinning"] = manager.counters.as_dict()
-                state.flush_metrics(manager)
-            except Exception:  # the one guard of the counters: SGLang's answer must arrive
-                manager.counters.failed()
-        return result
-    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
-
-    try:
-        answer = commands.answer(request_id, manager)
-    except Exception as error:  # the one guard of this hook: the caller gets an answer
-        if manager is not None:
+                if result.name == "NO_TOKEN" and not _admitted(adder, req):  # the cached prefix may not be used
+                    manager.make_room(wanted)
+                    result = original(adder, req, *args, **kwargs)
+            if _admitted(adder, req):
+                manager.admitted(req, _cached_tokens(req))
+        except Exception:  # the one guard of this hook
             manager.counters.failed()
-        answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
-    # Answers arrive in any order; the rank tells which copy refused.
-    rank = _data_parallel_rank(scheduler)
-    if rank is not None:
-        answer[commands.COPY_KEY] = rank
-    return GetInternalStateReqOutput(internal_state={commands.ANSWER_KEY: answer})
+        return result
 
+    def after_calc_priority(self, result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
+        manager = self.state.manager_of(policy.tree_cache)
+        if manager is None or manager.retention is None:
+            return
+        try:
+            manager.on_queue(waiting_queue)
+        except Exception:  # the one guard of this hook
+            manager.counters.failed()
 
-def pinning_hooks() -> tuple[Hook, ...]:
-    """The hooks for the installed SGLang."""
-    hooks = (
-        Hook(EVICT, around_evict, "AROUND", "pins can make an allocation fail"),
-        Hook(ADD_ONE_REQ, around_add_one_req, "AROUND", "pins can block admission"),
-        Hook(CALC_PRIORITY, after_calc_priority, "AFTER", "retention ignores the waiting queue"),
-        Hook(RELEASE_KV, after_release_kv, "AFTER", "retention does not learn what is cached"),
-        Hook(RUN_BATCH, after_run_batch, "AFTER", "pins do not expire"),
-        Hook(FLUSH, after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
-        Hook(INTERNAL_STATE, around_get_internal_state, "AROUND", "pinning commands get no answer"),
-    )
-    if not _allocator_evicts():
-        return hooks
-    return (
-        *hooks,
-        Hook(EVICT_IN_ALLOCATOR, around_evict_in_allocator, "AROUND", "pins can make decode steps retract requests"),
-    )
+    def after_release_kv(self, result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
+        manager = self.state.manager_of(tree_cache)
+        if manager is None or not (manager.retention or manager.pins):
+            return
+        try:
+            manager.on_request_released(req)
+        except Exception:  # the one guard of this hook
+            manager.counters.failed()
+
+    def after_run_batch(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `Scheduler.run_batch`: a scheduler step ended."""
+        state, manager = self.state, self.state.manager_of(scheduler.tree_cache)
+        if manager is None:
+            return
+        try:
+            manager.step()
+            state.step_done(scheduler, manager)
+        except Exception:  # the one guard of this hook
+            manager.counters.failed()
+
+    def after_flush_cache(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on `Scheduler.flush_cache`: a flush that was done has dropped all locks."""
+        manager = self.state.manager_of(scheduler.tree_cache)
+        if manager is None or not result:
+            return
+        try:
+            manager.flushed()
+        except Exception:  # the one guard of this hook
+            manager.counters.failed()
+
+    def around_get_internal_state(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+        """AROUND hook on `Scheduler.get_internal_state`: carries out pinning commands, adds counters to the state."""
+        request_id = getattr(recv_req, "rid", None)
+        state, manager = self.state, self.state.manager_of(scheduler.tree_cache)
+        if not commands.is_command(request_id):
+            result = original(scheduler, recv_req)
+            if manager is not None:
+                try:
+                    result.internal_state["prefixpack_pinning"] = manager.counters.as_dict()
+                    state.flush_metrics(manager)
+                except Exception:  # the one guard of the counters: SGLang's answer must arrive
+                    manager.counters.failed()
+            return result
+        from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+        try:
+            answer = commands.answer(request_id, manager)
+        except Exception as error:  # the one guard of this hook: the caller gets an answer
+            if manager is not None:
+                manager.counters.failed()
+            answer = {"error": {"kind": "failed", "message": f"{type(error).__name__}: {error}"}}
+        # Answers arrive in any order; the rank tells which copy refused.
+        rank = _data_parallel_rank(scheduler)
+        if rank is not None:
+            answer[commands.COPY_KEY] = rank
+        return GetInternalStateReqOutput(internal_state={commands.ANSWER_KEY: answer})
+
+    def table(self) -> tuple[Hook, ...]:
+        """The hooks for the installed SGLang."""
+        hooks = (
+            Hook(EVICT, self.around_evict, "AROUND", "pins can make an allocation fail"),
+            Hook(ADD_ONE_REQ, self.around_add_one_req, "AROUND", "pins can block admission"),
+            Hook(CALC_PRIORITY, self.after_calc_priority, "AFTER", "retention ignores the waiting queue"),
+            Hook(RELEASE_KV, self.after_release_kv, "AFTER", "retention does not learn what is cached"),
+            Hook(RUN_BATCH, self.after_run_batch, "AFTER", "pins do not expire"),
+            Hook(FLUSH, self.after_flush_cache, "AFTER", "pins outlive a flush of the cache"),
+            Hook(INTERNAL_STATE, self.around_get_internal_state, "AROUND", "pinning commands get no answer"),
+        )
+        if not _allocator_evicts():
+            return hooks
+        return (
+            *hooks,
+            Hook(
+                EVICT_IN_ALLOCATOR,
+                self.around_evict_in_allocator,
+                "AROUND",
+                "pins can make decode steps retract requests",
+            ),
+        )
 
 
 def _allocator_evicts() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sgl_prefix_attn.offline.queue_order import SharedPrefix
-from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import place_of
+from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import PlaceReader
 
 _SEEN = "_prefixpack_announced"
 # Jobs that ended early leave uses behind: the least recently used prefixes are forgotten, and announced again if
@@ -28,6 +28,7 @@ class OfflinePrefixes:
 
     def __init__(self, announce: Callable[[Any, SharedPrefix], None]) -> None:
         self._announce = announce
+        self._places = PlaceReader()
         self._to_come: OrderedDict[tuple[str, int], int] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -39,7 +40,7 @@ class OfflinePrefixes:
             if getattr(request, _SEEN, False):
                 continue
             setattr(request, _SEEN, True)
-            place = place_of(request)
+            place = self._places.place_of(request)
             if place is None:
                 continue
             for prefix in place.prefixes:

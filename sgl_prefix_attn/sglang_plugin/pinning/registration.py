@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sgl_prefix_attn.settings import Settings
 
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+_Owned = TypeVar("_Owned")
 
 
-def register(settings: Settings, *, in_scheduler: bool) -> None:
-    """Registers hooks in scheduler processes and HTTP routes in the server's process, if the settings ask for them.
+class Owner(Protocol):
+    """What makes and keeps the one object of a type in this process, as the plug-in state does."""
 
-    A server that is a child process itself has the scheduler's module loaded, so it gets both. Nothing calls the hooks
-    there.
+    def own(self, kind: type[_Owned], *arguments: Any) -> _Owned: ...
+
+
+def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
+    """Adds the HTTP addresses in the server's process, if the settings ask for pins.
+
+    A server that is a child process itself has the scheduler's module loaded, so it gets addresses and hooks. Nothing
+    calls the hooks there.
     """
-    if in_scheduler:
-        from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
-
-        compat_hooks.register(activate(settings))
     if settings.pin_budget_percent and (not in_scheduler or _SERVER_MODULE in sys.modules):
         # This imports the server's module early, so only where its routes are needed.
         try:
@@ -36,15 +39,11 @@ def register(settings: Settings, *, in_scheduler: bool) -> None:
             logger.exception("prefixpack: the server has no HTTP routes for pins; EnginePins works")
 
 
-def activate(settings: Settings) -> tuple[Hook, ...]:
-    """Activates pinning in this process if the settings ask for it; returns its hooks, in their order.
-
-    A second call keeps the state and its pins.
-    """
+def hooks_for(settings: Settings, owner: Owner) -> tuple[Hook, ...]:
+    """The hooks that the settings ask for, in their order; `owner` keeps their state."""
     if settings.pin_budget_percent == 0 and settings.retention == "off":
         return ()
-    from sgl_prefix_attn.sglang_plugin.pinning import hooks, state
+    from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
+    from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 
-    if state.current() is None:
-        state.activate(state.PinningSettings.of(settings))
-    return hooks.pinning_hooks()
+    return owner.own(PinningHooks, PinningSettings.of(settings)).table()

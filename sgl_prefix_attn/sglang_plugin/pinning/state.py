@@ -1,7 +1,4 @@
-"""State of pinning in this process: its settings, and one manager for each prefix cache that a hook has seen.
-
-SGLang calls hooks without an argument of ours, so the current state is kept in this module.
-"""
+"""State of pinning in this process: its settings, and one manager for each prefix cache that a hook has seen."""
 
 from __future__ import annotations
 
@@ -63,8 +60,10 @@ class PinningState:
         self._managers: dict[int, tuple[Any, PinningManager | None]] = {}
         self._steps = 0
 
-    def manager(self, cache: Any) -> PinningManager | None:
-        """The manager of this cache, None if it cannot be pinned. Never raises."""
+    def manager_of(self, cache: Any) -> PinningManager | None:
+        """The manager of this cache, None if there is no cache or it cannot be pinned. Never raises."""
+        if cache is None:
+            return None
         known = self._managers.get(id(cache))
         if known is None:
             try:
@@ -113,23 +112,3 @@ class PinningState:
             lookahead=self.settings.lookahead,
             block=self.settings.block,
         )
-
-
-_current: PinningState | None = None
-
-
-def activate(settings: PinningSettings | None) -> PinningState | None:
-    """Replaces the state of this process; None: the hooks do nothing, as before the first call."""
-    global _current
-    _current = None if settings is None else PinningState(settings)
-    return _current
-
-
-def current() -> PinningState | None:
-    """The state of this process, None while pinning is not active."""
-    return _current
-
-
-def manager_of(cache: Any) -> PinningManager | None:
-    """The manager of a cache in this process, None if there is none."""
-    return None if _current is None or cache is None else _current.manager(cache)

@@ -7,41 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.kernel.gpu_cases import select
-from benchmarks.kernel.gpu_flatten import candidates, levels_of
-from benchmarks.kernel.gpu_limits import cheapest_cut, limits
+from benchmarks.kernel.gpu_flatten import levels_of
+from benchmarks.kernel.gpu_limits import cheapest_cut
 from sgl_prefix_attn.workloads.case import Case, make_case
-from sgl_prefix_attn.workloads.committed import random_forest, tree_paths
-
-
-def tree_case(tree: str, heads: tuple[int, int] = (32, 8)) -> Case:
-    return make_case("a/tree", heads, *tree_paths(tree))
+from sgl_prefix_attn.workloads.committed import random_forest
 
 
 def ragged_case(seed: int, requests: int = 40, levels: int = 4) -> Case:
     return make_case("a/ragged", (32, 8), *random_forest(seed, requests, levels, 50, 30))
-
-
-def test_every_family_is_there_and_keys_are_unique() -> None:
-    cases = select([], None)
-    families = {case.name.split("/")[0] for case in cases}
-    assert families == {"pat", "fasttree", "random", "rl", "agents", "chat", "none"}
-    assert len({case.key for case in cases}) == len(cases)
-    assert sum(case.name.startswith("pat/") for case in cases) == 80
-
-
-def test_selection_by_glob_and_heads_keeps_head_settings_together() -> None:
-    cases = select(["pat/0[12]", "none/b8_*"], [(32, 8), (64, 8)])
-    assert {case.name for case in cases} == {"pat/01", "pat/02", "none/b8_l512", "none/b8_l2048", "none/b8_l8192",
-                                            "none/b8_l32768"}  # fmt: skip
-    assert [heads for heads, _ in itertools.groupby(case.heads for case in cases)] == [(32, 8), (64, 8)]
-
-
-def test_sizes_of_reinforcement_learning_groups() -> None:
-    (case,) = select(["rl/p4096"], None)
-    assert len(case.seq_lens) == 1024
-    assert case.unique_tokens == 64 * 4096 + 1024 * 1024
-    assert case.kv_bytes() == case.unique_tokens * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,34 +29,6 @@ def test_requests_share_slots_exactly_where_they_share_nodes(seed: int) -> None:
         assert (table[one, end:shorter] != table[other, end:shorter]).all()
     used = np.concatenate([row[:length] for row, length in zip(table, case.seq_lens, strict=True)])
     assert sorted(set(used.tolist())) == list(range(case.unique_tokens))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_requests_of_a_node_stand_together(seed: int) -> None:
-    case = ragged_case(seed)
-    for node in {node for path in case.paths for node in path}:
-        members = [request for request, path in enumerate(case.paths) if node in path]
-        assert members == list(range(members[0], members[-1] + 1))
-
-
-def test_limits_without_sharing_are_bytes_over_bandwidth() -> None:
-    found = limits(tree_case("256/1024"), bandwidth=4e12, matrix_rate=800e12)
-    kv_bytes, q_and_out = 256 * 1024 * 2 * 8 * 128 * 2, 2 * 256 * 32 * 128 * 2
-    assert found.unique_us == pytest.approx((kv_bytes + q_and_out) / 4e12 * 1e6)
-    assert found.leafmerge_us == found.per_request_us == found.unique_us == found.limit_us
-    assert found.mma_us == pytest.approx(4 * 128 * 32 * 256 * 1024 / 800e12 * 1e6)
-
-
-def test_a_long_shared_prefix_is_cut_off_and_costs_one_partial_a_request() -> None:
-    position, round_trip = 2 * 8 * 128 * 2, 2 * 32 * (128 * 2 + 4)
-    assert cheapest_cut(tree_case("1,256/2048,32"), position, round_trip) == (
-        (2048 + 256 * 32) * position + 256 * round_trip
-    )
-
-
-def test_a_short_shared_prefix_is_cheaper_to_read_again() -> None:
-    position, round_trip = 2 * 8 * 128 * 2, 2 * 32 * (128 * 2 + 4)
-    assert cheapest_cut(tree_case("1,2/2,50"), position, round_trip) == 2 * 52 * position
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -121,15 +66,3 @@ def test_levels_give_every_request_each_position_once(seed: int, cuts: tuple[int
                 assert (table[request, begin:end] == table[first, begin:end]).all()
                 covered[request] = end
     assert covered == list(case.seq_lens)
-
-
-def test_levels_of_a_uniform_tree() -> None:
-    shared, rest = levels_of(tree_case("1,4,8/10,20,5"), (1,))
-    assert shared.query_bounds == (0, 2, 4, 6, 8)
-    assert shared.kv_ranges == ((0, 30),) * 4
-    assert rest.kv_ranges == ((30, 35),) * 8
-
-
-def test_flattenings_grow_by_one_cut_each_and_need_sharing() -> None:
-    assert [len(cuts) for cuts in candidates(tree_case("1,4,16,512/1024,256,128,32"), 4.3e12)] == [1, 2, 3]
-    assert candidates(tree_case("16/100"), 4.3e12) == []

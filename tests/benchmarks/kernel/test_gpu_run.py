@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernel import gpu_attention
-from benchmarks.kernel.gpu_attention import main
 from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
 from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture, KvPool, pool_elements
-from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio, summary, table
+from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio
 from benchmarks.kernel.gpu_timing import Times
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.measured import read_results
@@ -99,13 +96,6 @@ def test_dense_attention_of_the_world_is_the_reference(case: Case, kv_dtype: tor
     ]
 
 
-def test_the_fastest_option_that_works_is_measured(case: Case) -> None:
-    row = run_case(case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [9.0, 4.0, 7.0], broken=(4.0,)))
-    assert row["ways"]["fa3"]["cold_us"] == 7.0
-    assert row["ways"]["fa3"]["error"] < 1e-2
-    assert row["ways"][OURS]["step_launch_us"] == 3.0
-
-
 def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case) -> None:
     row = run_case(
         case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [1.0], off=0.1),
@@ -120,15 +110,6 @@ def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case)
     assert fraction_of_limit(row) == row["limits"]["limit_us"] / 5.0
 
 
-def test_bytes_and_limits_are_those_of_the_kv_type(case: Case) -> None:
-    wide, narrow = (run_case(case, DenseBaseline(OURS, [5.0]), kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES.values())
-    assert wide["kv_bytes"] == 2 * narrow["kv_bytes"] == case.unique_tokens * 2 * 2 * 128 * 2
-    assert narrow["limits"]["mma_us"] == wide["limits"]["mma_us"]
-    saved_us = narrow["kv_bytes"] / 4e12 * 1e6
-    assert wide["limits"]["unique_us"] - narrow["limits"]["unique_us"] == pytest.approx(saved_us, abs=2e-3)
-    assert narrow["ways"][OURS]["error"] < 1e-2
-
-
 def test_routing_reads_what_is_written(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     header = {"machine": {"gpu": "H200", "date": "today"}, "commit": "abc", "kv_dtype": "fp8_e4m3"}
@@ -140,114 +121,3 @@ def test_routing_reads_what_is_written(case: Case, tmp_path: Path) -> None:
     assert measured.shape == ModelShape(8, 2, 128, kv_bytes=1)
     assert (measured.step.requests, measured.step.tokens) == (len(case.seq_lens), sum(case.seq_lens))
     assert measured.step.unique_tokens == case.unique_tokens
-
-
-def test_a_wrong_result_of_ours_is_no_measure_for_the_others(case: Case) -> None:
-    row = run_case(case, DenseBaseline(OURS, [5.0], off=0.1), DenseBaseline("fa3", [1.0]))
-    assert "failed" in row["ways"][OURS]
-    assert row["ways"]["fa3"]["cold_us"] == 1.0
-    assert ratio(row) is None
-    assert "OURS: ArithmeticError" in table([row])
-
-
-def test_nothing_runs_after_the_device_is_lost(case: Case) -> None:
-    torch.manual_seed(0)
-    pool = KvPool(pool_elements([case]), CPU)
-    timer = FakeTimer()
-    timer.lost = True
-    ways = [DenseBaseline(OURS, [1.0], broken=(1.0,)), DenseBaseline("fa3", [1.0])]
-    run = CaseRun(case, ways, pool, timer, 4e12)  # type: ignore[arg-type]
-    assert list(run.row()["ways"]) == [OURS]
-    assert run.device_lost
-
-
-def row_of(case: str, heads: str, ours: float, reuse: float = 2.0, **baselines: float) -> dict[str, Any]:
-    ways = {name: {"cold_us": us, "plan_launch_us": us + 50} for name, us in {OURS: ours, **baselines}.items()}
-    limit = {"limit_us": 8.0, "unique_us": 7.0}
-    return {"key": f"{case}@{heads}", "case": case, "heads": heads, "reuse": reuse, "kv_bytes": 1 << 20,
-            "limits": limit, "ways": ways}  # fmt: skip
-
-
-def test_summary_and_table() -> None:
-    rows = [
-        row_of("pat/01", "32/8", 10.0, fa3=40.0, flashinfer_cascade=20.0),
-        row_of("pat/09", "32/8", 16.0, fa3=8.0, flashinfer_cascade=32.0, flashinfer_decode_tc=80.0),
-        row_of("pat/19", "32/8", 14.0, reuse=1.0, fa3=14.0),
-    ]
-    figures = summary(rows)
-    assert figures["fraction_of_limit_pat_1_18"]["32/8"] == pytest.approx((0.8 * 0.5) ** 0.5)
-    assert figures["over_best_multi_level_pat_9_18"] == pytest.approx(2.0)
-    assert figures["over_flashinfer_decode_pat_9_18"] == pytest.approx(5.0)
-    assert figures["worst_over_best_baseline"] == (0.5, "pat/09@32/8")
-    assert figures["bandwidth_fraction_no_sharing"] == {"pat/19@32/8": 0.5}
-    lines = table(rows).splitlines()
-    assert len(lines) == 4
-    assert lines[1].split()[:2] == ["pat/01", "32/8"]
-    assert lines[1].endswith("flashinfer_cascade")
-
-
-def test_results_survive_a_kill_and_are_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    Results(path, {"machine": {}}).add(row_of("pat/01", "32/8", 10.0))
-    resumed = Results(path, {"machine": {"gpu": "other"}}, resume=True)
-    assert resumed.done("pat/01@32/8")
-    assert not resumed.done("pat/02@32/8")
-    resumed.add(row_of("pat/02", "32/8", 10.0))
-    content = json.loads(path.read_text())
-    assert [row["case"] for row in content["rows"]] == ["pat/01", "pat/02"]
-    assert not Results(path, {}).rows
-    with pytest.raises(ValueError, match="holds times over KV in bf16, not fp8_e4m3"):
-        Results(path, {"kv_dtype": "fp8_e4m3"}, resume=True)
-
-
-def test_a_ways_missing_package_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(device: torch.device) -> Baseline:
-        raise ModuleNotFoundError("No module named 'flashinfer'")
-
-    monkeypatch.setattr(gpu_attention, "makers", lambda overrides: {"fa3": missing, "triton": missing})
-    ways, absent = gpu_attention.make_baselines(["fa3"], {}, CPU)
-    assert ways == []
-    assert absent == {"fa3": "ModuleNotFoundError: No module named 'flashinfer'"}
-
-
-def test_a_way_that_takes_no_such_kv_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_bf16(device: torch.device) -> Baseline:
-        baseline = DenseBaseline("fa3", [1.0])
-        baseline.kv_dtypes = (torch.bfloat16,)
-        return baseline
-
-    monkeypatch.setattr(gpu_attention, "makers", lambda overrides: {"fa3": only_bf16})
-    ways, absent = gpu_attention.make_baselines(["fa3"], {}, CPU, torch.float8_e4m3fn)
-    assert ways == []
-    assert absent == {"fa3": "ValueError: takes no KV in torch.float8_e4m3fn with queries in bf16"}
-    assert len(gpu_attention.make_baselines(["fa3"], {}, CPU)[0]) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick"]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_list_needs_no_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--cases", "none/b256_l32768", "none/b1_l512", "--max-kv-gib", "8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["none/b1_l512@32/8"]
-
-
-@pytest.mark.parametrize("arguments", [["--heads", "32"], ["--heads", "30/8"], ["--cases", "nothing"], ["--resume"]])
-def test_bad_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-
-
-def test_the_plot_has_a_panel_for_each_head_setting() -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.kernel.gpu_plot import draw_pat
-
-    rows = [row_of("pat/01", "32/8", 10.0, fa3=40.0), row_of("pat/01", "64/8", 10.0)]
-    figure = draw_pat({"machine": {"gpu": "H200", "copy_bandwidth": 4.3e12}, "rows": rows})
-    assert figure is not None
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["32/8 heads", "64/8 heads"]
-    assert draw_pat({"machine": {}, "rows": [row_of("rl/p1024", "32/8", 1.0)]}) is None

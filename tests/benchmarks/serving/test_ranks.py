@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import ranks as ranks_module
-from benchmarks.serving.ranks import Ranks, ranks_in, read_ranks
-from benchmarks.serving.report import Report
-from tests.benchmarks.serving.test_serving import run_of
+from benchmarks.serving.ranks import Ranks, ranks_in
 from tests.pinning.test_ranks import RANKS
 
 
@@ -44,70 +41,6 @@ def test_ranks_that_counted_the_same() -> None:
     assert ranks == Ranks({0: totals, 1: totals}, 2)
     assert ranks.alike
     assert ranks.differing == []
-
-
-def test_a_rank_that_read_something_else() -> None:
-    ranks = ranks_in(metrics(500, 501), expected=2)
-    assert not ranks.alike
-    assert ranks.differing == ["kv_tokens_read"]
-
-
-@pytest.mark.parametrize("text", [metrics(500), metrics(500, 500, 500), ""])
-def test_ranks_missing_or_too_many(text: str) -> None:
-    assert not ranks_in(text, expected=2).alike
-
-
-class FakeServer:
-    """Answers with one text after the other, the last one again and again."""
-
-    def __init__(self, tp: int, backend: str, *texts: str) -> None:
-        self.tp, self.backend, self.texts = tp, backend, list(texts)
-
-    def info(self) -> dict[str, Any]:
-        return {"tp_size": self.tp, "internal_states": [{self.backend: {}}]}
-
-    def get(self, path: str) -> str:
-        assert path == "/metrics"
-        return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-
-
-def test_a_rank_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 120)
-    late: Any = FakeServer(2, "prefixpack", metrics(500, 499), metrics(500, 500))
-    ranks = read_ranks(late)
-    assert ranks is not None
-    assert ranks.alike
-    monkeypatch.setattr(ranks_module, "WAIT_SECONDS", 0.3)
-    never: Any = FakeServer(2, "prefixpack", metrics(500, 499))
-    ranks = read_ranks(never)
-    assert ranks is not None
-    assert not ranks.alike
-
-
-def test_nothing_to_compare() -> None:
-    one: Any = FakeServer(1, "prefixpack")
-    stock: Any = FakeServer(2, "fa3")
-    assert read_ranks(one) is None
-    assert read_ranks(stock) is None
-
-
-def test_report_of_ranks(tmp_path: Path) -> None:
-    report = Report(tmp_path / "r.json", {"tp": 2})
-    for reads in ((500, 500), (500, 501), (500,)):
-        report.add(run_of("prefixpack", [5, 6]), "prefixpack", {})
-        report.add_ranks(ranks_in(metrics(*reads), expected=2))
-    report.add(run_of("fa3", [5, 6]), "fa3", {})
-    report.add_ranks(None)
-    content = json.loads((tmp_path / "r.json").read_text())
-    assert [run.get("ranks", {}).get("alike") for run in content["runs"]] == [True, False, False, None]
-    assert content["runs"][1]["ranks"]["totals"]["1"]["kv_tokens_read"] == 501
-    lines = report.table().splitlines()
-    assert lines[1].split()[:3] == ["rl", "prefixpack", "2"]
-    assert [line for line in lines if "ranks" in line.lower()] == [
-        "rl, prefixpack: 2 ranks counted the same: 500 KV tokens read",
-        "rl, prefixpack: RANKS COUNTED DIFFERENTLY: kv_tokens_read",
-        "rl, prefixpack: 1 of 2 ranks counted anything",
-    ]
 
 
 @pytest.mark.e2e

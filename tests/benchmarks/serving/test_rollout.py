@@ -8,43 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import rollout
-from benchmarks.serving.rollout import Rollout, Window, WindowOver, rollout_requests
-from benchmarks.serving.step_log import read_steps, summary
+from benchmarks.serving.rollout import Window, WindowOver
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
-
-SIZES = Rollout(groups=50, samples=8, prompt_tokens=1024, output_tokens=700, longest=8192, seed=3)
-LOG = """\
-[2026-11-22 10:00:00.000 TP0] Decode batch, #running-req: 40, #token: 900
-[2026-11-22 10:00:00.020 TP0] Decode batch, #running-req: 40, #token: 940
-another line
-[2026-11-22 10:00:00.025 TP0] Prefill batch, #new-seq: 1, #new-token: 1, #running-req: 39, #queue-req: 2
-[2026-11-22 10:00:00.080 TP0] Decode batch, #running-req: 64, #token: 980
-[2026-11-22 10:00:00.100] Decode batch, #running-req: 64, #token: 1044
-"""
-
-
-def test_samples_of_a_prompt_follow_each_other_and_differ_in_length() -> None:
-    requests = rollout_requests(SIZES, Vocabulary(100, 1000))
-    assert len(requests) == 400
-    assert requests == rollout_requests(SIZES, Vocabulary(100, 1000))
-    prompts = [requests[8 * group].prompt for group in range(50)]
-    assert len(set(prompts)) == 50
-    assert all(request.prompt == prompts[number // 8] for number, request in enumerate(requests))
-    lengths = [request.max_new_tokens for request in requests]
-    assert 600 < sum(lengths) / len(lengths) < 800
-    assert len(set(lengths[:8])) > 4
-    assert all(len(request.prompt) + request.max_new_tokens <= SIZES.longest for request in requests)
-
-
-def test_steps_of_a_log() -> None:
-    steps = read_steps(LOG.splitlines())
-    assert [(round(step.seconds, 3), step.running, step.prefills) for step in steps] == [
-        (0.02, 40, 0), (0.06, 64, 1), (0.02, 64, 0)
-    ]  # fmt: skip
-    found = summary(steps)
-    assert found["share_of_time_with_prefill"] == pytest.approx(0.6)
-    assert found["decode_step_ms"] == {"32-63": 20.0, "64-95": 20.0}
+from sgl_prefix_attn.demo.workload import Request
 
 
 def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:

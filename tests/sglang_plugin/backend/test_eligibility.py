@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.gpu_fixture import (
     decode,
@@ -33,9 +31,6 @@ class TestEligibility:
         vars(runner.server_args).update(arguments)
         return eligibility.make_executor(runner, Settings())
 
-    def test_a_plain_server_packs(self) -> None:
-        assert isinstance(self.executor(), CudaExecutor)
-
     @pytest.mark.parametrize(
         ("argument", "reason"),
         [
@@ -46,11 +41,6 @@ class TestEligibility:
     )
     def test_servers_whose_graphs_are_stock(self, argument: str, reason: str) -> None:
         assert self.executor(**{argument: True}) == reason
-
-    def test_a_server_with_drafts_has_stock_graphs(self) -> None:
-        runner = decode().runner
-        runner.device, runner.spec_algorithm = "cuda", SpeculativeAlgorithm.EAGLE
-        assert eligibility.make_executor(runner, Settings()) == fallback_reasons.SPECULATIVE
 
     def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -66,14 +56,6 @@ class TestEligibility:
         self.executor()
         assert not switch.get()
         assert f"{versions.GLUE_VARIABLE} is switched off" in caplog.text
-
-    def test_layers_the_gpu_kernels_do_not_know(self) -> None:
-        fixture = decode(head_dim=32)
-        fixture.backend._layers.scan_model()
-        assert fixture.backend._layers.unsupported_reasons() == {fallback_reasons.HEAD_DIM}
-        fixture = decode(kv_dtype=torch.float32)
-        fixture.backend._layers.scan_model()
-        assert fixture.backend._layers.unsupported_reasons() == {fallback_reasons.KV_DTYPE}
 
     @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (256, 64)])
     def test_plans_have_the_tiles_that_the_kernels_have_for_the_head_size(self, head_dim: int, widest: int) -> None:

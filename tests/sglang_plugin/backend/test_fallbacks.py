@@ -91,10 +91,6 @@ class TestSteps:
         self.falls_back(fixture, reasons.HYBRID_SWA)
         assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {reasons.HYBRID_SWA}
 
-    def test_a_draft_model_does_not_keep_paths_from_being_read(self) -> None:
-        fixture = decode(is_draft_worker=True)
-        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {None}
-
     @pytest.mark.parametrize(("device", "refused"), [("cuda", True), ("cpu", False)])
     def test_batches_with_drafts_are_not_read_where_none_runs_packed(self, device: str, refused: bool) -> None:
         fixture = decode(spec_algorithm=SpeculativeAlgorithm.EAGLE, device=device)

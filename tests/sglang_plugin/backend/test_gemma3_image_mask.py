@@ -65,10 +65,6 @@ def test_the_stock_backend_gets_the_mask_that_a_stock_one_gets() -> None:
     assert stock.forward_metadata.custom_mask is not None
 
 
-def test_without_the_hook_there_is_none() -> None:
-    assert prepare(ours(triton_backend()), hooked=False) is None
-
-
 def test_other_backends_are_left_alone() -> None:
     stock = triton_backend()
     assert prepare(stock) is not None

@@ -58,13 +58,6 @@ class TestState:
         assert rebuilt.node_end.tolist() == fixture.step.forest.node_end.tolist()
         assert rebuilt.order.tolist() == fixture.step.forest.order.tolist()
 
-    def test_before_the_first_packed_step_there_is_no_batch(self) -> None:
-        fixture = Fixture(PATHS, [30, 27, 25, 9])
-        fixture.run(NOTHING)
-        result = answer()
-        server_info.after_get_internal_state(result)
-        assert result.internal_state["prefixpack"]["batch"] is None
-
     def test_without_a_prefixpack_backend_the_answer_stays_as_it_is(self) -> None:
         result = answer()
         server_info.after_get_internal_state(result)

@@ -23,8 +23,6 @@ from sgl_prefix_attn.sglang_plugin.compat.targets import (
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
-pytestmark = pytest.mark.xdist_group("wheels")
-
 ALL_TARGETS = (*TARGETS, *PINNING_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
@@ -243,11 +241,3 @@ def test_what_the_plugin_imports_is_in_the_table(path: Path) -> None:
         if not any(target == name or target.startswith(f"{name}.") for target in known)
     ]
     assert not missing, f"neither in targets.py nor in pinning_targets.py: {', '.join(missing)}"
-
-
-def test_only_the_plugin_imports_sglang() -> None:
-    package = PLUGIN.parent
-    others = [path for path in package.rglob("*.py") if PLUGIN not in path.parents]
-    importing = [str(path.relative_to(package)) for path in others for _, name in imported_names(path) if name]
-    strings_only = {"demo"}  # starts the server as a subprocess
-    assert [name for name in importing if name.split("/")[0] not in strings_only] == []

@@ -32,14 +32,6 @@ def test_other_backends_and_devices_are_left_alone(fallbacks: CpuFallbacks, monk
     assert fallbacks.around_support_triton(says_yes, "prefixpack") is True
 
 
-def test_once_a_cpu_backend_is_built_the_name_does_not_matter(
-    fallbacks: CpuFallbacks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(device="cpu"))
-    fallbacks.has_cpu_backend = True
-    assert fallbacks.around_support_triton(says_yes, None) is False  # type: ignore[arg-type]
-
-
 def test_last_slots_are_those_of_sglangs_own_torch_version(fallbacks: CpuFallbacks) -> None:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention import base_attn_backend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
-from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
@@ -57,12 +55,6 @@ def routes(fixture: GpuFixture) -> dict[str, int]:
 
 
 class TestCapture:
-    def test_each_size_has_a_graph_for_either_route(self, routed: Routed) -> None:
-        fixture = routed(BORDER, 4, 8)
-        assert fixture.backend.graph_variants.sizes == [4, 8]
-        labels = [(key.size, key.variant_label) for key in fixture.graphs.graphs]
-        assert labels == [(8, None), (8, graph_variants.LABEL), (4, None), (4, graph_variants.LABEL)]
-
     def test_the_stock_graph_holds_the_stock_backend_alone(self, routed: Routed) -> None:
         fixture = routed(BORDER, 4)
         warm_up = ["in graph", "warm"]
@@ -71,11 +63,6 @@ class TestCapture:
         for launch in fixture.graphs.stock_graph(4)[0]:
             launch()
         assert fixture.device_step.attended == before
-
-    def test_a_label_that_sglang_gave_is_kept(self) -> None:
-        routes = graph_variants.GraphVariants(lambda mode: True)
-        routes.capturing = True
-        assert routes.key(ShapeKey(4, variant_label="lora"), True).variant_label == "lora+prefixpack-stock"
 
     @pytest.mark.parametrize("route", ["packed", "stock"])
     def test_a_fixed_route_has_one_graph_for_each_size(self, route: Any) -> None:
@@ -93,13 +80,6 @@ class TestCapture:
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
         assert "no cost of stock kernel 'torch_native', so all decode steps run packed" in caplog.text
 
-    def test_packed_graphs_with_stock_layers_stay_the_only_ones(self, routed: Routed) -> None:
-        fixture = routed(BORDER)
-        fixture.layers[1].attn_type = AttentionType.DECODER_BIDIRECTIONAL
-        fixture.graphs = DecodeGraphs(fixture, 4)
-        fixture.graphs.capture(4)
-        assert list(fixture.graphs.graphs) == [ShapeKey(4)]
-
     def test_without_the_hook_on_keys_there_is_no_second_graph(
         self, routed: Routed, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -109,20 +89,6 @@ class TestCapture:
         assert "does not ask for graph keys" in caplog.text
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert fixture.state.counters.steps_packed["decode"] == 1
-
-    def test_graphs_that_sglang_captures_anew(self, routed: Routed) -> None:
-        fixture = routed(ALWAYS_STOCK, 4)
-        fixture.graphs.replay()
-        fixture.graphs.graphs.clear()
-        fixture.graphs.capture(4)
-        assert len(fixture.graphs.graphs) == 2
-        assert_same(fixture.graphs.replay(), fixture.run_stock())
-
-    def test_a_backend_behind_another_one_for_prefill_is_found(self, routed: Routed) -> None:
-        fixture = routed(BORDER)
-        hybrid = SimpleNamespace(prefill_backend=fixture.stock, decode_backend=fixture.backend)
-        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=hybrid)) is fixture.backend
-        assert graph_variants.packing_backend(SimpleNamespace(attn_backend=fixture.stock)) is None
 
     def test_a_backend_behind_one_for_linear_attention_is_found(self, routed: Routed) -> None:
         """Newer versions put that one before the one for prefill and decode, older ones behind it."""
@@ -139,9 +105,6 @@ class TestCapture:
             assert found is fixture.backend
         none = SimpleNamespace(full_attn_backend=fixture.stock, **vars(linear))
         assert graph_variants.packing_backend(SimpleNamespace(attn_backend=none)) is None
-
-    def test_a_runner_without_a_backend_has_none(self) -> None:
-        assert graph_variants.packing_backend(SimpleNamespace()) is None
 
 
 class TestFailedCapture:
@@ -205,16 +168,6 @@ class TestReplay:
         assert fixture.stock.graph_calls == calls
         assert routes(fixture) == {"packed": STEPS_BETWEEN_PLANS + 2, "stock": 0}
 
-    def test_a_growing_batch_changes_its_route_midway(self, routed: Routed) -> None:
-        fixture = routed(BORDER, 4)
-        taken = []
-        for _ in range(16):
-            assert_same(fixture.graphs.replay(), fixture.run_stock())
-            taken.append("stock" if fixture.backend.decision.step is None else "packed")
-            fixture.grow(8)
-        assert taken == sorted(taken, reverse=True), "from stock to packed, once"
-        assert set(taken) == {"stock", "packed"}
-
     def test_routes_that_take_turns(self, routed: Routed) -> None:
         fixture = routed(BORDER, 4)
         for longer in (0, 128):
@@ -245,19 +198,6 @@ class TestReplay:
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert routes(fixture) == {"packed": 1, "stock": 0}
 
-    def test_a_plan_that_does_not_fit_is_a_step_of_the_stock_graph(
-        self, routed: Routed, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fixture = routed(ALWAYS_PACKED, 4)
-
-        def too_large(*args: Any) -> None:
-            raise PlanTooLarge("the plan needs 9 items; the buffers hold 8")
-
-        monkeypatch.setattr(fixture.device_step, "load", too_large)
-        assert_same(fixture.graphs.replay(), fixture.run_stock())
-        assert fixture.fallbacks == {fallback_reasons.PLAN_TOO_LARGE: 1}
-        assert fixture.stock.graph_calls[-1] == "replay"
-
     def test_eager_steps_are_routed_too(self, routed: Routed) -> None:
         fixture = routed(ALWAYS_STOCK)
         assert_same(fixture.run(), fixture.run_stock())
@@ -285,11 +225,6 @@ class TestReplay:
 @pytest.mark.skipif(not hasattr(base_attn_backend, "SharedReadEnds"), reason="SGLang 0.5.18 and later ask")
 class TestFence:
     """The scheduler may change its tables for the next step as soon as a step's reads of them are over."""
-
-    def test_packed_graphs_alone_read_copies(self) -> None:
-        fixture = GpuFixture(SHARED, LENGTHS, graphs=4)
-        fixture.graphs.capture(4)
-        assert fixture.backend.shared_read_ends(ForwardMode.DECODE) is base_attn_backend.SharedReadEnds.PRE_REPLAY
 
     def test_with_graphs_for_either_route_the_later_end_holds(self, routed: Routed) -> None:
         fixture = routed(BORDER, 4)

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
-from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LAYERS
@@ -46,12 +43,6 @@ class TestEagerSteps:
             *[fallback_reasons.COMPUTE_BOUND] * 2,
         ]
 
-    def test_extend_runs_packed_if_asked_for(self) -> None:
-        fixture = extend(settings=Settings(metrics=False, pack_extend=True))
-        assert_same(fixture.run(), fixture.run_stock())
-        assert fixture.fallbacks == {}
-        assert fixture.state.counters.steps_packed["extend"] == 1
-
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
         fixture = extend(settings=Settings(metrics=False, pack_extend=True))
         layer = fixture.layers[0]
@@ -62,14 +53,6 @@ class TestEagerSteps:
         assert_same([out[: len(q)]], fixture.run_stock()[:1])
         assert not out[len(q) :].any()
         assert fixture.fallbacks == {}
-
-    def test_a_plan_is_loaded_once_and_prepared_every_step(self) -> None:
-        fixture = decode()
-        for _ in range(STEPS_BETWEEN_PLANS + 3):
-            assert_same(fixture.run(), fixture.run_stock())
-            fixture.grow(1)
-        assert len(fixture.device_step.loads) == 1
-        assert fixture.device_step.prepared == STEPS_BETWEEN_PLANS + 3
 
     def test_tails_never_outgrow_their_room_before_a_new_plan_is_loaded(self) -> None:
         fixture = decode(settings=Settings(metrics=False, replan_growth=5))
@@ -128,12 +111,6 @@ class TestEagerSteps:
         lens = fixture.batch.seq_lens_cpu.clone()
         lens[1] += 1
         assert_same(fixture.run(Handed(fixture.step, fixture.batch.req_pool_indices, lens)), fixture.run_stock())
-        assert fixture.fallbacks == {fallback_reasons.ROW_MISMATCH: 1}
-
-    def test_rows_beyond_the_announced_ones_are_not_ours(self) -> None:
-        fixture = decode()
-        step = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
-        fixture.run(Handed(step, fixture.batch.req_pool_indices[:2], fixture.batch.seq_lens_cpu[:2]))
         assert fixture.fallbacks == {fallback_reasons.ROW_MISMATCH: 1}
 
     def test_no_tensor_of_the_device_is_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,13 @@ from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import backend
 from sgl_prefix_attn.sglang_plugin.execution import cuda_executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import LAYERS
 from tests.sglang_plugin.gpu_fixture import (
     LENGTHS,
     SHARED,
@@ -34,25 +31,11 @@ from tests.sglang_plugin.gpu_fixture import (
 
 
 class TestDecodeGraphs:
-    def test_a_replay_gives_the_numbers_of_the_batch(self) -> None:
-        fixture = graphs(4)
-        assert_same(fixture.graphs.replay(), fixture.run_stock())
-        assert fixture.fallbacks == {}
-        assert fixture.state.counters.steps_packed["decode"] == 1
-
     def test_a_graph_without_fallbacks_costs_the_stock_backend_nothing(self) -> None:
         fixture = graphs(4, 8)
         fixture.graphs.replay()
         assert fixture.stock.graph_calls == ["state 8"]
         assert fixture.stock.layer_calls == 0
-
-    def test_what_a_graph_holds_is_the_layers_only(self) -> None:
-        fixture = graphs(4)
-        step = fixture.device_step
-        before = (len(step.loads), step.prepared, step.attended)
-        for launch in fixture.graphs.graph(4)[0]:
-            launch()
-        assert (len(step.loads), step.prepared, step.attended) == (*before[:2], before[2] + LAYERS)
 
     @pytest.mark.parametrize("size", [5, 8])
     def test_padded_rows_are_in_no_plan_and_stay_finite(self, size: int) -> None:
@@ -81,14 +64,6 @@ class TestDecodeGraphs:
         assert len(fixture.device_step.loads) == 2  # the capture's and the batch's
         assert fixture.fallbacks == {}
 
-    def test_changed_membership_brings_a_new_plan(self) -> None:
-        fixture = graphs(4)
-        fixture.graphs.replay()
-        step = StepPaths(PrefixForest.from_paths([[(1, 0, 2000)]] * 2 + [[], []]), "decode", 4, 4)
-        out = fixture.graphs.replay(Handed(step, fixture.batch.req_pool_indices, fixture.batch.seq_lens_cpu))
-        assert_same(out, fixture.run_stock())
-        assert len(fixture.device_step.loads) == 3
-
     @pytest.mark.parametrize(
         "handed",
         [
@@ -105,13 +80,6 @@ class TestDecodeGraphs:
         assert not fixture.state.counters.steps_packed["decode"]
         assert fixture.device_step.loads[-1].kv_tokens_packed == sum(LENGTHS)
         assert fixture.stock.graph_calls == ["state 8"]
-
-    def test_steps_with_and_without_paths_take_turns(self) -> None:
-        fixture = graphs(4)
-        for _ in range(3):
-            assert_same(fixture.graphs.replay(), fixture.run_stock())
-            assert_same(fixture.graphs.replay(NOTHING), fixture.run_stock())
-            fixture.grow(1)
 
     def test_a_plan_that_does_not_fit_is_replaced_by_reading_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fixture = graphs(4)
@@ -162,12 +130,6 @@ class TestDecodeGraphs:
         fixture.graphs.capture(4)
         assert_same(fixture.graphs.replay(NOTHING), fixture.run_stock())
         assert fixture.device_step.loads[-1].num_slots == 0
-
-    def test_buffers_hold_the_largest_graph_at_full_context(self) -> None:
-        fixture = decode(graphs=4)
-        context = fixture.rows.req_to_token.shape[1]
-        assert fixture.device_step.limits.kv_slots >= 4 * (context + fixture.state.settings.replan_growth)
-        assert fixture.device_step.limits.queries >= fixture.rows.req_to_token.shape[0]
 
     def test_an_idle_rank_replays_padding_only(self) -> None:
         fixture = graphs(4)

@@ -10,7 +10,6 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
-from sgl_prefix_attn.sglang_plugin.execution import layer_support
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import triton_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -73,13 +72,6 @@ def stored(fixture: Fixture, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["decode", "extend"])
 class TestPackedSteps:
-    def test_without_scales(self, mode: str) -> None:
-        fixture = make_fixture(mode)
-        assert_same(fixture.run(), expected(fixture, [KvScales(1.0, 1.0)] * 2))
-        assert fixture.fallbacks == {}
-        assert fixture.stock.layer_calls == 0
-        assert fixture.backend._executor.planners[0].shape.kv_bytes == 1
-
     def test_each_layer_has_scales_of_its_own(self, mode: str) -> None:
         fixture = give_scales(make_fixture(mode))
         assert_same(fixture.run(), expected(fixture, SCALES))
@@ -148,13 +140,6 @@ class TestScalesOfALayer:
         assert fixture.stock.layer_calls == 1
         assert fallback_reasons.KV_SCALES in fallback_reasons.EXPLANATIONS
 
-    def test_so_does_one_that_loses_them(self) -> None:
-        fixture = give_scales(make_fixture())
-        fixture.run()
-        fixture.layers[0].v_scale_float = -1.0
-        fixture.run()
-        assert fixture.fallbacks == {fallback_reasons.KV_SCALES: 1}
-
 
 def test_which_stock_backends_know_scales() -> None:
     assert all(knows_kv_scales(name) for name in ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx"))
@@ -204,12 +189,6 @@ class TestOnAGpu:
         assert_same(fixture.graphs.replay(), expected(fixture, SCALES))
         assert fixture.fallbacks == {}
 
-    @pytest.mark.parametrize("kv_dtype", [E4M3, DTYPE])
-    def test_output_of_graphs_has_the_models_type(self, kv_dtype: torch.dtype) -> None:
-        fixture = gpu_fixture(graphs=4, kv_dtype=kv_dtype)
-        fixture.graphs.capture(4)
-        assert {slot.graph_out.dtype for slot in fixture.executor._shapes} == {DTYPE}
-
     def test_queries_that_the_kernels_do_not_take(self) -> None:
         fixture = gpu_fixture(dtype=torch.float32)
         fixture.backend._layers.scan_model()
@@ -233,9 +212,3 @@ class TestOnAGpu:
             triton_kernels().unsupported_reason(HEAD_DIM, torch.zeros(8, 2, HEAD_DIM, dtype=torch.uint8).view(E4M3))
             is None
         )
-
-
-def test_the_type_is_what_the_core_takes() -> None:
-    from sgl_prefix_attn.core.attention import _KV_DTYPES
-
-    assert set(layer_support.KV_DTYPES) == set(_KV_DTYPES)

@@ -36,11 +36,6 @@ class TestKernels:
         assert choose("auto").name == "triton"
         assert "the GPU has 7.5" in kernel_set.choose_kernels("native", self.GPU)
 
-    def test_triton_for_a_build_without_nvcc(self, h200: pytest.MonkeyPatch) -> None:
-        h200.setattr(kernel_set._native, "built_with_cuda", False)
-        assert choose("auto").name == "triton"
-        assert "built without CUDA" in kernel_set.choose_kernels("native", self.GPU)
-
     def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
         h200.setattr(kernel_set._native, "built_with_cuda", False)
         h200.setattr(kernel_set, "triton_kernels", lambda: (_ for _ in ()).throw(ImportError("no triton")))

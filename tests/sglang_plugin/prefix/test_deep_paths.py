@@ -111,20 +111,6 @@ def test_a_split_below_a_parent_with_many_children_reads_only_nodes_in_use(deep:
     assert counted.read <= 32 * (64 + 2)
 
 
-def test_a_split_is_seen_by_all_requests_that_it_concerns() -> None:
-    tree = FakeTree()
-    old, other = tree.add(tokens=60), tree.add(tokens=60)
-    mirror = TreeMirror(ObjectReader(tree))
-    assert forest_of(mirror, [old, old, other]).node_end.tolist() == [60]
-    tree.split(old, tokens=40)
-    top = tree.split(old.parent, tokens=20)  # type: ignore[arg-type]
-    newcomer = tree.add(top, tokens=7)
-    forest = forest_of(mirror, [old, old, other, newcomer])
-    assert forest.node_end.tolist() == [20, 60]
-    assert forest.tail_begin.tolist() == [60, 60, 0, 20]
-    assert mirror.restarts == 0
-
-
 def test_a_tree_that_contradicts_the_mirror_is_read_from_scratch() -> None:
     tree = FakeTree()
     node = tree.add(tokens=10)

@@ -75,23 +75,6 @@ class TestHooks:
         assert active.take() is NOTHING
         assert not counters.fallbacks
 
-    def test_a_batch_nobody_read_has_no_paths(self) -> None:
-        hooks, active, _ = started()
-        seen = []
-        hooks.around_forward(lambda runner, batch: seen.append(active.take()), TARGET, SimpleNamespace())
-        assert seen == [NOTHING]
-        assert NOTHING.step == fallback_reasons.NO_PATHS
-
-    def test_a_forward_batch_given_by_name_is_found(self) -> None:
-        hooks, active, _ = started()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
-        seen = []
-        hooks.around_forward(
-            lambda runner, *, forward_batch: seen.append(active.take().step), TARGET, forward_batch=forward_batch
-        )
-        assert seen == [STEP]
-
     def test_draft_models_are_left_alone(self) -> None:
         hooks, active, _ = started()
         forward_batch = SimpleNamespace()
@@ -121,11 +104,6 @@ class TestHooks:
         assert caplog.text.count("Traceback") == 1
         assert "no such field" in caplog.text
 
-    def test_host_time_is_counted(self) -> None:
-        hooks, _, counters = started()
-        hooks.after_forward_batch_init(SimpleNamespace(), object, BATCH, TARGET)
-        assert 0 < counters.host_seconds < 1
-
     def test_paths_are_there_while_a_decode_graph_is_loaded(self) -> None:
         """Outside of the runner's forward for some verify steps, inside of it for others."""
         hooks, active, _ = started()
@@ -152,15 +130,3 @@ class TestNativeSeam:
         active.prepare(BATCH)
         assert active.take().step is STEP
         assert active.take() is NOTHING
-
-    def test_the_latest_announcement_counts(self) -> None:
-        _, active, _ = started("patch")
-        active.prepare(BATCH)
-        active.prepare(SimpleNamespace(req_pool_indices="other rows", seq_lens_cpu="lengths"))
-        assert active.take().rows == "other rows"
-
-    def test_an_exception_does_not_reach_the_server(self) -> None:
-        _, active, counters = started("patch", ValueError("contradiction"))
-        active.prepare(BATCH)
-        assert active.take().step == fallback_reasons.HOOK_FAILED
-        assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 1

@@ -57,30 +57,6 @@ class TestReadableTrees:
         assert not isinstance(reader, Unreadable)
         return scheduler, reader
 
-    def test_the_reader_is_chosen_by_what_the_tree_can_do(self, kind: str, reader: type) -> None:
-        assert isinstance(self.reader(kind)[1], reader)
-
-    def test_paths_start_below_the_root(self, kind: str, reader: type) -> None:
-        scheduler, chosen = self.reader(kind)
-        handles = []
-        for prompt in ([1] * 10 + [2] * 5, [1] * 10 + [3] * 5):
-            request = scheduler.request(prompt)
-            scheduler.match(request)
-            scheduler.prefill_done(request)
-            handles.append(request.last_node)
-        first, second = chosen.paths(handles)
-        assert first is not None
-        assert second is not None
-        assert [(node.begin, node.end, node.leaf) for node in first] == [(0, 10, False), (10, 15, True)]
-        assert first[0] == second[0]
-        assert [node.id for node in first][-1] == chosen.ids(handles)[0]
-
-    def test_the_root_has_an_empty_path(self, kind: str, reader: type) -> None:
-        scheduler, chosen = self.reader(kind)
-        request = scheduler.request([1] * 10)
-        scheduler.match(request)
-        assert chosen.paths([request.last_node]) == [[]]
-
     def test_handles_that_are_no_nodes_have_no_path(self, kind: str, reader: type) -> None:
         scheduler, chosen = self.reader(kind)
         request = scheduler.request([1] * 10)
