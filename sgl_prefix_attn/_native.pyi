@@ -92,6 +92,7 @@ class AttentionParams:
     req_to_token_stride: int  # of rows
     req_pool_indices: int  # address of int64 [num_requests], row of req_to_token by batch index (CPU executor only)
     seq_lens: int  # address of int64 [num_requests], KV length with the step's own tokens (CPU executor only)
+    visible: int  # address of int64 [num_tokens], bit j: sees the position j before its own; 0 for none (CPU only)
     sinks: int  # address of float32 [q_heads], logits that take part in the denominator; 0 for none
     partial_o: int  # address of float32 [partial slots, q_heads, head_dim], workspace
     partial_lse: int  # address of float32 [partial slots, q_heads], workspace

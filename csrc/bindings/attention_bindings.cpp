@@ -66,6 +66,7 @@ void bind_attention(py::module_& m) {
   address(params, "req_to_token", &AttentionParams::req_to_token);
   address(params, "req_pool_indices", &AttentionParams::req_pool_indices);
   address(params, "seq_lens", &AttentionParams::seq_lens);
+  address(params, "visible", &AttentionParams::visible);
   address(params, "sinks", &AttentionParams::sinks);
   address(params, "partial_o", &AttentionParams::partial_o);
   address(params, "partial_lse", &AttentionParams::partial_lse);

@@ -141,9 +141,9 @@ PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows ne
 }
 
 // Turns scores[0 .. count) into softmax weights against the running maximum; returns the decay of the sums so far.
-// Scores outside [first, last] are masked.
-inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last, float* largest,
-                   float* sum) {
+// Scores outside [first, last] are masked, and so are those that `visible` hides; `last` is the query's own.
+inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last,
+                   uint64_t visible, float* largest, float* sum) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   if (p.logit_cap > 0) {
@@ -151,7 +151,12 @@ inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32
       S::store(scores + i, cap_scores<kLanes>(S::load(scores + i), p.logit_cap));
   }
   for (int32_t i = 0; i < first; ++i) scores[i] = -kInfinity;
-  for (int32_t i = last + 1; i < count; ++i) scores[i] = -kInfinity;
+  for (int32_t i = last < 0 ? 0 : last + 1; i < count; ++i) scores[i] = -kInfinity;
+  if (visible != ~uint64_t{0}) {
+    for (int32_t i = 0; i < count; ++i) {
+      if (is_hidden(visible, last - i)) scores[i] = -kInfinity;
+    }
+  }
   S::store(scores + count, S::splat(-kInfinity));
   F block_largest = S::splat(*largest);
   for (int32_t i = 0; i < count; i += kLanes) block_largest = S::max(block_largest, S::load(scores + i));
@@ -181,8 +186,8 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
     const int32_t first = first_visible(task, source.query) - begin, last = last_visible(task, source.query) - begin;
-    decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count,
-                     last < 0 ? -1 : last, state.largest + row + r, state.sum + row + r);
+    decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count, last,
+                     visible_mask(task, source.query), state.largest + row + r, state.sum + row + r);
   }
   // As many accumulators as fit in registers beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);

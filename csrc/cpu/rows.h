@@ -46,6 +46,18 @@ PREFIXPACK_INLINE int32_t first_visible(const ItemTask& task, int32_t query) {
 }
 PREFIXPACK_INLINE int32_t last_visible(const ItemTask& task, int32_t query) { return task.positions[query]; }
 
+// Positions up to its own that a query does not see although they are in its window: other branches of a tree of
+// drafts.
+constexpr int32_t kMaskedPositions = 64;
+PREFIXPACK_INLINE uint64_t visible_mask(const ItemTask& task, int32_t query) {
+  const uint64_t* visible = task.params->visible;
+  return visible == nullptr ? ~uint64_t{0} : visible[task.plan->query_token[query]];
+}
+// Of the position `back` before the query's own.
+PREFIXPACK_INLINE bool is_hidden(uint64_t visible, int32_t back) {
+  return back >= 0 && back < kMaskedPositions && (visible >> back & 1) == 0;
+}
+
 // dst[d] = q row * factor, d < head_dim.
 template <DType kType, int W>
 PREFIXPACK_INLINE void load_query(const AttentionParams& p, int64_t element, float factor, float* dst) {

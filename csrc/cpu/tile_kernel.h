@@ -12,16 +12,17 @@ struct TileState {
   float* v;       // as k
   float* next_k;  // as k, of the next block
   float* next_v;
-  float* q;        // by block of rows: [head_dim][rows of the block]
-  float* acc;      // as q
-  float* largest;  // [rows] running maximum, in units of log2
-  float* sum;      // [rows] sum of exponentials
-  int32_t* first;  // [rows] first visible position
-  int32_t* last;   // [rows] last visible position
+  float* q;           // by block of rows: [head_dim][rows of the block]
+  float* acc;         // as q
+  float* largest;     // [rows] running maximum, in units of log2
+  float* sum;         // [rows] sum of exponentials
+  int32_t* first;     // [rows] first visible position
+  int32_t* last;      // [rows] last visible position
+  uint64_t* visible;  // [rows] see AttentionParams
 
   TileState(Scratch& scratch, int32_t rows, int32_t head_dim) {
     const size_t padded = (rows + kRowAlign - 1) / kRowAlign * kRowAlign;
-    k = scratch.floats(4 * kTileKeys * kKvStride + padded * (2 * head_dim + 4));
+    k = scratch.floats(4 * kTileKeys * kKvStride + padded * (2 * head_dim + 6));
     v = k + kTileKeys * kKvStride;
     next_k = v + kTileKeys * kKvStride;
     next_v = next_k + kTileKeys * kKvStride;
@@ -31,6 +32,7 @@ struct TileState {
     sum = largest + padded;
     first = reinterpret_cast<int32_t*>(sum + padded);
     last = first + padded;
+    visible = reinterpret_cast<uint64_t*>(last + padded);
   }
 
   void turn_to_next_block() {
@@ -88,6 +90,7 @@ struct TileBlock {
         if (index + kRowsAhead < all_rows) prefetch_query_row(task, row_of(task, group, index + kRowsAhead));
         state.first[index] = first_visible(task, source.query);
         state.last[index] = last_visible(task, source.query);
+        state.visible[index] = visible_mask(task, source.query);
         load_query_row<W>(task, source, factor, gathered + lane * head_dim);
       }
       for (int32_t d = 0; d < head_dim; d += W) {
@@ -117,7 +120,8 @@ struct TileBlock {
       last_of_all = last < last_of_all ? last : last_of_all;
     }
     if (keys.end <= first_of_any || keys.begin > last_of_any) return;
-    const bool masked = keys.begin < first_of_all || keys.end - 1 > last_of_all;
+    const bool in_tree = task.params->visible != nullptr && keys.end + kMaskedPositions > last_of_all;
+    const bool masked = keys.begin < first_of_all || keys.end - 1 > last_of_all || in_tree;
 
     alignas(64) float scores[(kTileKeys + kScoreKeys) * kRows];
     F largest[V];
@@ -236,8 +240,16 @@ struct TileBlock {
         F score = sums[i][v];
         if (masked) {
           const int32_t position = keys.begin + key + i;
-          const auto hidden =
+          auto hidden =
               (S::load(state.first + row + v * W) > position) | (S::load(state.last + row + v * W) < position);
+          if (task.params->visible != nullptr) {
+            alignas(64) int32_t lanes[W];
+            for (int lane = 0; lane < W; ++lane) {
+              const int32_t index = row + v * W + lane;
+              lanes[lane] = is_hidden(state.visible[index], state.last[index] - position) ? -1 : 0;
+            }
+            hidden |= S::load(lanes);
+          }
           score = hidden ? S::splat(-kInfinity) : score;
         }
         if (i < inside) largest[v] = S::max(largest[v], score);

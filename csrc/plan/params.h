@@ -22,9 +22,11 @@ struct AttentionParams {
   int64_t req_to_token_stride;
   const int64_t* req_pool_indices;  // [num_requests] row of req_to_token by batch index
   const int64_t* seq_lens;          // [num_requests] KV length, the step's own tokens included
-  const float* sinks;               // [q_heads] attention sink logits, or nullptr
-  float* partial_o;                 // [num_slots, q_heads, head_dim] workspace
-  float* partial_lse;               // [num_slots, q_heads] workspace, natural logarithm
+  // [num_tokens] bit j: the query sees the position j before its own; earlier positions are visible. nullptr: all are.
+  const uint64_t* visible;
+  const float* sinks;  // [q_heads] attention sink logits, or nullptr
+  float* partial_o;    // [num_slots, q_heads, head_dim] workspace
+  float* partial_lse;  // [num_slots, q_heads] workspace, natural logarithm
   DType dtype;
   DType kv_dtype;
   int32_t q_heads, kv_heads, head_dim;

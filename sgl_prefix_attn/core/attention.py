@@ -72,6 +72,7 @@ def packed_attention(
     logit_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
     workspace: PartialWorkspace | None = None,
     threads: int | None = None,
     isa: str = "",
@@ -104,6 +105,8 @@ def packed_attention(
         logit_cap: scores become logit_cap * tanh(score / logit_cap); 0 for none.
         window_left: positions before its own that a query sees; negative for all.
         sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
+        visible: int64 [tokens], 64 bits for each query: bit j is set if it sees the position j before its own. It sees
+            all positions before these. For trees of drafts; on the CPU only. None: all positions up to its own.
         workspace: reused between calls, so that they allocate nothing; default a new one.
         threads: of the CPU executor; default torch.get_num_threads().
         isa: of the CPU executor, one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the
@@ -150,13 +153,18 @@ def packed_attention(
         raise ValueError(f"req_pool_indices has {req_pool_indices.shape[0]} entries but seq_lens has {num_requests}")
     if plan.num_requests != num_requests:
         raise ValueError(f"the plan is for {plan.num_requests} requests but seq_lens has {num_requests} entries")
-    lse_address, lse_stride, sinks_address = 0, 0, 0
+    lse_address, lse_stride, sinks_address, visible_address = 0, 0, 0, 0
     if lse is not None:
         _check_per_head("lse", lse, (num_tokens, q_heads), device)
         lse_address, lse_stride = lse.data_ptr(), lse.stride(0)
     if sinks is not None:
         _check_per_head("sinks", sinks, (q_heads,), device)
         sinks_address = sinks.data_ptr()
+    if visible is not None:
+        _check_indices("visible", visible, torch.int64, 1, device)
+        if device.type != "cpu" or visible.shape[0] != num_tokens:
+            raise ValueError(f"visible has {visible.shape[0]} entries on {device}; expected {num_tokens}, on the CPU")
+        visible_address = visible.data_ptr()
     if not logit_cap >= 0.0:
         raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
     if not (0.0 < k_scale < math.inf and 0.0 < v_scale < math.inf):
@@ -218,12 +226,12 @@ def packed_attention(
     params.o = out.data_ptr()
     tables = (
         req_to_token.data_ptr(), req_pool_indices.data_ptr(), seq_lens.data_ptr(), partial_lse, lse_address,
-        sinks_address, partial_o,
+        sinks_address, partial_o, visible_address,
     )  # fmt: skip
     if tables != workspace.tables:
         params.req_to_token, params.req_pool_indices, params.seq_lens = tables[:3]
         params.partial_o, params.partial_lse = partial_o, partial_lse
-        params.lse, params.sinks = lse_address, sinks_address
+        params.lse, params.sinks, params.visible = lse_address, sinks_address, visible_address
         workspace.tables = tables
     _native.run_plan_cpu(plan, params, workspace.sizes, threads=threads, isa=isa)
     return out

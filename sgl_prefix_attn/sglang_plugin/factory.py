@@ -40,9 +40,10 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
     state, missing = connect(runner, settings, name)
-    for hook in missing:
-        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
-    return PrefixPackBackend(runner, build_stock(runner, name), state)
+    log_missing(missing, version)
+    backend = PrefixPackBackend(runner, build_stock(runner, name), state)
+    hook_verify_steps(runner, backend, settings)
+    return backend
 
 
 def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
@@ -63,6 +64,7 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
             state, missing = connect(runner, settings, name, wraps=True)
             if not set(missing) & set(hook_table.HANDOVER_HOOKS):
                 backend = PrefixPackBackend(runner, stock, state, wraps=name)
+                hook_verify_steps(runner, backend, settings)
                 logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
                 return backend
             reason = fallback_reasons.HOOKS_MISSING
@@ -132,6 +134,21 @@ def connect(
     return state, missing
 
 
+def hook_verify_steps(runner: Any, backend: PrefixPackBackend, settings: Settings) -> None:
+    """Makes paths reach verify steps that run in graphs, where the backend packs such steps."""
+    version = versions.installed_version()
+    if not versions.speculates(runner) or not backend.checks_drafts_in_graphs:
+        return
+    if handover_kind(settings, version, runner) == "hooks":
+        log_missing(hooks.ensure_applied(hook_table.VERIFY_HOOKS), version)
+
+
+def log_missing(missing: list[hooks.Hook], version: str) -> None:
+    """Logs the consequence of each hook that could not be applied."""
+    for hook in missing:
+        logger.error("prefixpack: could not hook %s in SGLang %s, so %s", hook.target.path, version, hook.consequence)
+
+
 def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
     """Makes SGLang run the steps of a draft model on the stock backend, unless the user has named another."""
     if not versions.set_draft_backend(runner, name):
@@ -172,6 +189,8 @@ def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
         )
     if not patched or settings.handover == "hooks":
         return "hooks"
+    if settings.handover == "auto" and versions.speculates(runner):
+        return "hooks"  # the patch does not show the batches in which drafts are checked
     if not versions.has_other_layers(runner):
         return "patch"
     if settings.handover == "patch":

@@ -14,7 +14,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
 
 HANDOVER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "no step runs packed"),
-    Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_model_runner_forward, "AROUND", "no step runs packed"),
+    Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_forward, "AROUND", "no step runs packed"),
 )
 # For servers with the setting one_token_steps whose paths come through the patch.
 ONE_TOKEN_HOOKS: tuple[Hook, ...] = (
@@ -44,6 +44,10 @@ GRAPH_HOOKS: tuple[Hook, ...] = (
         "AROUND",
         "all steps of decode graphs run packed",
     ),
+)
+# For servers that check drafts in packed graphs.
+VERIFY_HOOKS: tuple[Hook, ...] = (
+    Hook(targets.LOAD_BATCH, HOOKS.around_forward, "AROUND", "drafts in decode graphs are checked without sharing"),
 )
 # For models whose images have attention masks of their own, over the stock backend that reads them.
 IMAGE_MASK_HOOKS: tuple[Hook, ...] = (

@@ -22,6 +22,7 @@ def reference_attention(
     logit_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each request's last `query_lens[r]` tokens over its own KV positions, one request at a time.
@@ -58,10 +59,13 @@ def reference_attention(
             scores = logit_cap * torch.tanh(scores / logit_cap)
         query_position = torch.arange(length - new, length)[:, None]
         key_position = torch.arange(length)[None, :]
-        visible = key_position <= query_position
+        back = query_position - key_position
+        seen = back >= 0
         if window_left >= 0:
-            visible &= key_position >= query_position - window_left
-        scores = scores.masked_fill(~visible, -torch.inf)
+            seen &= back <= window_left
+        if visible is not None:
+            seen &= (back > 63) | ((visible[begin:end, None] >> back.clamp(0, 63)) & 1).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
         logits = scores
         if sinks is not None:
             logits = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, new, 1)], dim=-1)

@@ -118,6 +118,9 @@ def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
         batch.options["logit_cap"] = float(rng.choice([0.5, 5.0, 50.0]))
     if rng.random() < 0.4:
         batch.options["sinks"] = torch.from_numpy(rng.normal(0, 4, batch.q.shape[1]).astype(np.float32))
+    if rng.random() < 0.3:
+        bits = rng.integers(-(2**63), 2**63, len(batch.q), dtype=np.int64) | 1
+        batch.options["visible"] = torch.from_numpy(bits)
     check(batch, isa=isa, threads=int(rng.integers(1, 4)))
 
 

@@ -21,6 +21,8 @@ from sgl_prefix_attn.demo.comparison import KVReads
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from tests.e2e import workloads
+from tests.e2e.rollout import Rollout
 
 BACKEND = "prefixpack"
 STOCK = "torch_native"
@@ -149,3 +151,11 @@ def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
         return known[at_once]
 
     return ask
+
+
+@pytest.fixture
+def rollout_on(expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary) -> Callable[[Server], Rollout]:
+    """rollout_on(server): random rollouts on the prompts of `workloads.refills`."""
+    prompts = workloads.refills(vocabulary)
+    stock = {request.prompt: samples[0] for request, samples in zip(prompts, expected(prompts), strict=True)}
+    return lambda server: Rollout(server, stock, prompts)

@@ -1,41 +1,80 @@
-"""Servers with speculative decoding: tokens of plain greedy decoding, from packed verify steps."""
+"""Servers with speculative decoding: tokens of plain greedy decoding, from packed verify steps.
+
+SGLang's CPU engine lacks what `tests/support/cpu_speculation` adds, for 0.5.20.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from sgl_prefix_attn.demo.client import replay
-from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, tokens_of
+from tests.e2e.rollout import SMALL_POOL, Rollout
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.metadata.version("sglang") != "0.5.20", reason="written for SGLang 0.5.20"),
+]
 
 Expected = Callable[[Sequence[Request]], Tokens]
 SHIMS = Path(__file__).parents[1] / "support" / "cpu_speculation"
+# The model is its own draft model, so most drafts are accepted. Four drafts in a chain.
 STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(tiny_model()))
+# Eight drafts in a tree, from text that was seen before.
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+BREADTH_1 = ("--speculative-ngram-max-bfs-breadth", "1")
 
 
-@pytest.fixture(scope="module")
-def standalone(launch: Launch) -> Iterator[Server]:
-    """The model is its own draft model, so most drafts are accepted: chains of four tokens."""
-    import os
-
-    search_path = os.pathsep.join(filter(None, [str(SHIMS), os.environ.get("PYTHONPATH")]))
-    with launch(BACKEND, *STANDALONE, environment={"PYTHONPATH": search_path}) as server:
-        yield server
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SHIMS), os.environ.get("PYTHONPATH")]))}
 
 
-@pytest.mark.parametrize("name", ["three_levels", "ragged"])
-def test_chains(standalone: Server, expected: Expected, vocabulary: Vocabulary, name: str) -> None:
-    requests = workloads.ALL[name](vocabulary)
-    standalone.flush_cache()
-    with packing(standalone) as done:
-        answers = replay(standalone.url, requests)
-    assert tokens_of(answers) == expected(requests)
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        pytest.param(STANDALONE, ["ragged"], id="chains"),
+        pytest.param(NGRAM, ["three_levels", "three_levels"], id="trees"),
+        pytest.param(STANDALONE, [*workloads.ALL], id="chains, all", marks=pytest.mark.slow),
+        pytest.param(NGRAM, [*workloads.ALL], id="trees, all", marks=pytest.mark.slow),
+        pytest.param((*NGRAM, *BREADTH_1), ["ragged", "ragged"], id="breadth 1", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(
+    launch: Launch,
+    expected: Expected,
+    vocabulary: Vocabulary,
+    environment: dict[str, str],
+    arguments: tuple[str, ...],
+    names: list[str],
+) -> None:
+    with launch(BACKEND, *arguments, environment=environment) as server, packing(server) as done:
+        for name in names:
+            requests = workloads.ALL[name](vocabulary)
+            assert tokens_of(replay(server.url, requests)) == expected(requests)
     done.assert_packed("verify", "extend")
+    assert done.steps["decode"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [STANDALONE, NGRAM], ids=["chains", "trees"])
+def test_random_rollouts(
+    launch: Launch, rollout_on: Callable[..., Rollout], environment: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    """With aborts, retractions and flushes."""
+    conservative = ("--schedule-conservativeness", "0.01")
+    with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=environment) as server:
+        rollout = rollout_on(server)
+        with packing(server) as done:
+            for seed in range(10):
+                rollout.run(seed)
+    done.assert_packed("verify", "extend")
+    assert rollout.retractions > 0

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
-from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import cpu_device
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
@@ -192,6 +193,21 @@ class TestFactory:
     def text_runner(**arguments: Any) -> Any:
         model = SimpleNamespace(is_encoder_decoder=False, is_generation=True, model_is_mrope=False)
         return new_runner(model_config=model, server_args=SimpleNamespace(**arguments))
+
+    @pytest.mark.parametrize("in_graphs", [False, True])
+    @pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.NONE])
+    def test_the_loading_of_graphs_is_hooked_where_drafts_are_checked_in_them(
+        self, in_graphs: bool, algorithm: Any, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(CpuExecutor, "runs_in_graphs", in_graphs)
+        create_backend(new_runner(spec_algorithm=algorithm), Settings(metrics=False))
+        hooked = set(factory.hook_table.VERIFY_HOOKS) <= set(asked)
+        assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
+
+    def test_with_speculation_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
+        runner = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
+        assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         runner = new_runner()

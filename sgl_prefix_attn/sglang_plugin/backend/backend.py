@@ -38,6 +38,7 @@ class PrefixPackBackend(AttentionBackend):
 
     Attributes:
         decision: how the present step runs.
+        checks_drafts_in_graphs: whether decode graphs of a server with speculative decoding may hold packed layers.
         graph_variants: decode graphs of the stock backend beside the packed ones.
     """
 
@@ -68,6 +69,7 @@ class PrefixPackBackend(AttentionBackend):
         mixes = graphs_share_metadata(stock_name)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
+        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.never_packs("verify") is None
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
         self._record = BackendRecord(

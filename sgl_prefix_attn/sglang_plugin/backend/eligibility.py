@@ -51,8 +51,7 @@ def server_refusal(runner: Any) -> str | None:
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
     if versions.argument(runner, "enable_deterministic_inference") or versions.argument(runner, "rl_on_policy_target"):
         return fallback_reasons.DETERMINISTIC
-    speculation = getattr(runner, "spec_algorithm", None)
-    if speculation is not None and not speculation.is_none() and not is_cpu(runner):
+    if versions.speculates(runner) and not is_cpu(runner):
         return fallback_reasons.SPECULATIVE
     if versions.argument(runner, "disable_radix_cache"):
         return fallback_reasons.NO_RADIX_CACHE

@@ -84,6 +84,8 @@ GET_LAST_LOC = Target("mem_cache.allocation.get_last_loc", Use.HOOK, _LAST_LOC_P
 _GRAPH_RUNNER = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 CAPTURE_ONE_SHAPE = Target(f"{_GRAPH_RUNNER}.capture_one_shape", Use.HOOK, ("self", "size", "forward"))
 MAKE_GRAPH_KEY = Target(f"{_GRAPH_RUNNER}._make_graph_key", Use.HOOK, ("self",))
+# SGLang calls it outside of ModelRunner.forward for the verify steps of EAGLE, STANDALONE and DFLASH.
+LOAD_BATCH = Target(f"{_GRAPH_RUNNER}.load_batch", Use.HOOK, ("self", "forward_batch"))
 # Hooked for this model over the Triton backend only.
 PREPARE_ATTN_MASKS = Target(
     "models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks",
@@ -103,6 +105,7 @@ HOOKS = (
     GET_LAST_LOC,
     CAPTURE_ONE_SHAPE,
     MAKE_GRAPH_KEY,
+    LOAD_BATCH,
     PREPARE_ATTN_MASKS,
 )
 

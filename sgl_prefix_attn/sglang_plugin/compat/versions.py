@@ -119,6 +119,12 @@ def has_decode_context_parallel(runner: Any) -> bool:
     return (argument(runner, "dcp_size") or 1) > 1
 
 
+def speculates(runner: Any) -> bool:
+    """Whether the server uses speculative decoding."""
+    algorithm = getattr(runner, "spec_algorithm", None)
+    return algorithm is not None and not algorithm.is_none()
+
+
 def has_multimodal_positions(runner: Any) -> bool:
     """Whether tokens have rotary positions in several dimensions (mrope)."""
     holder = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner  # since 0.5.16

@@ -19,6 +19,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_verify
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
@@ -233,7 +234,7 @@ class StepPlanner:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return fallback_reasons.TWO_BATCH_OVERLAP
         if paths.mode == "verify":
-            reason = _unsupported_verify(forward_batch)
+            reason = unsupported_verify(forward_batch, self._executor.reads_trees)
             if reason is not None:
                 return reason
         elif forward_batch.spec_info is not None:
@@ -257,11 +258,3 @@ class StepPlanner:
         step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
         self._executor.begin(step)
         return StepDecision(Kind.UNSHARED, reason, step)
-
-
-def _unsupported_verify(forward_batch: Any) -> str | None:
-    """The reason why a verify step cannot run packed, None if it can: its drafts are one chain for each request."""
-    info = forward_batch.spec_info
-    if getattr(info, "ragged_verify_layout", None) is not None:
-        return fallback_reasons.SPECULATIVE
-    return None if getattr(info, "topk", None) == 1 else fallback_reasons.SPECULATIVE_TREE

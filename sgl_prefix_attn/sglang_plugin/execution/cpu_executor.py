@@ -29,6 +29,7 @@ class CpuExecutor:
 
     kernels = "cpu"
     runs_in_graphs = False
+    reads_trees = True
 
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.planners: list[Planner] = []
@@ -103,6 +104,7 @@ class CpuExecutor:
             logit_cap=layer.logit_cap,
             window_left=window_left(layer),
             sinks=None if sinks is None else sinks.float(),
+            visible=step.visible,
             workspace=self._workspace,
             threads=self._settings.cpu_threads,
         )

@@ -77,6 +77,7 @@ class CudaExecutor:
     """
 
     runs_in_graphs = True
+    reads_trees = False
 
     def __init__(self, runner: Any, settings: Settings, kernels: Kernels) -> None:
         self.planners: list[Planner] = []

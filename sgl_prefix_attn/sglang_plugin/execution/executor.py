@@ -24,11 +24,13 @@ class Executor(Protocol):
         planners: one for each shape index; the list object never changes.
         kernels: name of the kernels in routing profiles.
         runs_in_graphs: whether captured graphs may hold packed layers.
+        reads_trees: whether kernels read masks of visible drafts.
     """
 
     planners: list[Planner]
     kernels: str
     runs_in_graphs: bool
+    reads_trees: bool
 
     def reserve_graphs(self, max_batch: int) -> None:
         """Called once, before `shape_index`, if graphs of up to `max_batch` requests will be captured."""

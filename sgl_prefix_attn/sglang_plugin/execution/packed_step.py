@@ -10,6 +10,8 @@ import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import KvTokens, Plan, grown_by
+from sgl_prefix_attn.sglang_plugin.execution.drafts import visible_positions
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import window_left
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -31,6 +33,7 @@ class PackedStep:
         seq_lens: [>= num_requests] int64 KV lengths, including the tokens of this step; padded like `rows`.
         host_lens: [num_requests] int64 lengths that the planner saw last, in memory that nothing else writes.
         plans: one for each shape index.
+        visible: [num_tokens] int64 masks of the positions that drafts of a tree see (`drafts`), None for other steps.
         in_graph: whether a captured graph runs the layers.
         may_be_padded: whether q may have more rows than the step. A prefill graph runs attention between its pieces
             on padded rows.
@@ -49,6 +52,7 @@ class PackedStep:
     may_be_padded: bool = False
     kv_tokens: KvTokens = NO_KV_TOKENS
     age: int = 0
+    visible: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -63,9 +67,11 @@ class PackedStep:
     ) -> PackedStep:
         """The step of a ForwardBatch."""
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        step = cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
         if paths is not None and paths.mode == "verify":
-            seq_lens = seq_lens + num_tokens // paths.num_requests
-        return cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
+            step.seq_lens = seq_lens + num_tokens // paths.num_requests
+            step.visible = visible_positions(forward_batch.spec_info)
+        return step
 
     def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:
         """Takes over a decode batch with the same paths. Returns False if the planner has to see the batch.
@@ -97,6 +103,8 @@ class PackedStep:
 
     def unsupported_call(self, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
         """The reason why one call of a layer cannot run packed, None if it can."""
+        if self.visible is not None and window_left(layer) >= 0:  # positions of a tree are not those of its slots
+            return fallback_reasons.SPECULATIVE_TREE
         if kwargs and any(value is not None and name != "sinks" for name, value in kwargs.items()):
             return fallback_reasons.CALL_ARGUMENTS
         if q is None:

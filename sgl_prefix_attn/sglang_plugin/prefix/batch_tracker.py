@@ -128,11 +128,13 @@ class BatchTracker:
 
     Attributes:
         never_packed: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
+        refuses_drafts: whether no step of a server with speculative decoding runs packed; such batches are not read.
         runs_as_decode: whether a prefill or mixed batch runs as a decode step (`one_token`).
     """
 
     def __init__(self) -> None:
         self.never_packed: Callable[[Mode], str | None] = _may_be_packed
+        self.refuses_drafts = False
         self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
         self._mirror: TreeMirror | None = None
@@ -154,16 +156,20 @@ class BatchTracker:
             batch: SGLang's ScheduleBatch, when its ForwardBatch is made.
         """
         mode = batch.forward_mode
-        verify = mode.is_target_verify()
-        decode = verify or mode.is_decode()
-        drafts: int | None = batch.spec_info.draft_token_num if verify else None
-        if decode and self._is_steady(batch, drafts):
+        decode, drafts = mode.is_decode(), None
+        if decode and self._is_steady(batch, None):
             return self._decode.step  # type: ignore[union-attr]
         if mode.is_idle():
             return fallback_reasons.IDLE
-        speculates = batch.spec_algorithm is not None and not batch.spec_algorithm.is_none()
-        if speculates and not ((verify or mode.name == "EXTEND") and self.never_packed("verify") is None):
-            return fallback_reasons.SPECULATIVE
+        if batch.spec_algorithm is not None and not batch.spec_algorithm.is_none():
+            if self.refuses_drafts:
+                return fallback_reasons.SPECULATIVE
+            if mode.is_target_verify():
+                decode, drafts = True, batch.spec_info.draft_token_num
+                if self._is_steady(batch, drafts):
+                    return self._decode.step  # type: ignore[union-attr]
+            elif mode.name != "EXTEND":
+                return fallback_reasons.SPECULATIVE
         if not decode and mode.name not in ("EXTEND", "MIXED"):
             return fallback_reasons.MODE
         if len(batch.seq_lens) != len(batch.reqs):

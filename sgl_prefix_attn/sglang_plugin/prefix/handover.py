@@ -78,6 +78,7 @@ class Handover:
     def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
         """Stops reading paths for the kinds of steps for which `never_packed` returns a reason."""
         self._tracker.never_packed = never_packed
+        self._tracker.refuses_drafts = never_packed("verify") is not None
 
     def read(self, batch: Any) -> Handed:
         """Reads a batch's paths; never raises."""
@@ -136,8 +137,8 @@ class HandoverHooks:
         if self.active.kind == "hooks":
             setattr(result, _ATTRIBUTE, self.active.read(batch))
 
-    def around_model_runner_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        """AROUND hook on `ModelRunner.forward`."""
+    def around_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `ModelRunner.forward` and `DecodeCudaGraphRunner.load_batch`."""
         forward_batch = args[0] if args else kwargs.get("forward_batch")
         handed = getattr(forward_batch, _ATTRIBUTE, None)
         if self.active is None or handed is None:

@@ -76,6 +76,34 @@ class TestVerifySteps:
         assert batch is not None
         assert (batch["mode"], batch["seq_lens"], batch["query_lens"]) == ("verify", LENGTHS, [drafts] * 4)
 
+    @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 3), tuple(range(-1, 63))])
+    def test_a_draft_of_a_tree_sees_its_ancestors(self, parents: tuple[int, ...]) -> None:
+        drafts = len(parents)
+        lengths = [length + drafts for length in LENGTHS]
+        fixture = Fixture(SHARED, lengths, [drafts] * len(lengths))
+        mask = torch.eye(drafts, dtype=torch.bool)
+        for draft, parent in enumerate(parents[1:], 1):
+            mask[draft] |= mask[parent]
+        fixture.verify(topk=2, custom_mask=mask.repeat(len(lengths), 1).flatten())
+        packed = fixture.run()
+        assert fixture.fallbacks == {}
+        for ours, layer in zip(packed, fixture.layers, strict=True):
+            q, _, _ = fixture.qkv(layer)
+            for request, length in enumerate(lengths):
+                slots = fixture.rows.req_to_token[request + 1, :length].long()
+                seen = torch.cat([torch.ones(drafts, length - drafts, dtype=torch.bool), mask], dim=1)
+                tokens = slice(request * drafts, (request + 1) * drafts)
+                expected = torch.nn.functional.scaled_dot_product_attention(
+                    q[tokens].view(drafts, layer.tp_q_head_num, -1).transpose(0, 1),
+                    fixture.pool.get_key_buffer(layer.layer_id)[slots].transpose(0, 1),
+                    fixture.pool.get_value_buffer(layer.layer_id)[slots].transpose(0, 1),
+                    attn_mask=seen,
+                    enable_gqa=True,
+                )
+                torch.testing.assert_close(
+                    ours[tokens], expected.transpose(0, 1).reshape(drafts, -1), rtol=2e-5, atol=2e-5
+                )
+
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [({"pack_decode": False}, {fallback_reasons.DISABLED: 1}), ({"route": "stock"}, {})],
@@ -90,10 +118,11 @@ class TestVerifySteps:
     @pytest.mark.parametrize(
         ("info", "reason"),
         [
-            ({"topk": 4}, fallback_reasons.SPECULATIVE_TREE),
+            ({"topk": 4, "custom_mask": None}, fallback_reasons.SPECULATIVE_TREE),
+            ({"topk": 4, "custom_mask": torch.ones(4 * 300, dtype=torch.bool)}, fallback_reasons.SPECULATIVE_TREE),
             ({"ragged_verify_layout": object()}, fallback_reasons.SPECULATIVE),
         ],
-        ids=["tree", "ragged"],
+        ids=["no mask", "a mask of all positions", "ragged"],
     )
     def test_other_drafts_go_to_the_stock_backend(self, info: Any, reason: str) -> None:
         fixture, _ = self.step()

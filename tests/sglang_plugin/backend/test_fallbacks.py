@@ -87,6 +87,11 @@ class TestSteps:
         self.falls_back(fixture, reasons.VIRTUAL_SLOTS)
         assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {reasons.VIRTUAL_SLOTS}
 
+    @pytest.mark.parametrize(("device", "refused"), [("cuda", True), ("cpu", False)])
+    def test_batches_with_drafts_are_not_read_where_none_runs_packed(self, device: str, refused: bool) -> None:
+        fixture = decode(spec_algorithm=SpeculativeAlgorithm.EAGLE, device=device)
+        assert fixture.handover._tracker.refuses_drafts is refused
+
     def test_idle(self) -> None:
         fixture = decode()
         fixture.batch.forward_mode = ForwardMode.IDLE

@@ -54,7 +54,7 @@ class TestHooks:
             seen.append((active.take(), active.take(), pp_proxy_tensors))
             return "logits"
 
-        assert hooks.around_model_runner_forward(forward, TARGET, forward_batch, pp_proxy_tensors=1) == "logits"
+        assert hooks.around_forward(forward, TARGET, forward_batch, pp_proxy_tensors=1) == "logits"
         first, again, proxy = seen[0]
         assert first.step is STEP
         assert first.rows == "rows"
@@ -71,7 +71,7 @@ class TestHooks:
             raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            hooks.around_model_runner_forward(forward, TARGET, forward_batch)
+            hooks.around_forward(forward, TARGET, forward_batch)
         assert active.take() is NOTHING
         assert not counters.fallbacks
 
@@ -87,7 +87,7 @@ class TestHooks:
         forward_batch = SimpleNamespace()
         hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
         assert vars(forward_batch) == {}
-        assert hooks.around_model_runner_forward(lambda runner, batch: 5, TARGET, forward_batch) == 5
+        assert hooks.around_forward(lambda runner, batch: 5, TARGET, forward_batch) == 5
 
     def test_an_exception_is_counted_logged_once_and_the_step_falls_back(
         self, caplog: pytest.LogCaptureFixture
@@ -98,13 +98,30 @@ class TestHooks:
             for _ in range(3):
                 forward_batch = SimpleNamespace()
                 hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
-                hooks.around_model_runner_forward(
-                    lambda runner, batch: seen.append(active.take().step), TARGET, forward_batch
-                )
+                hooks.around_forward(lambda runner, batch: seen.append(active.take().step), TARGET, forward_batch)
         assert seen == [fallback_reasons.HOOK_FAILED] * 3
         assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 3
         assert caplog.text.count("Traceback") == 1
         assert "no such field" in caplog.text
+
+    def test_paths_are_there_while_a_decode_graph_is_loaded(self) -> None:
+        """Outside of the runner's forward for some verify steps, inside of it for others."""
+        hooks, active, _ = started()
+        forward_batch = SimpleNamespace()
+        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        seen = []
+
+        def load_batch(runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> None:
+            seen.append(active.take().step)
+
+        def forward(runner: Any, batch: Any) -> None:
+            hooks.around_forward(load_batch, runner, batch)
+            seen.append(active.take().step)
+
+        hooks.around_forward(load_batch, TARGET, forward_batch, None)
+        assert active.take() is NOTHING
+        hooks.around_forward(forward, TARGET, forward_batch)
+        assert seen == [STEP] * 3
 
 
 class TestNativeSeam:

@@ -180,7 +180,7 @@ class TestHandover:
         assert forward.forward_mode is ForwardMode.DECODE
         seen: list[Any] = []
         if kind == "hooks":
-            hooks.around_model_runner_forward(lambda *args: seen.append(hooks.active.take()), TARGET, forward)
+            hooks.around_forward(lambda *args: seen.append(hooks.active.take()), TARGET, forward)
         else:
             seen.append(hooks.active.take())
         assert seen[0].step.mode == "decode"

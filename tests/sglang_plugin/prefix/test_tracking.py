@@ -188,7 +188,7 @@ class TestSpeculation:
 
     def test_nothing_is_read_where_drafts_do_not_run_packed(self) -> None:
         scheduler, tracker = self.start()
-        tracker.never_packed = lambda mode: fallback_reasons.SPECULATIVE if mode == "verify" else None
+        tracker.refuses_drafts = True
         batch = scheduler.verify_batch(4)
         batch.tree_cache = None
         assert tracker.step(batch) == fallback_reasons.SPECULATIVE
