@@ -218,10 +218,12 @@ class DeviceModel:
         overlap: float = 1.0,
         wide_rows: int = 0,
         wide_flops: float = 1.0,
-        fill_share: float = 1.0,
+        lone_speedup: float = 1.0,
         merge_step: float = 0.0,
         merge_rows: int = 1,
         merge_width: int = 1,
+        merge_latency: float = 0.0,
+        merge_fan_in: int = ...,
     ) -> None: ...
 
 class Plan:

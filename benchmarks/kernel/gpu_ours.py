@@ -22,7 +22,11 @@ GROWTH = 64
 def device_model(sm_count: int, shape: ModelShape, overrides: dict[str, Any] | None = None) -> DeviceModel:
     """What plans are made for; `overrides` replaces fields by name."""
     device = DeviceModel.gpu(
-        sm_count, head_dim=shape.head_dim, group=shape.group, warpgroup_products=shape.kv_bytes == 2
+        sm_count,
+        head_dim=shape.head_dim,
+        group=shape.group,
+        kv_bytes=shape.kv_bytes,
+        warpgroup_products=shape.kv_bytes == 2,
     )
     return replace(device, **(overrides or {}))
 

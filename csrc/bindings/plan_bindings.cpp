@@ -104,18 +104,20 @@ void bind_planner(py::module_& m) {
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
                        int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
-                       double overlap, int32_t wide_rows, double wide_flops, double fill_share, double merge_step,
-                       int32_t merge_rows, int32_t merge_width) {
+                       double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double merge_step,
+                       int32_t merge_rows, int32_t merge_width, double merge_latency, int32_t merge_fan_in) {
              DeviceModel device;
              device.workers = workers;
              device.bandwidth = bandwidth;
              device.flops = flops;
              device.wide_rows = wide_rows;
              device.wide_flops = wide_flops;
-             device.fill_share = fill_share;
+             device.lone_speedup = lone_speedup;
              device.merge_step = merge_step;
              device.merge_rows = merge_rows;
              device.merge_width = merge_width;
+             device.merge_latency = merge_latency;
+             device.merge_fan_in = merge_fan_in;
              device.item_overhead = item_overhead;
              device.reread = reread;
              device.tile_rows = std::move(tile_rows);
@@ -132,8 +134,9 @@ void bind_planner(py::module_& m) {
            py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-           py::arg("wide_flops") = 1.0, py::arg("fill_share") = 1.0, py::arg("merge_step") = 0.0,
-           py::arg("merge_rows") = 1, py::arg("merge_width") = 1);
+           py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("merge_step") = 0.0,
+           py::arg("merge_rows") = 1, py::arg("merge_width") = 1, py::arg("merge_latency") = 0.0,
+           py::arg("merge_fan_in") = 1 << 30);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")

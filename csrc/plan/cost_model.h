@@ -2,8 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
+
+#include "plan/queue_model.h"
 
 namespace prefixpack {
 
@@ -29,10 +32,12 @@ struct DeviceModel {
   double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
   int32_t narrow_units = 1;        // it is so many units, each of which reads its KV,
   double narrow_reread = 1;        // all but one at this price, 0 .. 1
-  double fill_share = 1;           // share of the workers that read at the full bandwidth
+  double lone_speedup = 1;         // of a worker's arithmetic while most others have nothing to do
   double merge_step = 0;           // seconds of a combine for `merge_width` partials of `merge_rows` rows; a row's
   int32_t merge_rows = 1;          // partials are added one step after the other, by one worker; narrow items have
   int32_t merge_width = 1;         // an eighth of the rows and half of the width
+  double merge_latency = 0;        // seconds of a combine before its first step
+  int32_t merge_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
   double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
@@ -40,9 +45,9 @@ struct DeviceModel {
 struct TileClass {
   double overhead;                 // seconds to take up an item
   double first_read, second_read;  // seconds per KV position; the second where a sibling tile has just read it
-  double lone;                     // time with the full bandwidth for few workers, of that with an even share
-  int32_t rows;                    // of the smallest tile that holds them
-  int32_t stretch, share;          // see CostModel
+  double computing;        // seconds per KV position of arithmetic alone, or of all if a worker does not overlap
+  int32_t rows;            // of the smallest tile that holds them
+  int32_t stretch, share;  // see CostModel
 };
 
 // Seconds of the whole device unless said otherwise; all KV heads of an item together. The partial price follows
@@ -100,7 +105,10 @@ class CostModel {
   double combine(int32_t queries, int32_t partials, bool narrow) const {
     const int32_t rows = std::max(1, narrow ? device_.merge_rows / 8 : device_.merge_rows);
     const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
-    return device_.merge_step * ((queries * group_ + rows - 1) / rows) * ((partials + width - 1) / width);
+    const bool grouped = partials > device_.merge_fan_in;
+    const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(partials))) : partials;
+    const int32_t steps = ((queries * group_ + rows - 1) / rows) * ((in_group + width - 1) / width);
+    return (grouped ? 2 : 1) * (device_.merge_latency + device_.merge_step * steps);
   }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
@@ -110,7 +118,23 @@ class CostModel {
   const TileClass& tile(int32_t queries, int32_t tokens) const {
     return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
   }
-  double whole_lone() const { return whole_tile_.lone; }
+  // Of `queries`, in a tile that takes a whole worker.
+  const TileClass& whole_tile(int32_t queries) const {
+    return tiles_[queries].rows <= device_.narrow_rows ? whole_tile_ : tiles_[queries];
+  }
+  // Seconds per KV position of the arithmetic of the narrowest tile that takes a whole worker.
+  double whole_computing() const { return whole_tile_.computing; }
+  // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that.
+  Workers queue_workers(double computing) const {
+    const double paired = std::max(1.0, 1 / computing);
+    return {workers(),
+            device_.narrow_per_worker,
+            paired,
+            paired * device_.lone_speedup,
+            1.0 / device_.narrow_to_fill,
+            device_.item_overhead,
+            device_.narrow_overhead * device_.narrow_per_worker};
+  }
   // Seconds per KV position that the units of a narrow item after the first take.
   double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_units - 1); }
 
@@ -142,19 +166,17 @@ class CostModel {
   }
 
  private:
-  // Of the rate of multiplying, while a worker has the bandwidth of many.
-  static constexpr double kLoneArithmetic = 0.8;
+  double flops_of(int32_t rows) const {
+    return device_.wide_rows > 0 && rows >= device_.wide_rows ? device_.wide_flops : device_.flops;
+  }
 
   TileClass tile_of(int32_t rows) const {
-    const bool wide = device_.wide_rows > 0 && rows >= device_.wide_rows;
-    const double multiply = row_token_flops_ / (wide ? device_.wide_flops : device_.flops) * rows;
+    const double multiply = row_token_flops_ / flops_of(rows) * rows;
     const double reread = rows <= device_.narrow_rows ? narrow_reread() : 0.0;
-    const double lone_share = rows <= device_.narrow_rows ? 1 / narrow_speedup() : device_.fill_share;
     return {overhead(rows),
             both(token_seconds_ + reread, multiply),
             both(token_seconds_ * device_.reread + reread, multiply),
-            std::min(1.0, both(token_seconds_ * lone_share + reread, multiply / kLoneArithmetic) /
-                              both(token_seconds_ + reread, multiply)),
+            device_.overlap < 1 ? both(token_seconds_, multiply) : multiply,
             rows,
             stretch(rows),
             share(rows)};

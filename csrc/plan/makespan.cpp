@@ -16,6 +16,7 @@ namespace {
 constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a combine by a CTA
 constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
+constexpr int32_t kGroupedSplits = 16;  // combined in groups beyond, see csrc/cuda/combine_lists.h
 constexpr int32_t kWarpRows = 8;
 // Stream classes: two for each of three tile widths, first reader and sibling, then two for warps; as many again for
 // CTAs whose SM runs no other.
@@ -249,9 +250,15 @@ class Simulation {
     if (rows == 0) return 0;
     const int32_t at_once = narrow ? kRowsAtOnceByWarp : kRowsAtOnce;
     const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
-    const int32_t steps = (rows + at_once - 1) / at_once * ((most + partials_at_once - 1) / partials_at_once);
-    return narrow ? machine_.warp_merge + steps * machine_.warp_merge_step
-                  : machine_.block_merge + steps * machine_.block_merge_step;
+    const int32_t levels = most > kGroupedSplits ? 2 : 1;
+    int32_t turns = (most + partials_at_once - 1) / partials_at_once;
+    if (levels == 2) {  // the unit's own group, then the groups
+      const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(most))));
+      turns = 2 * ((root + partials_at_once - 1) / partials_at_once);
+    }
+    const int32_t steps = (rows + at_once - 1) / at_once * turns;
+    return narrow ? levels * machine_.warp_merge + steps * machine_.warp_merge_step
+                  : levels * machine_.block_merge + steps * machine_.block_merge_step;
   }
 
   static double left(const StreamClass& kind) { return std::max(0.0, kind.active.top().first - kind.served); }

@@ -15,10 +15,8 @@ constexpr int32_t kMinGrowth = 16;
 // A worker may be this much later than the others before a new plan is worth its time (PackInfer re-packs on drift).
 constexpr double kDriftTolerance = 1.25;
 constexpr int32_t kQueueBins = 512;
-constexpr double kNarrowPrevails = 1;     // times the work of the other items
-constexpr double kWorthNarrowing = 0.85;  // of the time with tiles twice as wide,
-constexpr double kWorthWithIdle = 0.95;   // or so much where these leave most workers without a
-constexpr double kFewAtWork = 0.33;       // unit: of the workers, those that have one
+constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wide
+constexpr double kWorthWidening = 0.95;   // of the time with narrow items
 
 // Tiles that are split alike, on their way into the queue: those of a pack, or one of a request's own tail.
 struct QueuedPack {
@@ -43,7 +41,7 @@ class Scheduler {
     take_slots();
     order_queue();
     list_items();
-    schedule_.plan.narrow_prevails = tiling_.narrow_to_whole() > kNarrowPrevails;
+    schedule_.plan.narrow_prevails = tiling_.narrow_prevails();
     schedule_.growth_limit = growth_limit();
     return std::move(schedule_);
   }
@@ -112,20 +110,31 @@ class Scheduler {
     for (int32_t i = 0; i < query_count; ++i) partials[i] += more;
   }
 
-  // Where wide tiles leave workers idle, narrower ones read the same KV at once, from the cache, and are done sooner;
-  // but a plan never reads more than requests by themselves would. Once most workers have some, what the narrower ones
-  // save has to be clear: they keep workers from what narrow items there are.
+  // Narrow items that do not keep every worker busy may be done sooner by whole workers, in fewer pieces. Where wide
+  // tiles leave workers idle, narrower ones read the same KV at once, from the cache, and may be done sooner; but a
+  // plan never reads more than requests by themselves would.
   void choose_tiles() {
     int32_t queries = cost_.queries_per_tile();
-    tiling_.make(packing_.packs, lens_, partials_.data(), num_partials_, queries);
+    bool with_narrow = true;
+    make(tiling_, queries, with_narrow);
+    if (tiling_.narrow_units() > 0 && tiling_.narrow_units() < int64_t{cost_.workers()} * cost_.most_at_a_time()) {
+      make(narrower_, queries, false);
+      if (narrower_.finish() < kWorthWidening * tiling_.finish()) {
+        std::swap(tiling_, narrower_);
+        with_narrow = false;
+      }
+    }
     while (queries > 1 && tiling_.whole_units() > 0 && tiling_.whole_units() < cost_.workers()) {
       queries /= 2;
-      narrower_.make(packing_.packs, lens_, partials_.data(), num_partials_, queries);
-      const bool idle = tiling_.whole_pieces() < kFewAtWork * cost_.workers();
-      if (narrower_.finish() > (idle ? kWorthWithIdle : kWorthNarrowing) * tiling_.finish()) break;
+      make(narrower_, queries, with_narrow);
+      if (narrower_.finish() > kWorthNarrowing * tiling_.finish()) break;
       if (narrower_.tokens() > schedule_.plan.kv_tokens_per_request) break;
       std::swap(tiling_, narrower_);
     }
+  }
+
+  void make(Tiling& tiling, int32_t queries, bool with_narrow) const {
+    tiling.make(packing_.packs, lens_, partials_.data(), num_partials_, queries, with_narrow);
   }
 
   // Adds the partials that splitting brings.

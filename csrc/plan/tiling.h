@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -10,6 +9,7 @@
 #include "plan/cost_model.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
+#include "plan/queue_model.h"
 
 namespace prefixpack {
 
@@ -19,11 +19,11 @@ struct Tile {
   int32_t tokens;
   int32_t stretch;     // of its duration, see CostModel
   int32_t share;       // of a worker, in the smallest shares that there are
-  bool partial;        // the queries have other partials
+  int32_t partials;    // of each query, by the packs alone
   bool first_of_pack;  // the tiles behind it read the same range and are split as it is
   double overhead;     // of taking it up
-  double lone;         // time of the rest with the full bandwidth for few workers, 0 .. 1 of that with an even share
   double seconds;      // of work
+  double computing;    // of arithmetic alone
   double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 };
 
@@ -32,17 +32,17 @@ class Tiling {
   explicit Tiling(const CostModel& cost);
 
   // Cuts packs into tiles of at most `step` queries and chooses the longest unit. `partials`: of every query, by the
-  // packs alone; `num_partials`: of all queries together.
+  // packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker.
   void make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-            int32_t step);
+            int32_t step, bool with_narrow);
 
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
   size_t size() const { return num_tiles_; }
   int64_t tokens() const { return tokens_; }            // KV positions that the tiles read
   int64_t whole_units() const { return whole_units_; }  // that take a whole worker, before they are split
-  int64_t whole_pieces() const;                         // the same, split
-  double finish() const { return finish_; }             // when the last worker is done
+  int64_t narrow_units() const { return narrow_units_; }
+  double finish() const { return finish_; }  // when the last worker is done
 
   // Tiles that lead a pack and are split, in ascending order.
   std::vector<int32_t> long_tiles() const;
@@ -63,42 +63,12 @@ class Tiling {
   }
   double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.stretch; }
   double per_worker() const { return per_worker_; }
-  // Work in items that take only a part of a worker, for each second of the others.
-  double narrow_to_whole() const { return narrow_ / std::max(total_ - narrow_, 1e-12); }
+  // Whether narrow items are more work than the others.
+  bool narrow_prevails() const { return narrow_ > total_ - narrow_; }
 
  private:
-  static constexpr int32_t kBins = 256, kShareBins = 512;
-
-  // Units of one kind of workers by duration with an even share of the bandwidth for each worker. While few workers
-  // have work, a unit takes `lone` of it.
-  struct Level {
-    std::array<int32_t, kBins> count;  // the last bin holds all that are longer
-    double to_bin = 0, total = 0, longest = 0;
-    double longest_lone = 0, lone = 1;  // of the unit that takes longest by itself
-    int32_t heads = 1;                  // units are counted for one KV head
-    int64_t workers = 1, units = 0;
-
-    int32_t bin(double duration) const { return static_cast<int32_t>(std::min(duration * to_bin, kBins - 1.0)); }
-    void add(double duration, double lone_duration, int32_t units_more) {
-      count[bin(duration)] += units_more;
-      total += duration * units_more;
-      units += units_more;
-      longest = std::max(longest, duration);
-      if (lone_duration > longest_lone) {
-        longest_lone = lone_duration;
-        lone = lone_duration / duration;
-      }
-    }
-    // When the last of its workers is done.
-    double finish() const;
-  };
   struct Split {
-    double narrow, whole;  // longest unit of either kind
-  };
-  struct Finish {
-    double narrow;   // when the last narrow unit is done and combined, if these alone were there
-    double all;      // when the last worker is done and whole units are combined
-    double combine;  // of whole units
+    double whole, narrow;  // longest unit of either kind
   };
 
   void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
@@ -109,30 +79,25 @@ class Tiling {
   }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
   static int32_t split_pieces(const Tile& tile, double longest);
-  double lone_duration(const Tile& tile, double duration) const;
   double split_seconds(const Tile& tile, int32_t pieces) const;
-  Finish finish_time(const Split& split) const;
-  void count_units();
-  void count_levels();
-  double even_time(double longest) const;
-  void choose_longest_unit();
-  void shorten_narrow_units();
-  void lengthen_whole_units();
-  int32_t bin(double seconds) const { return static_cast<int32_t>(seconds * to_bin_); }
+  // Of the work for each worker, but no less than what is worth taking up.
+  double share() const { return std::max(total_ / per_worker_, 2 * longest_overhead_); }
+  void list_splittable();
+  void count_unsplit();
+  double finish_time(const Split& split) const;
+  void choose_split();
 
   const CostModel* cost_;
   double per_worker_, longest_overhead_, partial_;
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
   std::vector<int32_t> splittable_;
-  bool levels_counted_ = false;
-  Level whole_level_, narrow_level_;  // of the tiles that are short enough whatever is chosen
+  Workers workers_{};
+  UnitBins whole_, narrow_bins_;  // of the tiles that are short enough whatever is chosen
   double narrow_ = 0, total_ = 0;
-  std::array<int32_t, kShareBins> shares_;  // of workers by unsplit duration
-  double longest_ = 0, to_bin_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
+  double longest_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
   double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0;
   int64_t narrow_units_ = 0, whole_units_ = 0, tokens_ = 0;
-  int64_t narrow_tokens_ = 0, whole_tail_tokens_ = 0;  // the latter of single queries
 };
 
 }  // namespace prefixpack

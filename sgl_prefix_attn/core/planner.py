@@ -47,6 +47,25 @@ class ModelShape:
         return self.q_heads // self.kv_heads
 
 
+class _KernelFigures(NamedTuple):
+    """Floating-point operations per second of all CTAs, and warps that use all of a CTA's share of the bandwidth."""
+
+    flops: float  # tiles of up to 32 rows
+    wide_flops: float  # of more rows
+    warps_to_fill: int
+
+
+# By head_dim and bytes of a KV element; fitted with the simulator to drawn batches on an H200.
+_H200_KERNELS = {
+    (64, 2): _KernelFigures(146e12, 235e12, 4),
+    (128, 2): _KernelFigures(183e12, 600e12, 3),
+    (256, 2): _KernelFigures(220e12, 215e12, 1),
+    (64, 1): _KernelFigures(146e12, 235e12, 5),
+    (128, 1): _KernelFigures(185e12, 270e12, 5),
+    (256, 1): _KernelFigures(220e12, 215e12, 1),
+}
+
+
 @dataclass(frozen=True)
 class DeviceModel:
     """Figures of a device from which the planner computes prices.
@@ -65,9 +84,11 @@ class DeviceModel:
         narrow_units: parts of a narrow item, each of which reads its KV. Where that costs more than a whole worker's
             overhead, the query gets a tile of a whole worker.
         narrow_reread: price, 0 to 1, of reading the KV by each part but the first.
-        fill_share: share of the workers that reads at the full bandwidth, while others read nothing.
+        lone_speedup: how much faster a worker computes while most others have nothing to do.
         merge_step: seconds of a combine per `merge_width` partials of `merge_rows` rows. One worker adds a row's
             partials one step after the other. Narrow items have an eighth of the rows and half of the width.
+        merge_latency: seconds of a combine before its first step.
+        merge_fan_in: most partials of a row that are combined in one level.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
         wide_rows: fewest rows of a wide tile, which computes at `wide_flops`; 0 for none.
         wide_flops: floating-point operations per second of all workers at wide tiles.
@@ -88,10 +109,12 @@ class DeviceModel:
     overlap: float = 1.0
     wide_rows: int = 0
     wide_flops: float = 1.0
-    fill_share: float = 1.0
+    lone_speedup: float = 1.0
     merge_step: float = 0.0
     merge_rows: int = 1
     merge_width: int = 1
+    merge_latency: float = 0.0
+    merge_fan_in: int = 1 << 30
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -115,8 +138,8 @@ class DeviceModel:
         head_dim: int = 128,
         group: int = 1,
         bandwidth: float = 4.3e12,
-        flops: float = 250e12,
         max_tile_rows: int = 128,
+        kv_bytes: int = 2,
         warpgroup_products: bool = True,
     ) -> DeviceModel:
         """A GPU with two CTAs on each SM; the default figures fit an H200 best.
@@ -126,34 +149,38 @@ class DeviceModel:
             head_dim: elements of a head. Above 128 there are no tiles of 128 rows, and no items of one warp.
             group: query heads of a KV head. A warp takes half of a larger group (csrc/cuda/common/index_math.h).
             bandwidth: bytes per second.
-            flops: floating-point operations per second.
             max_tile_rows: rows of the widest tile.
+            kv_bytes: bytes of one stored K or V element.
             warpgroup_products: whether the widest tile uses WGMMA with head_dim 128: compute capability 9.0 and KV of
                 16 bits.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
         halves = 1 if wide else _native.units_of_group(group)
-        narrow_rows = 8 * halves
+        narrow_rows = 0 if wide else 8 * halves
+        kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
+        no_wgmma = head_dim == 128 and kv_bytes == 2 and not warpgroup_products
         return cls(
             workers=2 * sm_count,
             bandwidth=bandwidth,
-            flops=flops,
-            item_overhead=6e-6,
-            reread=0.25,
-            tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if rows <= max_tile_rows),
+            flops=kernels.flops,
+            item_overhead=4.5e-6,
+            reread=0.97,
+            tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if 0 < rows <= max_tile_rows),
             narrow_rows=narrow_rows,
             narrow_per_worker=1 if wide else 8 // halves,
-            narrow_to_fill=1 if wide else 3,
-            narrow_overhead=6e-6 if wide else 0.5e-6 * halves,
+            narrow_to_fill=1 if wide else min(kernels.warps_to_fill, 8 // halves),
+            narrow_overhead=0.5e-6 * halves,
             narrow_units=halves,
             narrow_reread=0.4,
-            wide_rows=128 if warpgroup_products and head_dim == 128 else 0,
-            wide_flops=530e12,
-            fill_share=0.27,
-            merge_step=0.7e-6,
+            wide_rows=64,
+            wide_flops=kernels.flops if no_wgmma else kernels.wide_flops,
+            lone_speedup=1.22,
+            merge_step=1e-6,
             merge_rows=32,
             merge_width=4,
+            merge_latency=1.5e-6,
+            merge_fan_in=16,
         )
 
 

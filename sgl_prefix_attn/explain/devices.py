@@ -14,9 +14,9 @@ from sgl_prefix_attn.explain.batch import InputError, first_problem
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-# A100 (80 GB, SXM) and H100 (SXM): bandwidth, and arithmetic of the A100, by the data sheet; the rest as on an H200.
+# A100 (80 GB, SXM) and H100 (SXM): bandwidth by the data sheet; the rest as on an H200, without WGMMA on the A100.
 _GPUS: dict[str, Callable[[ModelShape], DeviceModel]] = {
-    "a100": lambda shape: _gpu(shape, 108, bandwidth=2.04e12, flops=312e12, warpgroup_products=False),
+    "a100": lambda shape: _gpu(shape, 108, bandwidth=2.04e12, warpgroup_products=False),
     "h100": lambda shape: _gpu(shape, 132, bandwidth=3.35e12),
     "h200": lambda shape: _gpu(shape, 132),
 }
@@ -29,6 +29,7 @@ def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = 
         multiprocessors,
         head_dim=shape.head_dim,
         group=shape.group,
+        kv_bytes=shape.kv_bytes,
         warpgroup_products=warpgroup_products and shape.kv_bytes == 2,
         **figures,
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.kernel.gpu_cases import select
 from benchmarks.kernel.gpu_ours import device_model
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
@@ -30,8 +29,9 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
 def test_a_combine_is_waited_for() -> None:
     first, slots = simulated([65_536])
     assert slots > 1
+    levels = 2 if slots > 16 else 1
     later, _ = simulated([65_536], block_merge=H200["block_merge"] + 50e-6)
-    assert later.seconds - first.seconds == pytest.approx(50e-6)
+    assert later.seconds - first.seconds == pytest.approx(levels * 50e-6)
 
 
 @pytest.mark.parametrize("name", ["bandwidth", "block_rate", "warp_flops"])
@@ -51,21 +51,33 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
         assert faster.seconds <= 1.02 * found.seconds + 2e-6
 
 
-def test_committed_times_are_met() -> None:
-    """Median absolute error of the families of gpu_attention.json, of the half that was not fitted."""
-    measured = json.loads((ROOT / "benchmarks/results/gpu_attention.json").read_text())["rows"]
-    cases = {case.key: case for case in select([], None)}
-    fitted = np.random.default_rng(0).random(len(measured)) < 0.5
+def test_measured_times_are_met() -> None:
+    """Median absolute error over drawn batches whose seed was not fitted."""
+    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_dev6.json").read_text())
+    rows = {row["key"]: row["ways"]["prefixpack"] for row in measured["rows"]}
     errors = defaultdict(list)
-    for row, in_fit in zip(measured, fitted, strict=True):
-        case = cases[row["key"]]
+    for case in draw_set(measured["seed"], measured["cases"]):
         device = device_model(132, case.shape)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
-        ours = row["ways"]["prefixpack"]
-        if in_fit or (len(plan.items), plan.num_slots) != (ours["items"], ours["partial_slots"]):
+        ours = rows[case.key]
+        if (len(plan.items), plan.num_slots) != (ours["items"], ours["partial_slots"]):
             continue  # another plan than the one that was measured
         seconds = makespan(plan, case.lengths, case.shape, device).seconds
         errors[case.family].append(abs(seconds * 1e6 / ours["cold_us"] - 1))
-    assert sum(map(len, errors.values())) >= 70
+    assert sum(map(len, errors.values())) >= 200
     assert {family for family, found in errors.items() if np.median(found) > 0.1} == set()
-    assert np.median(np.concatenate(list(errors.values()))) <= 0.04
+    assert np.median(np.concatenate(list(errors.values()))) <= 0.06
+
+
+def test_sharing_is_seldom_slower_than_none() -> None:
+    """Against the plan of the same batch without a forest, by the simulator."""
+    ratios = []
+    for case in draw_set(12, 150):
+        device = device_model(132, case.shape)
+        planner = Planner(case.shape, device)
+        unshared = PrefixForest.from_paths([[] for _ in case.lengths])
+        plans = [planner.plan(forest, case.lengths) for forest in (case.forest(), unshared)]
+        ours, theirs = (makespan(plan, case.lengths, case.shape, device).seconds for plan in plans)
+        ratios.append(ours / theirs)
+    assert np.mean(np.array(ratios) > 1.05) <= 0.02
+    assert np.median(ratios) < 0.8

@@ -287,6 +287,7 @@ def gpu_device(
         head_dim=shape.head_dim,
         group=shape.group,
         max_tile_rows=min(settings.max_tile_rows, max_tile_rows),
+        kv_bytes=shape.kv_bytes,
         warpgroup_products=warpgroup_products,
     )
     return dataclasses.replace(device, workers=settings.workers or device.workers)

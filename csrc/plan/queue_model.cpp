@@ -1,0 +1,158 @@
+#include "plan/queue_model.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace prefixpack {
+
+namespace {
+
+constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more are merged
+constexpr double kSameTime = 0.02;    // events this share of the time so far apart are one event
+
+// Units that began together.
+struct Group {
+  double until;  // work served when they are done
+  int64_t units;
+};
+
+// Groups in descending order of `until`, so that the next one is the last.
+class Groups {
+ public:
+  bool empty() const { return size_ == 0; }
+  int64_t units() const { return units_; }
+  const Group& next() const { return groups_[size_ - 1]; }
+  void add(double until, int64_t units) {
+    units_ += units;
+    if (size_ == kMostGroups) {  // as if it were done with the next
+      groups_[size_ - 1].units += units;
+      return;
+    }
+    int32_t place = size_++;
+    for (; place > 0 && groups_[place - 1].until < until; --place) groups_[place] = groups_[place - 1];
+    groups_[place] = {until, units};
+  }
+  Group take() {
+    units_ -= groups_[--size_].units;
+    return groups_[size_];
+  }
+
+ private:
+  std::array<Group, kMostGroups> groups_;
+  int32_t size_ = 0;
+  int64_t units_ = 0;
+};
+
+// Units of one kind, from the queue to their end.
+class Kind {
+ public:
+  Kind(const UnitBins& bins, double most_speed, double latency)
+      : queue_(bins), most_speed_(most_speed), latency_(latency) {
+    skip_empty();
+  }
+
+  bool queue_is_empty() const { return bin_ < 0; }
+  int64_t streaming() const { return streaming_.units(); }
+  double most_speed() const { return most_speed_; }
+  void set_speed(double speed) { speed_ = speed; }
+
+  // Takes units from the queue; returns how many workers are left.
+  int64_t start(double now, int64_t free) {
+    while (bin_ >= 0 && free > 0) {
+      const int64_t units = std::min(free, queue_.count(bin_) - taken_);
+      if (starts_ - begun_ == kMostGroups) {
+        start_[(starts_ - 1) % kMostGroups].units += units;
+      } else {
+        start_[starts_++ % kMostGroups] = {now + latency_, queue_.work(bin_), units};
+      }
+      free -= units;
+      taken_ += units;
+      if (taken_ < queue_.count(bin_)) break;
+      --bin_;
+      taken_ = 0;
+      skip_empty();
+    }
+    return free;
+  }
+
+  // Time of the next begin or end of streaming.
+  double next(double now) const {
+    double time = std::numeric_limits<double>::infinity();
+    if (begun_ < starts_) time = start_[begun_ % kMostGroups].at;
+    if (!streaming_.empty()) time = std::min(time, now + (streaming_.next().until - served_) / speed_);
+    return time;
+  }
+  void advance(double seconds) {
+    if (!streaming_.empty()) served_ += speed_ * seconds;
+  }
+  // Begins and ends what is due until then; returns how many units are done.
+  int64_t settle(double now, double until) {
+    for (; begun_ < starts_ && start_[begun_ % kMostGroups].at <= until; ++begun_) {
+      const Start& start = start_[begun_ % kMostGroups];
+      streaming_.add(served_ + start.work, start.units);
+    }
+    int64_t done = 0;
+    while (!streaming_.empty() && streaming_.next().until <= served_ + speed_ * (until - now)) {
+      done += streaming_.take().units;
+    }
+    return done;
+  }
+
+ private:
+  struct Start {
+    double at, work;
+    int64_t units;
+  };
+  void skip_empty() {
+    while (bin_ >= 0 && queue_.count(bin_) == 0) --bin_;
+  }
+
+  const UnitBins& queue_;
+  const double most_speed_, latency_;
+  int32_t bin_ = UnitBins::kBins - 1;
+  int64_t taken_ = 0;                     // of the bin
+  std::array<Start, kMostGroups> start_;  // a ring, in order of time
+  int64_t starts_ = 0, begun_ = 0;
+  Groups streaming_;
+  double served_ = 0;  // work that each streaming unit has had since the begin
+  double speed_ = 1;
+};
+
+}  // namespace
+
+double finish_of(const Workers& workers, const UnitBins& whole_bins, const UnitBins& narrow_bins,
+                 bool narrow_prevails) {
+  const bool paired = whole_bins.units() > workers.count / 2;
+  Kind whole(whole_bins, paired ? workers.paired_speed : workers.lone_speed, workers.whole_latency);
+  Kind narrow(narrow_bins, workers.narrow_speed, workers.narrow_latency);
+  const auto bandwidth = static_cast<double>(workers.count);
+  int64_t free = narrow_prevails ? workers.count / 2 : workers.count;
+  int64_t narrow_free = (workers.count - free) * workers.narrow_per_worker;
+  double now = 0;
+  for (;;) {
+    free = whole.start(now, free);
+    if (whole.queue_is_empty()) {
+      narrow_free += free * workers.narrow_per_worker;
+      free = 0;
+    }
+    narrow_free = narrow.start(now, narrow_free);
+    const auto wholes = static_cast<double>(whole.streaming()), narrows = static_cast<double>(narrow.streaming());
+    if (wholes + narrows > 0) {
+      const double narrow_speed = std::min(narrow.most_speed(), bandwidth / (wholes + narrows));
+      narrow.set_speed(narrow_speed);
+      if (wholes > 0) whole.set_speed(std::min(whole.most_speed(), (bandwidth - narrows * narrow_speed) / wholes));
+    }
+    const double next = std::min(whole.next(now), narrow.next(now));
+    if (next == std::numeric_limits<double>::infinity()) return now;
+    const double seconds = std::max(0.0, next - now);
+    whole.advance(seconds);
+    narrow.advance(seconds);
+    now += seconds;
+    const double until = now * (1 + kSameTime);
+    free += whole.settle(now, until);
+    narrow_free += narrow.settle(now, until);
+  }
+}
+
+}  // namespace prefixpack
