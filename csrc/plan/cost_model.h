@@ -124,9 +124,10 @@ class CostModel {
   }
   // Seconds per KV position of the arithmetic of the narrowest tile that takes a whole worker.
   double whole_computing() const { return whole_tile_.computing; }
-  // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that.
+  // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that,
+  // up to kMostPairedSpeed.
   Workers queue_workers(double computing) const {
-    const double paired = std::max(1.0, 1 / computing);
+    const double paired = std::min(std::max(1.0, 1 / computing), kMostPairedSpeed);
     return {workers(),
             device_.narrow_per_worker,
             paired,
@@ -166,6 +167,7 @@ class CostModel {
   }
 
  private:
+  static constexpr double kMostPairedSpeed = 2;
   double flops_of(int32_t rows) const {
     return device_.wide_rows > 0 && rows >= device_.wide_rows ? device_.wide_flops : device_.flops;
   }
