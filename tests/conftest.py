@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # The duration of an example depends on the load of the machine.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def no_root_handlers_of_sglang() -> Iterator[None]:
+    """SGLang's classes configure the root logger. Its handler would write to the captured stream of an ended test."""
+    yield
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 @pytest.hookimpl(optionalhook=True)
