@@ -75,7 +75,7 @@ def test_explain_plans_for_the_tiles_that_the_models_heads_have(name: str, capsy
 
     assert tiles("--heads", "64/8") == [8, 32, 64, 128]
     assert tiles("--heads", "64/4") == [16, 32, 64, 128]
-    assert tiles("--heads", "64/8", "--head-dim", "256") == [8, 32, 64]
+    assert tiles("--heads", "64/8", "--head-dim", "256") == [32, 64]
 
 
 def test_explain_a_batch_file_and_draw_it(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
     emulation: ModuleType, heads: tuple[int, int], head_dim: int
 ) -> None:
     """Blocks before warps: these merge. Warps before blocks: blocks do, of what is in memory and what is still near."""
-    batch = ([[(0, 0, 160)]] * 12, 160 + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
+    group = heads[0] // heads[1]
+    prefix = 480 if group == 32 else 160  # worth the partials of so many heads
+    batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
-    group = case.shape.group
     of_blocks = case.plan.items[:, 6] > 8 * _native.units_of_group(group)
     assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to merge"
     assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
@@ -67,7 +68,7 @@ def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> Non
     case = make_case(
         64, heads=(8, 1), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37, requests=6
     )
-    assert set(case.plan.items[:, 6]) > {8}
+    assert set(case.plan.items[:, 6]) > ({8} if head_dim <= 128 else set())
     check(case, emulate(emulation, case))
 
 
@@ -210,14 +211,14 @@ def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(
 def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
     emulation: ModuleType, heads: tuple[int, int], late_copies: bool
 ) -> None:
-    """At this bandwidth the sooner start of a warp makes up for about 200 tokens that two units read."""
+    """At this bandwidth the sooner start of a warp makes up for about 140 tokens that two units read."""
     prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190, 180, 170])
     batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
     case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=8.192e9)
     own = case.plan.items[case.plan.items[:, 3] >= prefix]
     tail_of_item = tails[case.plan.query_request[own[:, 0]]]
     assert set(tail_of_item) == set(tails)
-    np.testing.assert_array_equal(own[:, 6], np.where(tail_of_item < 200, 16, 32))
+    np.testing.assert_array_equal(own[:, 6], np.where(tail_of_item < 140, 16, 32))
     check(case, emulate(emulation, case, late_copies=late_copies))
 
 
