@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.sglang_plugin.compat.targets import Target, Use
+from sgl_prefix_attn.sglang_plugin.compat.targets import Target, Use, attributes_of
 
 EVICT = Target("mem_cache.common.evict_from_tree_cache", Use.HOOK, ("tree_cache", "num_tokens"))
 EVICT_IN_ALLOCATOR = Target(
@@ -15,11 +15,6 @@ RELEASE_KV = Target("mem_cache.common.release_kv_cache", Use.HOOK, ("req", "tree
 RUN_BATCH = Target("managers.scheduler.Scheduler.run_batch", Use.HOOK, ("self", "batch"))
 FLUSH = Target("managers.scheduler.Scheduler.flush_cache", Use.HOOK, ("self",))
 
-
-def _read(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") -> tuple[Target, ...]:
-    return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
-
-
 _RADIX = "mem_cache.radix_cache.RadixCache"
 _UNIFIED = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _BASE = "mem_cache.base_prefix_cache"
@@ -31,12 +26,12 @@ PINNING_TARGETS = (
     RELEASE_KV,
     RUN_BATCH,
     FLUSH,
-    *_read(_RADIX, "evictable_leaves token_to_kv_pool_allocator"),
+    *attributes_of(_RADIX, "evictable_leaves token_to_kv_pool_allocator"),
     Target(f"{_RADIX}.match_prefix", Use.CALL, ("params",)),
     Target(f"{_RADIX}.inc_lock_ref", Use.CALL, ("node",)),
     Target(f"{_RADIX}.dec_lock_ref", Use.CALL, ("node",)),
     Target(f"{_RADIX}.evictable_size", Use.CALL),
-    *_read("mem_cache.radix_cache.TreeNode", "lock_ref"),
+    *attributes_of("mem_cache.radix_cache.TreeNode", "lock_ref"),
     Target("mem_cache.radix_cache.RadixKey", Use.CALL, ("token_ids", "extra_key")),
     Target(f"{_UNIFIED}.match_prefix", Use.CALL, ("params",)),
     Target(f"{_UNIFIED}.inc_lock_ref", Use.CALL, ("node_id",), since="0.5.19"),
@@ -44,35 +39,35 @@ PINNING_TARGETS = (
     Target(f"{_UNIFIED}.lock", Use.CALL, ("node_id",), since="0.5.22"),
     Target(f"{_UNIFIED}.unlock", Use.CALL, ("lock",), since="0.5.22"),
     Target(f"{_UNIFIED}._evict_device_leaf", Use.CALL, ("node_id", "tracker"), since="0.5.19"),
-    *_read(_UNIFIED, "is_write_back page_size", since="0.5.19"),
-    *_read(f"{_CORE}.UnifiedTreeCore", "evictable_device_leaves", since="0.5.19"),
-    *_read(f"{_CORE}.UnifiedTreeNode", "component_data", since="0.5.19"),
-    *_read(f"{_CORE}_interface.TreePathNodeInfo", "full_value_len", since="0.5.22"),
+    *attributes_of(_UNIFIED, "is_write_back page_size", since="0.5.19"),
+    *attributes_of(f"{_CORE}.UnifiedTreeCore", "evictable_device_leaves", since="0.5.19"),
+    *attributes_of(f"{_CORE}.UnifiedTreeNode", "component_data", since="0.5.19"),
+    *attributes_of(f"{_CORE}_interface.TreePathNodeInfo", "full_value_len", since="0.5.22"),
     Target(f"{_UNIFIED}.evictable_size", Use.CALL),
     Target(f"{_UNIFIED}.supports_swa", Use.CALL),
     Target(f"{_UNIFIED}.supports_mamba", Use.CALL),
     Target(f"{_RADIX}.evict", Use.CALL, ("params",)),
-    *_read(_RADIX, "page_size"),
+    *attributes_of(_RADIX, "page_size"),
     Target(f"{_BASE}.BasePrefixCache.update_eviction_metrics", Use.CALL, ("num_evicted", "start_time")),
     Target(f"{_BASE}.EvictParams", Use.CLASS),
-    *_read(_BASE, "EvictParams.num_tokens IncLockRefResult.delta"),
+    *attributes_of(_BASE, "EvictParams.num_tokens IncLockRefResult.delta"),
     Target(f"{_BASE}.MatchPrefixParams.key", Use.ATTRIBUTE),
     Target(f"{_BASE}.MatchResult.last_device_node", Use.ATTRIBUTE),
     Target(f"{_BASE}.IncLockRefResult.to_dec_params", Use.CALL),
-    *_read("managers.schedule_policy.AddReqResult", "NO_TOKEN"),
-    *_read("managers.schedule_policy", "CLIP_MAX_NEW_TOKENS"),
-    *_read(
+    *attributes_of("managers.schedule_policy.AddReqResult", "NO_TOKEN"),
+    *attributes_of("managers.schedule_policy", "CLIP_MAX_NEW_TOKENS"),
+    *attributes_of(
         "managers.schedule_policy.PrefillAdder",
         "can_run_list page_size running_batch token_to_kv_pool_allocator tree_cache",
     ),
-    *_read("managers.schedule_policy.SchedulePolicy", "tree_cache"),
-    *_read("managers.schedule_batch.Req", "extra_key origin_input_ids output_ids rid sampling_params"),
-    *_read("managers.scheduler.Scheduler", "tp_worker tree_cache"),
-    *_read("managers.io_struct.GetInternalStateReq", "rid"),
-    *_read("managers.io_struct.GetInternalStateReqOutput", "internal_state"),
-    *_read("managers.tokenizer_manager.TokenizerManager", "tokenizer"),
+    *attributes_of("managers.schedule_policy.SchedulePolicy", "tree_cache"),
+    *attributes_of("managers.schedule_batch.Req", "extra_key origin_input_ids output_ids rid sampling_params"),
+    *attributes_of("managers.scheduler.Scheduler", "tp_worker tree_cache"),
+    *attributes_of("managers.io_struct.GetInternalStateReq", "rid"),
+    *attributes_of("managers.io_struct.GetInternalStateReqOutput", "internal_state"),
+    *attributes_of("managers.tokenizer_manager.TokenizerManager", "tokenizer"),
     Target("managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", Use.CALL),
-    *_read("entrypoints.http_server", "app _global_state"),
+    *attributes_of("entrypoints.http_server", "app _global_state"),
     Target("utils.auth.auth_level", Use.CALL, ("level",)),
-    *_read("utils.auth.AuthLevel", "ADMIN_OPTIONAL"),
+    *attributes_of("utils.auth.AuthLevel", "ADMIN_OPTIONAL"),
 )

@@ -58,7 +58,8 @@ class Target:
         return SUPPORTED_VERSIONS[SUPPORTED_VERSIONS.index(self.since) : SUPPORTED_VERSIONS.index(self.until) + 1]
 
 
-def _attributes(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") -> tuple[Target, ...]:
+def attributes_of(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") -> tuple[Target, ...]:
+    """A target for each of the attributes of `owner`; names: separated by spaces."""
     return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
 
 
@@ -159,7 +160,7 @@ DELEGATED_MEMBERS = frozenset(
 _REGISTRATION = (
     Target("plugins.hook_registry.HookRegistry.register", Use.CALL, ("target", "hook", "hook_type")),
     Target("plugins.hook_registry.HookRegistry.apply_hooks", Use.CALL),
-    *_attributes("plugins.hook_registry.HookType", "AFTER AROUND"),
+    *attributes_of("plugins.hook_registry.HookType", "AFTER AROUND"),
     Target("layers.attention.attention_registry.register_attention_backend", Use.CALL, ("name",)),
     Target("layers.attention.attention_registry.ATTENTION_BACKENDS", Use.ATTRIBUTE),
     Target("server_args.add_attention_backend_choices", Use.CALL, ("choices",)),
@@ -188,23 +189,23 @@ _BACKENDS = (
         ("capture_metadata", "forward_batch"),
     ),
     Target(f"{_BACKEND}.shared_read_ends", Use.CALL, ("fm",), since="0.5.18"),
-    *_attributes(f"{_BASE}.SharedReadEnds", "PRE_REPLAY", since="0.5.18"),
-    *_attributes(_BACKEND, "needs_cpu_seq_lens"),
-    *_attributes(
+    *attributes_of(f"{_BASE}.SharedReadEnds", "PRE_REPLAY", since="0.5.18"),
+    *attributes_of(_BACKEND, "needs_cpu_seq_lens"),
+    *attributes_of(
         _RUNNER,
         "device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args spec_algorithm "
         "token_to_kv_pool use_mla_backend",
     ),
-    *_attributes("configs.model_config.ModelConfig", "hf_config is_encoder_decoder is_generation"),
-    *_attributes("configs.model_config.ModelConfig", "model_is_mrope", since="0.5.16"),
-    *_attributes(_RUNNER, "model_is_mrope", until="0.5.15.post1"),
+    *attributes_of("configs.model_config.ModelConfig", "hf_config is_encoder_decoder is_generation"),
+    *attributes_of("configs.model_config.ModelConfig", "model_is_mrope", since="0.5.16"),
+    *attributes_of(_RUNNER, "model_is_mrope", until="0.5.15.post1"),
     Target("configs.model_config.is_minimax_sparse", Use.CALL, ("config",)),
-    *_attributes(_RUNNER, "draft_attention_backend", since="0.5.18"),
+    *attributes_of(_RUNNER, "draft_attention_backend", since="0.5.18"),
     Target("model_executor.forward_context.forward_context", Use.CALL, ("ctx",)),
     Target("model_executor.forward_context.get_forward_context", Use.CALL),
-    *_attributes("model_executor.forward_context.ForwardContext", "attn_backend"),
+    *attributes_of("model_executor.forward_context.ForwardContext", "attn_backend"),
     Target("layers.radix_attention.RadixAttention", Use.CLASS),
-    *_attributes(
+    *attributes_of(
         "layers.radix_attention.RadixAttention",
         "attn_type is_cross_attention k_scale k_scale_float layer_id logit_cap logit_capping_method pos_encoding_mode "
         "qk_head_dim scaling sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim "
@@ -214,11 +215,11 @@ _BACKENDS = (
 
 # Decode graphs.
 _GRAPHS = (
-    *_attributes(_GRAPH_RUNNER, "attn_backend capture_forward_mode enable_profile_cuda_graph"),
-    *_attributes("model_executor.runner.shape_key.ShapeKey", "size variant_label"),
-    *_attributes("layers.attention.hybrid_attn_backend.HybridAttnBackend", "decode_backend"),
-    *_attributes("layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend", "full_attn_backend"),
-    *_attributes("layers.attention.flashinfer_backend.FlashInferAttnBackend", "decode_use_tensor_cores"),
+    *attributes_of(_GRAPH_RUNNER, "attn_backend capture_forward_mode enable_profile_cuda_graph"),
+    *attributes_of("model_executor.runner.shape_key.ShapeKey", "size variant_label"),
+    *attributes_of("layers.attention.hybrid_attn_backend.HybridAttnBackend", "decode_backend"),
+    *attributes_of("layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend", "full_attn_backend"),
+    *attributes_of("layers.attention.flashinfer_backend.FlashInferAttnBackend", "decode_use_tensor_cores"),
 )
 
 # KV pool.
@@ -227,35 +228,35 @@ _POOLS = (
     Target(f"{_MHA_POOL}.get_key_buffer", Use.CALL, ("layer_id",)),
     Target(f"{_MHA_POOL}.get_value_buffer", Use.CALL, ("layer_id",)),
     Target(f"{_MHA_POOL}.set_kv_buffer", Use.CALL, ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
-    *_attributes(_MHA_POOL, "is_quantized_kv_cache", since="0.5.16"),
-    *_attributes("mem_cache.memory_pool.MHATokenToKVPoolFP4", "k_scale_buffer"),
-    *_attributes("mem_cache.memory_pool.MHATokenToKVPoolMXFP8", "k_scale_buffer", since="0.5.16"),
-    *_attributes("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
+    *attributes_of(_MHA_POOL, "is_quantized_kv_cache", since="0.5.16"),
+    *attributes_of("mem_cache.memory_pool.MHATokenToKVPoolFP4", "k_scale_buffer"),
+    *attributes_of("mem_cache.memory_pool.MHATokenToKVPoolMXFP8", "k_scale_buffer", since="0.5.16"),
+    *attributes_of("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
     Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
     Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
-    *_attributes("mem_cache.swa_memory_pool.SWAKVPool", "full_kv_pool layers_mapping"),
+    *attributes_of("mem_cache.swa_memory_pool.SWAKVPool", "full_kv_pool layers_mapping"),
     # The window layers' slots are of no use to a write in a full layer, so a bare location is enough.
     Target("mem_cache.memory_pool.unwrap_write_loc", Use.CALL, ("loc_info",)),
-    *_attributes(_MHA_POOL, "kv_cache_layout"),
-    *_attributes(_MHA_POOL, "use_hnd", since="0.5.15"),
-    *_attributes("mem_cache.memory_pool.MiniMaxSparseKVPool", "main_pool", since="0.5.15"),
-    *_attributes("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
+    *attributes_of(_MHA_POOL, "kv_cache_layout"),
+    *attributes_of(_MHA_POOL, "use_hnd", since="0.5.15"),
+    *attributes_of("mem_cache.memory_pool.MiniMaxSparseKVPool", "main_pool", since="0.5.15"),
+    *attributes_of("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
     Target("model_executor.model_runner.ModelRunner.kv_index_translator", Use.ATTRIBUTE, since="0.5.19"),
     Target("managers.io_struct.ResumeMemoryOccupationReqInput.tags", Use.ATTRIBUTE),
 )
 
 # Batches and requests.
 _BATCHES = (
-    *_attributes(
+    *attributes_of(
         "managers.schedule_batch.ScheduleBatch",
         "decoding_reqs dllm_config encoder_lens extend_lens forward_mode global_num_tokens input_embeds "
         "is_prefill_only multimodal_inputs prefix_lens replace_embeds req_pool_indices reqs return_hidden_states "
         "return_logprob seq_lens seq_lens_cpu spec_algorithm tree_cache",
     ),
-    *_attributes("managers.schedule_batch.Req", "finished_reason last_node"),
-    *_attributes("managers.scheduler.Scheduler", "running_batch"),
-    *_attributes(
+    *attributes_of("managers.schedule_batch.Req", "finished_reason last_node"),
+    *attributes_of("managers.scheduler.Scheduler", "running_batch"),
+    *attributes_of(
         "model_executor.forward_batch_info.ForwardBatch",
         "batch_size encoder_lens extend_input_logprob_token_ids_gpu extend_logprob_start_lens_cpu extend_num_tokens "
         "extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu extend_start_loc forward_mode "
@@ -263,7 +264,7 @@ _BATCHES = (
     ),
     Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
     Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
-    *_attributes("model_executor.forward_batch_info.ForwardMode", "DECODE EXTEND MIXED"),
+    *attributes_of("model_executor.forward_batch_info.ForwardMode", "DECODE EXTEND MIXED"),
     Target("speculative.spec_info.SpeculativeAlgorithm.is_none", Use.CALL),
     Target("managers.io_struct.GetInternalStateReqOutput.internal_state", Use.ATTRIBUTE),
 )
@@ -271,16 +272,16 @@ _BATCHES = (
 # Admission of waiting requests.
 _POLICY = "managers.schedule_policy"
 _ADMISSION = (
-    *_attributes(f"{_POLICY}.SchedulePolicy", "enable_priority_scheduling policy"),
-    *_attributes(f"{_POLICY}.CacheAgnosticPolicy", "FCFS"),
-    *_attributes(f"{_POLICY}.AddReqResult", "OTHER"),
-    *_attributes(f"{_POLICY}.PrefillAdder", "can_run_list new_token_ratio rem_total_tokens running_batch"),
+    *attributes_of(f"{_POLICY}.SchedulePolicy", "enable_priority_scheduling policy"),
+    *attributes_of(f"{_POLICY}.CacheAgnosticPolicy", "FCFS"),
+    *attributes_of(f"{_POLICY}.AddReqResult", "OTHER"),
+    *attributes_of(f"{_POLICY}.PrefillAdder", "can_run_list new_token_ratio rem_total_tokens running_batch"),
     Target("managers.schedule_batch.ScheduleBatch.is_empty", Use.CALL),
     Target("managers.schedule_batch.Req.finished", Use.CALL),
-    *_attributes("managers.schedule_batch.Req", "origin_input_ids output_ids sampling_params"),
-    *_attributes("managers.schedule_batch.Req", "prefix_indices", until="0.5.21"),
-    *_attributes("managers.schedule_batch.Req", "prefix_len", since="0.5.22"),
-    *_attributes("sampling.sampling_params.SamplingParams", "custom_params max_new_tokens"),
+    *attributes_of("managers.schedule_batch.Req", "origin_input_ids output_ids sampling_params"),
+    *attributes_of("managers.schedule_batch.Req", "prefix_indices", until="0.5.21"),
+    *attributes_of("managers.schedule_batch.Req", "prefix_len", since="0.5.22"),
+    *attributes_of("sampling.sampling_params.SamplingParams", "custom_params max_new_tokens"),
 )
 
 # The engine of offline batches.
@@ -290,8 +291,8 @@ _OFFLINE = (
     Target(f"{_ENGINE}.async_generate", Use.CALL, ("prompt", "sampling_params", "input_ids")),
     Target(f"{_ENGINE}.get_server_info", Use.CALL),
     Target(f"{_ENGINE}.shutdown", Use.CALL),
-    *_attributes(_ENGINE, "loop tokenizer_manager"),
-    *_attributes("managers.tokenizer_manager.TokenizerManager", "context_len"),
+    *attributes_of(_ENGINE, "loop tokenizer_manager"),
+    *attributes_of("managers.tokenizer_manager.TokenizerManager", "context_len"),
     Target("plugins.load_plugins", Use.CALL),
     Target("server_args.prepare_server_args", Use.CALL, ("argv",)),
 )
@@ -301,20 +302,20 @@ _TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
 _CORE_INTERFACE = "mem_cache.unified_cache.unified_tree_core_interface"
 _TREES = (
-    *_attributes("mem_cache.radix_cache.RadixCache", "disable root_node"),
-    *_attributes("mem_cache.radix_cache.TreeNode", "children id key parent"),
-    *_attributes(_TREE, "disable"),
-    *_attributes(_TREE, "tree_core", since="0.5.19"),
+    *attributes_of("mem_cache.radix_cache.RadixCache", "disable root_node"),
+    *attributes_of("mem_cache.radix_cache.TreeNode", "children id key parent"),
+    *attributes_of(_TREE, "disable"),
+    *attributes_of(_TREE, "tree_core", since="0.5.19"),
     Target(f"{_CORE}.UnifiedTreeCore.node_by_id", Use.CALL, ("node_id",), since="0.5.19"),
     Target(f"{_CORE}.UnifiedTreeCore.root_node_handle", Use.CALL, ("extra_key",), since="0.5.19"),
-    *_attributes(f"{_CORE}.UnifiedTreeCore", "root_node", since="0.5.19"),
-    *_attributes(f"{_CORE}.UnifiedTreeNode", "children id key parent", since="0.5.19"),
+    *attributes_of(f"{_CORE}.UnifiedTreeCore", "root_node", since="0.5.19"),
+    *attributes_of(f"{_CORE}.UnifiedTreeNode", "children id key parent", since="0.5.19"),
     Target(
         f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface.collect_path_info", Use.CALL, ("end_node_ids",), since="0.5.22"
     ),
-    *_attributes(f"{_CORE_INTERFACE}.TreePathNodeInfo", "node_id parent_id path_end path_start", since="0.5.22"),
-    *_attributes(f"{_CORE_INTERFACE}.TreePathNodeInfo", "num_children", since="0.5.23"),
-    *_attributes(
+    *attributes_of(f"{_CORE_INTERFACE}.TreePathNodeInfo", "node_id parent_id path_end path_start", since="0.5.22"),
+    *attributes_of(f"{_CORE_INTERFACE}.TreePathNodeInfo", "num_children", since="0.5.23"),
+    *attributes_of(
         "environ.Envs",
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND",
         since="0.5.19",
@@ -322,7 +323,7 @@ _TREES = (
     Target("environ.envs", Use.ATTRIBUTE),
     Target(f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface", Use.CLASS, since="0.5.19"),
     Target("mem_cache.chunk_cache.ChunkCache", Use.CLASS, until="0.5.21"),
-    *_attributes("session.streaming_session.StreamingSession", "inner", until="0.5.21"),
+    *attributes_of("session.streaming_session.StreamingSession", "inner", until="0.5.21"),
 )
 
 # Server arguments: attributes of one class up to 0.5.19, then fields of several that SGLang assembles.
@@ -331,7 +332,7 @@ _ARGUMENTS = (
     Target("server_args.get_global_server_args", Use.CALL),
     Target("runtime_context.get_server_args", Use.CALL, since="0.5.15"),
     Target("runtime_context.get_parallel", Use.CALL),
-    *_attributes(
+    *attributes_of(
         "server_args.ServerArgs",
         "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm "
         "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
@@ -339,28 +340,28 @@ _ARGUMENTS = (
         "served_model_name speculative_algorithm",
         until="0.5.19",
     ),
-    *_attributes("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
-    *_attributes("server_args.ServerArgs", "enable_flexkv", since="0.5.16", until="0.5.19"),
-    *_attributes("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
+    *attributes_of("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
+    *attributes_of("server_args.ServerArgs", "enable_flexkv", since="0.5.16", until="0.5.19"),
+    *attributes_of("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
     Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
-    *_attributes(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.parallel.Parallel", "attn_cp_size dcp_size enable_dp_attention pp_size", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_mode enable_pdmux", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.exec_.ExecDllm", "dllm_algorithm", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.lora.Lora", "enable_lora", since="0.5.20"),
-    *_attributes(
+    *attributes_of(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.parallel.Parallel", "attn_cp_size dcp_size enable_dp_attention pp_size", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.disagg.Disagg", "disaggregation_mode enable_pdmux", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.exec_.ExecDllm", "dllm_algorithm", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.lora.Lora", "enable_lora", since="0.5.20"),
+    *attributes_of(
         f"{_FIELDS}.memory.Memory",
         "disable_radix_cache enable_flexkv enable_hierarchical_cache enable_hisparse enable_lmcache",
         since="0.5.20",
     ),
-    *_attributes(f"{_FIELDS}.spec.Spec", "speculative_algorithm", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
-    *_attributes(
+    *attributes_of(f"{_FIELDS}.spec.Spec", "speculative_algorithm", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.model.Model", "model_path", since="0.5.20"),
+    *attributes_of(
         f"{_FIELDS}.observability.Observability", "enable_metrics enable_metrics_for_all_schedulers", since="0.5.20"
     ),
-    *_attributes(f"{_FIELDS}.schedule.Schedule", "chunked_prefill_size", since="0.5.20"),
-    *_attributes(f"{_FIELDS}.serving.Serving", "served_model_name", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.schedule.Schedule", "chunked_prefill_size", since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.serving.Serving", "served_model_name", since="0.5.20"),
     Target(
         "server_args.ServerArgs._get_default_attn_backend",
         Use.CALL,
@@ -375,22 +376,6 @@ _ARGUMENTS = (
     ),
 )
 
-# Names that layouts rely on: HiCache, disaggregated decode, data parallel attention. See docs/models.md.
-_LAYOUTS = (
-    # The trees of HiCache are the same, and a request locks a node on the device.
-    Target("mem_cache.hiradix_cache.HiRadixCache", Use.CLASS, until="0.5.20"),
-    *_attributes("mem_cache.hiradix_cache.HiRadixCache", "disable root_node", until="0.5.20"),
-    Target("mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", Use.CALL, ("server_args", "params")),
-    *_attributes("mem_cache.base_prefix_cache.MatchResult", "last_device_node"),
-    # With its radix option, disaggregated decode matches and locks as an ordinary server does.
-    Target("disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock", Use.CALL, ("req",)),
-    *_attributes("server_args.ServerArgs", "disaggregation_decode_enable_radix_cache", until="0.5.19"),
-    *_attributes(f"{_FIELDS}.disagg.Disagg", "disaggregation_decode_enable_radix_cache", since="0.5.20"),
-    # Each rank of data parallel attention has a scheduler and a tree of its own; a request may name its rank.
-    Target("managers.data_parallel_controller.DataParallelController", Use.CLASS),
-    *_attributes("managers.io_struct.GenerateReqInput", "routed_dp_rank"),
-)
-
 TARGETS = (
     *HOOKS,
     *_REGISTRATION,
@@ -402,5 +387,4 @@ TARGETS = (
     *_OFFLINE,
     *_TREES,
     *_ARGUMENTS,
-    *_LAYOUTS,
 )

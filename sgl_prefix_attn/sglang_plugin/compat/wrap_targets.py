@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_prefix_attn.sglang_plugin.compat.targets import Target, Use
+from sgl_prefix_attn.sglang_plugin.compat.targets import Target, Use, attributes_of
 
 # Hooked in the process that launches schedulers.
 LAUNCH_SCHEDULERS = Target(
@@ -10,11 +10,6 @@ LAUNCH_SCHEDULERS = Target(
     Use.HOOK,
     ("cls", "server_args", "port_args", "run_scheduler_process_func"),
 )
-
-
-def _read(owner: str, names: str, since: str = "0.5.14", until: str = "0.5.23") -> tuple[Target, ...]:
-    return tuple(Target(f"{owner}.{name}", Use.ATTRIBUTE, since=since, until=until) for name in names.split())
-
 
 _ARGUMENTS = "server_args.ServerArgs"
 _FIELDS = "arg_groups.fields"
@@ -33,21 +28,21 @@ WRAP_TARGETS = (
     Target("models.inkling.InklingForConditionalGeneration", Use.CLASS, since="0.5.16"),
     # Arguments, as SGLang resolved them.
     Target("arg_groups.model_override_base.resolved_view", Use.CALL, ("server_args",), since="0.5.19"),
-    *_read(_ARGUMENTS, f"{_BACKEND_NAMES} {_DETERMINISTIC}", until="0.5.19"),
-    *_read(_ARGUMENTS, "enable_unified_memory", since="0.5.15", until="0.5.19"),
-    *_read(f"{_FIELDS}.exec_.ExecKernel", _BACKEND_NAMES, since="0.5.20"),
-    *_read(f"{_FIELDS}.exec_.ExecDeterministic", _DETERMINISTIC, since="0.5.20"),
-    *_read(f"{_FIELDS}.memory.Memory", "enable_unified_memory", since="0.5.20"),
+    *attributes_of(_ARGUMENTS, f"{_BACKEND_NAMES} {_DETERMINISTIC}", until="0.5.19"),
+    *attributes_of(_ARGUMENTS, "enable_unified_memory", since="0.5.15", until="0.5.19"),
+    *attributes_of(f"{_FIELDS}.exec_.ExecKernel", _BACKEND_NAMES, since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.exec_.ExecDeterministic", _DETERMINISTIC, since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.memory.Memory", "enable_unified_memory", since="0.5.20"),
     # Slots that are not those of the request table.
-    *_read("model_executor.model_runner.ModelRunner", "kv_index_translator", since="0.5.19"),
-    *_read("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
+    *attributes_of("model_executor.model_runner.ModelRunner", "kv_index_translator", since="0.5.19"),
+    *attributes_of("mem_cache.kv_index_translator.KVIndexTranslator", "is_translating", since="0.5.19"),
     # The doctor: a runner from arguments and configuration.
     Target("configs.model_config.AttentionArch", Use.CLASS),
-    *_read("configs.model_config.AttentionArch", "MLA"),
+    *attributes_of("configs.model_config.AttentionArch", "MLA"),
     Target("configs.model_config.ModelConfig.from_server_args", Use.CALL, ("server_args",)),
     Target("configs.model_config.ModelConfig.get_num_attention_heads", Use.CALL, ("tensor_parallel_size",)),
     Target("configs.model_config.ModelConfig.get_num_kv_heads", Use.CALL, ("tensor_parallel_size",)),
-    *_read(
+    *attributes_of(
         "configs.model_config.ModelConfig",
         "attention_arch dtype head_dim hf_text_config is_generation is_hybrid_swa is_multimodal num_hidden_layers "
         "sliding_window_size v_head_dim",
