@@ -20,6 +20,7 @@ plan_item_words: int
 item_record_words: int
 # Partial results of one query that the CUDA kernels can combine.
 merge_room: int
+combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 
 class CudaDevice:
     name: str

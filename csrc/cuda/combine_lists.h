@@ -8,10 +8,6 @@
 
 namespace prefixpack {
 
-// KV splits of a tile from which on their partials are combined in two levels. One CTA reads some 100 GB/s, so that
-// hundreds of partials of many rows would keep it busy long after all others have finished.
-constexpr int32_t kCombineFanIn = 16;
-
 // A query's partials lie in one list of slots. If an item has more than `fan_in` KV splits, consecutive splits form
 // groups of equal size, about the square root of their number. The last CTA or warp of a group combines its partials
 // into the slot of the group's first split, and only these slots remain in the query's list. Groups and their order

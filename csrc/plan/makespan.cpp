@@ -16,7 +16,6 @@ namespace {
 constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a combine by a CTA
 constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
-constexpr int32_t kGroupedSplits = 16;  // combined in groups beyond, see csrc/cuda/combine_lists.h
 constexpr int32_t kWarpRows = 8;
 // Stream classes: two for each of three tile widths, first reader and sibling, then two for warps; as many again for
 // CTAs whose SM runs no other.
@@ -250,7 +249,7 @@ class Simulation {
     if (rows == 0) return 0;
     const int32_t at_once = narrow ? kRowsAtOnceByWarp : kRowsAtOnce;
     const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
-    const int32_t levels = most > kGroupedSplits ? 2 : 1;
+    const int32_t levels = most > kCombineFanIn ? 2 : 1;
     int32_t turns = (most + partials_at_once - 1) / partials_at_once;
     if (levels == 2) {  // the unit's own group, then the groups
       const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(most))));

@@ -16,15 +16,15 @@ class UnitBins {
     count_.fill(0);
     work_.fill(0);
     to_bin_ = kBins / (longest > 0 ? longest : 1.0);
-    total_ = longest_ = 0;
+    longest_ = 0;
     units_ = 0;
   }
   void add(double work, int64_t units) {
     const double place = work * to_bin_;
-    const int32_t bin = place < kBins - 1 ? static_cast<int32_t>(place) : kBins - 1;
+    // Rounding may leave a little less than nothing.
+    const int32_t bin = !(place < kBins - 1) ? kBins - 1 : place > 0 ? static_cast<int32_t>(place) : 0;
     count_[bin] += units;
     work_[bin] += work * static_cast<double>(units);
-    total_ += work * static_cast<double>(units);
     units_ += units;
     if (work > longest_) longest_ = work;
   }
@@ -33,14 +33,12 @@ class UnitBins {
   int64_t count(int32_t bin) const { return count_[bin]; }
   // Of each unit. The last bin's units count as the longest of them.
   double work(int32_t bin) const { return bin == kBins - 1 ? longest_ : work_[bin] / static_cast<double>(count_[bin]); }
-  double total() const { return total_; }
-  double longest() const { return longest_; }
   int64_t units() const { return units_; }
 
  private:
   std::array<int64_t, kBins> count_;
   std::array<double, kBins> work_;
-  double to_bin_ = 0, total_ = 0, longest_ = 0;
+  double to_bin_ = 0, longest_ = 0;
   int64_t units_ = 0;
 };
 

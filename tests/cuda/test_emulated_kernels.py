@@ -68,7 +68,8 @@ def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> Non
     case = make_case(
         64, heads=(8, 1), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37, requests=6
     )
-    assert set(case.plan.items[:, 6]) > ({8} if head_dim <= 128 else set())
+    rows = set(case.plan.items[:, 6].tolist())
+    assert rows > {8} if head_dim <= 128 else rows <= {32, 64}
     check(case, emulate(emulation, case))
 
 
