@@ -34,6 +34,8 @@ H200 = {
     "warp_merge": 1.858e-06,
     "block_merge_step": 1.011e-06,
     "warp_merge_step": 7.97e-07,
+    "deferred_merge": 5e-06,
+    "deferred_merge_step": 7e-07,
 }
 # What differs for other kernels, by head_dim and bytes of a KV element; fitted and checked alike (4 to 6 %).
 H200_KERNELS = {
