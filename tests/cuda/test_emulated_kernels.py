@@ -175,9 +175,7 @@ def test_variants_of_products_of_a_warpgroup(emulation: ModuleType, options: dic
     ],
     ids=str,
 )
-def test_products_of_a_warpgroup_with_fp8_kv(
-    emulation: ModuleType, options: dict[str, Any], late_copies: bool
-) -> None:
+def test_products_of_a_warpgroup_with_fp8_kv(emulation: ModuleType, options: dict[str, Any], late_copies: bool) -> None:
     """One KV tile, the last whole or not, and several: converted while products are in flight."""
     case = wide_case(kv_dtype=torch.float8_e4m3fn, **options)
     check(case, emulate(emulation, case, late_copies=late_copies))
