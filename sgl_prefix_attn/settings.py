@@ -111,7 +111,7 @@ class Settings(BaseModel):
     )
     route_profile: str | None = Field(
         None,
-        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn route fit`. "
+        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
         "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
     )

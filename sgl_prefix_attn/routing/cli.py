@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
-from sgl_prefix_attn.routing.compare import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.measured import read_results, stock_kernel
+from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
-from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
-BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
-  %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
-      fit a profile to the results of `python -m benchmarks.kernel.gpu_attention`; set PREFIXPACK_ROUTE_PROFILE to it
-  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --stock fa3
-      time of each policy over the measured steps, against an oracle and the stock backend
   %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --stock flashinfer
       predicted times of a batch by term, and its route
 """
@@ -31,32 +23,11 @@ _EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Routing of decode steps between packed and stock kernels by predicted cost: fit the cost models, compare "
-        "policies over measured steps, and explain the route of a batch."
+        "Routing of decode steps between packed and stock kernels by predicted cost: explain the route of a batch."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    fit = commands.add_parser("fit", help="fit a profile to measured steps")
-    fit.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
-    fit.add_argument("--out", required=True, type=Path, metavar="PROFILE.json", help="file to write")
-    fit.set_defaults(act=_fit)
-
-    compare = commands.add_parser("compare", help="compare policies over measured steps")
-    compare.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
-    compare.add_argument(
-        "policies",
-        nargs="+",
-        metavar="POLICY",
-        help="packed or stock for every step; conservative: the rule without a profile; batch>=N or reuse>=X: packed "
-        "from N requests on, or if a KV token is read X times on average; PROFILE[@MARGIN]: a profile's file, or "
-        "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
-        "by a profile fitted on all others",
-    )
-    compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
-    _add_kernels(compare)
-    compare.set_defaults(act=_compare)
 
     explain = commands.add_parser("explain", help="predicted times and route of a batch")
     explain.add_argument("--tree", required=True, metavar="NODES/TOKENS", help="as in `explain --tree`")
@@ -81,67 +52,6 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _fit(args: argparse.Namespace) -> None:
-    profile = fit_profile(read_results(args.results))
-    try:
-        profile.save(args.out)
-    except OSError as error:
-        raise ValueError(f"{args.out}: cannot write the profile: {error.strerror}") from error
-    kv = f"{8 * profile.kv_bytes}-bit KV"
-    print(f"{args.out}: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
-    print("error: root mean square of log(predicted / measured), of the fit and of each family left out of it")
-    for kind, fits in (("packed", profile.packed), ("stock", profile.stock)):
-        for kernel, fitted in fits.items():
-            print(_fit_line(f"{kind} {kernel}", fitted))
-    print("margins: percent by which packed must be predicted to be faster, from families left out of the fit")
-    for packed, margins in profile.margins.items():
-        print(f"  packed {packed:15} {'  '.join(f'{stock} {margin}' for stock, margin in margins.items())}")
-
-
-def _fit_line(name: str, fitted: Fit) -> str:
-    families = "  ".join(f"{family} {error:.2f}" for family, error in fitted.error_left_out.items())
-    return f"  {name:22} {fitted.cases:4} cases  {fitted.error:.3f}   left out: {families}"
-
-
-def _compare(args: argparse.Namespace) -> None:
-    results = read_results(args.results)
-    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
-    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
-    rows: list[tuple[str, ...]] = [header]
-    for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
-        rows.append(_row(text, judge(steps)))
-        if args.families:
-            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(
-        "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
-        "step"
-    )
-
-
-def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
-    return (
-        name,
-        str(verdict.steps),
-        str(verdict.packed),
-        str(verdict.wrong),
-        f"{verdict.regret:+.2%}",
-        f"{verdict.mean_regret:+.2%}",
-        f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
-        f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
-    )
-
-
-def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for step in steps:
-        found.setdefault(step.case.family, []).append(step)
-    return found
 
 
 def _explain(args: argparse.Namespace) -> None:

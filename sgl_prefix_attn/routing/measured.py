@@ -12,14 +12,16 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
 # Way in the results -> kernel in a profile.
-PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
+PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton", "prefixpack_cpu": "cpu"}
 # Way in the results -> SGLang backend and whether it uses tensor cores.
 STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
     "fa3": ("fa3", None),
     "flashinfer_decode_tc": ("flashinfer", True),
     "flashinfer_decode_cc": ("flashinfer", False),
     "triton": ("triton", None),
+    "torch_native": ("torch_native", None),
 }
+BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_WAYS.values()))
 # KV type in the results -> bytes of an element.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 # In a model the L2 cache holds none of a layer's KV when the layer starts.

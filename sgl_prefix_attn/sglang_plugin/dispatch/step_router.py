@@ -125,7 +125,7 @@ class StepRouter:
         if profile is None:
             logger.warning(
                 "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; measure the GPU with "
-                "`python -m benchmarks.kernel.gpu_attention`, fit a profile with `python -m sgl_prefix_attn route fit` "
+                "`python -m benchmarks.kernel.gpu_drawn`, fit a profile with `python -m sgl_prefix_attn calibrate` "
                 "and set route_profile",
                 gpu,
                 conservative.RULE,
@@ -159,7 +159,7 @@ class StepRouter:
         if cost is None:
             logger.warning(
                 "prefixpack: the routing profile has no cost of %s kernel %r, so all decode steps run packed; fit one "
-                "with `python -m sgl_prefix_attn route fit`, or set route to packed or stock",
+                "with `python -m sgl_prefix_attn calibrate`, or set route to packed or stock",
                 kind,
                 kernel,
             )

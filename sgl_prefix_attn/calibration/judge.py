@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from sgl_prefix_attn.calibration.fit_profile import fit_profile
+from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.margins import margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
