@@ -9,21 +9,14 @@ from functools import cache
 
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
+from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
-from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Route
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 Choose = Callable[[MeasuredCase], Route]
-POLICIES = (
-    "packed, stock, conservative, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
-)
-# Features for threshold policies, the baselines of the cost models.
-THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
-    "batch": lambda step: step.requests,
-    "reuse": lambda step: step.tokens / step.unique_tokens,
-}
+POLICIES = f"{policy_names.FORMS}; left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 
 
 @dataclass(frozen=True)
@@ -78,9 +71,7 @@ class Verdict:
 def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
     """A policy from its name on the command line.
 
-    - `packed`, `stock`: the same route for every step.
-    - `conservative`: the rule for a GPU without a profile.
-    - `batch>=N`: packed from N requests on. `reuse>=X`: packed if a KV token is read X times on average.
+    - A name of `routing.policy_names`, as the setting `route` takes it. `cost` is by the shipped profiles.
     - PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost. The default margin is the profile's.
     - `left-out[@MARGIN]`: each family of steps by a profile fitted on all other families. The default margin is fitted
       on all families.
@@ -93,14 +84,11 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     Raises:
         ValueError: another form, an unusable profile, or a profile without these kernels.
     """
-    if text in ("packed", "stock"):
-        route = Route(text)
-        return Candidate(text, lambda case: route)
-    if text == "conservative":
-        return Candidate(text, lambda case: ConservativePolicy(case.shape).decide(case.step).route)
-    feature, threshold, bound = text.partition(">=")
-    if threshold:
-        return Candidate(text, _threshold(text, feature, bound))
+    try:
+        return Candidate(text, _named(policy_names.parse(text), results, packed, backend))
+    except policy_names.PolicyNameError:
+        if ">=" in text:  # no file name
+            raise
     name, at, margin_text = text.rpartition("@")
     if at and not margin_text.isdigit():
         raise ValueError(f"{text!r}: expected {POLICIES}")
@@ -110,6 +98,16 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     if name == "shipped":
         return Candidate(text, _shipped_choice(results, packed, backend, margin))
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
+
+
+def _named(name: policy_names.PolicyName, results: Results, packed: str, backend: str) -> Choose:
+    by_cost = _shipped_choice(results, packed, backend, None) if name.predicts else None
+
+    def choose(case: MeasuredCase) -> Route:
+        cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost(case))
+        return policy_of(name, cost, ConservativePolicy(case.shape)).decide(case.step).route
+
+    return choose
 
 
 def _shipped_choice(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
@@ -129,14 +127,6 @@ def _left_out(results: Results, packed: str, backend: str, margin: int | None) -
         return profile_choice(fit_profile(replace(results, cases=others), margins), packed, backend, margin)
 
     return lambda case: of_family(case.family)(case)
-
-
-def _threshold(text: str, feature: str, bound: str) -> Choose:
-    try:
-        least, value = float(bound), THRESHOLDS[feature]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{text!r}: expected {POLICIES}") from error
-    return lambda case: Route.PACKED if value(case.step) >= least else Route.STOCK
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:

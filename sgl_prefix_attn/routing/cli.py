@@ -9,11 +9,13 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
+from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text, refusal, user_folder
 
 _EXAMPLES = """examples:
   %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --stock flashinfer
@@ -23,7 +25,8 @@ _EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Routing of decode steps between packed and stock kernels by predicted cost: explain the route of a batch."
+        "Routing of decode steps between packed and stock kernels by predicted cost: explain the route of a batch, "
+        "and list the profiles."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -31,18 +34,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     explain = commands.add_parser("explain", help="predicted times and route of a batch")
     explain.add_argument("--tree", required=True, metavar="NODES/TOKENS", help="as in `explain --tree`")
-    explain.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
-    explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
-    explain.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
+    _add_shape(explain)
     explain.add_argument("--profile", metavar="FILE", help="default: the package's, of an NVIDIA H200")
     explain.add_argument("--margin", type=int, metavar="PERCENT", help="default: the profile's own")
     _add_kernels(explain)
     explain.set_defaults(act=_explain, partial_dtype=None)
 
+    profiles = commands.add_parser("profiles", help="list the profiles, and the one that a server would take")
+    _add_shape(profiles)
+    profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
+    _add_kernels(profiles)
+    profiles.set_defaults(act=_profiles, partial_dtype=None)
+
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packed", default="native", metavar="KERNELS", help="native (default) or triton")
     parser.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
+    parser.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +89,43 @@ def _explain(args: argparse.Namespace) -> None:
     close = decision.route is Route.STOCK and packed_us < stock_us
     why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
     print(f"route:   {decision.route.value}{why}")
+
+
+def _profiles(args: argparse.Namespace) -> None:
+    shape = model_shape(args)
+    gpu, capability = _this_gpu()
+    packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed
+    stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
+    dtype = "fp32" if packed == "cpu" else "bf16"
+    if args.gpu is not None:
+        gpu, capability = args.gpu, ""
+    facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)
+    store = ProfileStore.read()
+    found = store.find(facts)
+    print(f"server:  {facts_as_text(facts)}")
+    print(f"folder:  {user_folder()}")
+    for stored in store.profiles:
+        taken = found is not None and stored is found.stored
+        why = "taken" if taken else f"not taken: {refusal(stored.profile, facts) or 'another one fits better'}"
+        heads = ", ".join(stored.profile.head_shapes) or "drawn"
+        kv = f"{8 * stored.profile.kv_bytes}-bit KV"
+        print(f"{stored}: {stored.profile.machine}, heads {heads}, {kv}, {stored.profile.measured}: {why}")
+    for message in store.unreadable:
+        print(message)
+    if found is None:
+        rule = "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.RULE}"
+        print(f"no profile fits, so {rule}")
+    elif found.borrowed:
+        print(f"borrowed: it was measured with {found.borrowed}")
+
+
+def _this_gpu() -> tuple[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu", ""
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name(), f"{major}.{minor}"
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:

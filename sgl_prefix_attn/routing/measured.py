@@ -21,6 +21,7 @@ STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
     "triton": ("triton", None),
     "torch_native": ("torch_native", None),
 }
+GPU_KERNELS = ("fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha")
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_WAYS.values()))
 # KV type in the results -> bytes of an element.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
@@ -54,7 +55,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file."""
+    """A results file. capability, head_shapes, dtype: as in a profile."""
 
     source: str
     machine: str
@@ -62,6 +63,9 @@ class Results:
     measured: str
     kv_bytes: int
     cases: list[MeasuredCase]
+    capability: str = ""
+    head_shapes: tuple[str, ...] = ()
+    dtype: str = ""
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:

@@ -30,8 +30,8 @@ def test_steps_by_families(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, conservative"),
-        ([RESULTS, "shipped@much"], "'shipped@much': expected packed, stock"),
+        ([RESULTS, "batch>=many"], "'batch>=many': the N of batch>=N has to be a whole number"),
+        ([RESULTS, "shipped@much"], "'shipped@much': expected auto, cost"),
         ([RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
         (["nowhere.json", "packed"], "nowhere.json: cannot read the results"),
         ([RESULTS, "shipped", "--packed", "cpu"], "no cost of packed kernels 'cpu'; it has triton, native"),

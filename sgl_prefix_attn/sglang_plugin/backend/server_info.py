@@ -10,8 +10,10 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]},
      "running": fingerprints of the running requests' prompts; see `running_prompts`}
 
-`route` is {"setting": "auto"|"packed"|"stock", "profile": what it predicts by or null, "last": null or the last
-decision as {"route", "packed_us", "stock_us"}, "graph_sizes": batch sizes with a decode graph for either route}.
+`route` is {"setting": a policy, "policy": what decides (conservative where a profile is missing), "profile": machine
+and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
+"margin": in percent or null, "last": null or the last decision as {"route", "packed_us", "stock_us"},
+"graph_sizes": batch sizes with a decode graph for either route}.
 The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
 """
 

@@ -123,6 +123,7 @@ METRICS = (
         kind="gauge",
     ),
     Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
+    Metric("route_policy", "1 for each routing policy that decides decode steps, by name.", "gauge", "policy"),
 )
 
 
@@ -138,6 +139,7 @@ class MetricsExporter:
     labels: dict[str, str]
     registry: Any = None
     _last_read: tuple[int, int] = field(default=(0, 0), repr=False)
+    _policies: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         self._metrics = MetricSet(METRICS, self.labels, self.registry)
@@ -162,11 +164,12 @@ class MetricsExporter:
             labels["dp_rank"] = str(dp_rank)
         return cls(labels)
 
-    def update(self, counters: Counters, wrapped: Sequence[str] = ()) -> None:
+    def update(self, counters: Counters, wrapped: Sequence[str] = (), policies: Sequence[str] = ()) -> None:
         """Brings the metrics up to date. Takes some microseconds, so it is not called in every step.
 
         Args:
             wrapped: names of the stock backends that run wrapped.
+            policies: names of the routing policies in use.
         """
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
@@ -181,6 +184,8 @@ class MetricsExporter:
             values["kv_read_ratio"] = (read - read_before) / (per_request - per_request_before)
         self._last_read = (read, per_request)
         values["wrapped"] = dict.fromkeys(wrapped, 1.0)
+        values["route_policy"] = {**dict.fromkeys(self._policies, 0.0), **dict.fromkeys(policies, 1.0)}
+        self._policies.update(policies)
         self._metrics.update(values)
 
 
