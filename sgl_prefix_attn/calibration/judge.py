@@ -11,7 +11,7 @@ from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
-from sgl_prefix_attn.routing.measured import MeasuredCase, Results, stock_kernel
+from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
@@ -179,3 +179,15 @@ def judge(steps: Sequence[Outcome]) -> Verdict:
         packed=sum(step.route is Route.PACKED for step in steps),
         wrong=sum(step.us > step.best_us for step in steps),
     )
+
+
+def outcomes_by_pair(profile: Profile, cases: list[MeasuredCase]) -> dict[str, list[Outcome]]:
+    """The steps as the profile would run them, by pair of measured packed and stock kernel."""
+    found: dict[str, list[Outcome]] = {}
+    for packed in profile.packed:
+        for backend in BACKENDS:
+            usable = [case for case in cases if packed in case.packed and case.stock_us(backend) is not None]
+            if usable:
+                chosen = Candidate(backend, profile_choice(profile, packed, backend, None))
+                found[f"packed {packed} or stock {backend}"] = outcomes(usable, chosen, packed, backend)
+    return found

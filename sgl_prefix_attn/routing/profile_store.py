@@ -21,6 +21,7 @@ from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 logger = logging.getLogger(__name__)
 
 SETTING, USER, SHIPPED_ORIGIN = "setting", "user", "shipped"
+NOT_PROFILES = (".steps.json", ".report.json")  # beside a profile
 _FOLDER = "sgl-prefix-attn/profiles"
 
 
@@ -177,7 +178,7 @@ def _rank(stored: StoredProfile, facts: ServerFacts) -> tuple[int, int, int]:
 
 def _user_files(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.glob("*.json") if path.is_file())
+        return sorted(path for path in folder.glob("*.json") if path.is_file() and not path.name.endswith(NOT_PROFILES))
     except OSError as error:
         logger.warning("prefixpack: cannot list the profiles in %s: %s", folder, error.strerror)
         return []
