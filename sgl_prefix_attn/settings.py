@@ -118,6 +118,11 @@ class Settings(BaseModel):
         "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
     )
+    live_tests: bool = Field(
+        False,
+        description="Serve POST, GET and DELETE /prefixpack/abtest, by which `python -m sgl_prefix_attn abtest live` "
+        "compares two routing policies on this server. It asks for SGLang's admin key. Off: no address.",
+    )
     group_scheduling: bool = Field(
         False,
         description="Run the requests of offline jobs in groups that share a prefix. The batch command sets it for its "

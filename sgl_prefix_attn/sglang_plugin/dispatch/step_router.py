@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
 from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
+from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+
+class LiveTestError(ValueError):
+    """A live test cannot start: the message says why, and which setting to change."""
 
 
 class StepRouter:
@@ -55,6 +63,51 @@ class StepRouter:
         self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
         self._age = 0
         self._decides = self.name.fixed is None
+        self._executor = executor
+        self.live: LiveTest | None = None
+        self._arm: int | None = None  # of the present step in a live test
+
+    # Live tests -----------------------------------------------------------------------------------------------------
+
+    def start_live(self, plan: LivePlan) -> LiveTest:
+        """Starts an A/B test.
+
+        Raises:
+            LiveTestError: a test is running, or decode steps of this server cannot change routes.
+        """
+        if self.live is not None and self.live.status == RUNNING:
+            raise LiveTestError("a live test is running; wait for its end, or stop it")
+        if not self.policies.ready:
+            raise LiveTestError("no decode step has run yet: send the server a request first")
+        if self.always_stock or (self._executor.runs_in_graphs and not self.may_change):
+            raise LiveTestError(
+                f"decode steps of this server have one route (route = {self.setting}), and its graphs hold that one "
+                "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
+            )
+        first, second = (Router(self.policies.policy(name)) for name in plan.names())
+        self.live = LiveTest(plan, (first, second), StepClock(cuda=torch.cuda.is_available()))
+        return self.live
+
+    def live_step(self, is_decode: bool, requests: int) -> bool:
+        """A forward begins in a live test. Returns whether its policy is another than that of the last decode step."""
+        live = self.live
+        if live is None or live.status != RUNNING:
+            arm = None
+        else:
+            arm = live.step(is_decode, requests)
+            if not is_decode:
+                return False
+        changed = arm != self._arm
+        if changed:
+            self._arm, self._stock_paths = arm, None
+        return changed
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether `live_step` has to be called: a test runs, or its last arm has to be left."""
+        return self._arm is not None or (self.live is not None and self.live.status == RUNNING)
+
+    # Decisions ------------------------------------------------------------------------------------------------------
 
     @property
     def always_stock(self) -> bool:
@@ -79,12 +132,23 @@ class StepRouter:
             "policy": self.running,
             **self.policies.state(),
             "last": None if last is None else decision_state(last),
+            "live": None if self.live is None else self._live_state(self.live),
+        }
+
+    def _live_state(self, live: LiveTest) -> dict[str, Any]:
+        return {
+            "status": live.status,
+            "arms": list(live.plan.arms),
+            "running": [self.policies.running(name) for name in live.plan.names()],
+            "arm": self._arm,
+            "would": live.would,
+            "last": [None if router.last is None else decision_state(router.last) for router in live.routers],
         }
 
     def stays_packed(self) -> None:
         """Counts a step that could go either way and reuses the packed step before it."""
-        if self._router is not None:
-            self._counters.routed_steps["packed"] += 1
+        if self._router is not None or self._arm is not None:
+            self._count(Route.PACKED)
 
     def stays_stock(self, paths: StepPaths | str) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
@@ -94,7 +158,7 @@ class StepRouter:
             if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
                 return False
             self._age += 1
-        self._counters.routed_steps["stock"] += 1
+        self._count(Route.STOCK)
         return True
 
     def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
@@ -104,14 +168,23 @@ class StepRouter:
             host_lens: [requests] KV lengths.
         """
         self._stock_paths = None
-        router = self._usable_router()
+        arm, live = self._arm, self.live
+        router = self._usable_router() if arm is None or live is None else live.routers[arm]
         if router is None:
             return Route.PACKED
         route = router.decide(paths.forest, host_lens)
-        self._counters.routed_steps[route.value] += 1
+        if arm is not None and live is not None:
+            live.decided(paths.forest, host_lens, arm, route)
+        self._count(route)
         if route is Route.STOCK:
             self._stock_paths, self._age = paths, 0
         return route
+
+    def _count(self, route: Route) -> None:
+        self._counters.routed_steps[route.value] += 1
+        if self._arm is not None and self.live is not None:
+            self.live.took(route is Route.PACKED)
+            self._counters.arm_steps["AB"[self._arm]] += 1
 
     def _usable_router(self) -> Router | None:
         """The router; None while the layers are unknown, and for good if every step runs packed."""

@@ -116,6 +116,7 @@ METRICS = (
         "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
         label="route",
     ),
+    Metric("arm_steps_total", "Routed decode steps of live A/B tests, by arm: A or B.", label="arm"),
     Metric("fallbacks_total", "Steps, or layers of packed steps, on the stock backend, by reason.", label="reason"),
     Metric(
         "kv_read_ratio",
@@ -177,6 +178,7 @@ class MetricsExporter:
         routed = counters.routed_steps
         old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
         values["routed_steps_total"] = {**routed, **old}
+        values["arm_steps_total"] = dict(counters.arm_steps)
         values["fallbacks_total"] = dict(counters.fallbacks)
         read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request
         read_before, per_request_before = self._last_read
