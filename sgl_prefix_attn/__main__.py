@@ -12,7 +12,7 @@ from sgl_prefix_attn import __version__, deprecations
 
 # command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
 COMMANDS = {
-    "abtest": ("sgl_prefix_attn.abtest.cli", "compare routing policies"),
+    "abtest": ("sgl_prefix_attn.abtest.cli", "compare routing policies, over measured steps or live on a server"),
     "batch": ("sgl_prefix_attn.offline.cli", "run a batch file (OpenAI's format) offline, prefixes computed once"),
     "calibrate": ("sgl_prefix_attn.calibration.cli", "fit the routing profile of a GPU to measured batches"),
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from pydantic import ValidationError
+
+from sgl_prefix_attn.abtest import live
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
 
 _EXAMPLES = """examples:
   %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
+  %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
+      both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compares routing policies over measured steps."
+    parser.description = "Compares routing policies: over measured steps, or live on a server."
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -35,6 +42,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
     steps.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
     steps.set_defaults(act=_steps)
+
+    on_server = commands.add_parser(
+        "live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1"
+    )
+    on_server.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    on_server.add_argument(
+        "arms", nargs=2, metavar="POLICY", help="as the setting route takes them; twice the same: an A/A test"
+    )
+    on_server.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    on_server.add_argument(
+        "--block", type=int, default=32, metavar="STEPS", help="decode steps of a block (default 32)"
+    )
+    on_server.add_argument("--warmup", type=int, default=8, metavar="STEPS", help="of a block, not counted (default 8)")
+    on_server.add_argument("--pairs", type=int, default=100, metavar="N", help="pairs of blocks (default 100)")
+    on_server.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="the test ends so many decode steps after "
+                      "this client was last heard (default 2000)")  # fmt: skip
+    on_server.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
+    on_server.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    on_server.add_argument(
+        "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
+    )
+    on_server.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    on_server.set_defaults(act=_live)
+
+
+def _live(args: argparse.Namespace) -> None:
+    if not 0.01 <= args.effect <= 100:
+        raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
+    try:
+        plan = LivePlan(
+            arms=(args.arms[0], args.arms[1]), block_steps=args.block, warmup_steps=args.warmup, pairs=args.pairs,
+            seed=args.seed, lease_steps=args.lease,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise ValueError("; ".join(problem["msg"] for problem in error.errors())) from error
+    answer = live.run(live.LiveClient(args.url, args.api_key), plan, args.seconds)
+    live.report(answer, args.effect / 100, args.out)
 
 
 def run(args: argparse.Namespace) -> int:
