@@ -56,8 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     on_server.add_argument("--warmup", type=int, default=8, metavar="STEPS", help="of a block, not counted (default 8)")
     on_server.add_argument("--pairs", type=int, default=100, metavar="N", help="pairs of blocks (default 100)")
-    on_server.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="the test ends so many decode steps after "
-                      "this client was last heard (default 2000)")  # fmt: skip
+    on_server.add_argument(
+        "--lease",
+        type=int,
+        default=2000,
+        metavar="STEPS",
+        help="the server ends the test so long after the client was last heard",
+    )
     on_server.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
     on_server.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
     on_server.add_argument(
