@@ -162,7 +162,8 @@ class TestMeasuredSteps:
         made, shipped = load_profile(out), shipped_profile(kv_bytes)
         assert made.kv_bytes == shipped.kv_bytes == kv_bytes
         assert (made.commit, made.measured) == (shipped.commit, shipped.measured), "fit the shipped profile anew"
-        assert made.margins == shipped.margins
+        assert made.margins["triton"] == shipped.margins["triton"]
+        assert set(made.margins["native"]) == set(shipped.margins["native"]), "their times are the present planner's"
         for kind in ("packed", "stock"):
             for kernel, fitted in getattr(shipped, kind).items():
                 again = getattr(made, kind)[kernel].us
