@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic.fields import FieldInfo
 
 from sgl_prefix_attn import deprecations
+from sgl_prefix_attn.routing import policy_names
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -95,11 +96,13 @@ class Settings(BaseModel):
         description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs with "
         "compute capability 8.0 or higher. triton: for all other GPUs. auto: native where it runs.",
     )
-    route: Literal["auto", "packed", "stock"] = Field(
+    route: str = Field(
         "auto",
-        description="Where decode steps run. packed: on the packed kernels. stock: on the stock backend. auto on a "
-        "GPU: where the routing profile predicts the shorter time; without a profile for the GPU, by a conservative "
-        "rule. auto on a CPU: packed, unless route_profile is set.",
+        description="Where decode steps run: packed if all conditions of this policy hold, else on the stock backend. "
+        "cost, which is auto: the routing profile predicts packed to be faster; without a profile for the GPU, a "
+        "conservative rule; on a CPU true, unless route_profile is set. batch>=N: at least N requests run. reuse>=X: "
+        "each distinct KV token is read X times on average. packed: always. stock: never.",
+        json_schema_extra={"accepts": policy_names.FORMS},
     )
     route_margin: int | None = Field(
         None,
@@ -111,9 +114,14 @@ class Settings(BaseModel):
     )
     route_profile: str | None = Field(
         None,
-        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn route fit`. "
+        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
         "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
+    )
+    live_tests: bool = Field(
+        False,
+        description="Serve POST, GET and DELETE /prefixpack/abtest, by which `python -m sgl_prefix_attn abtest live` "
+        "compares two routing policies on this server. It asks for SGLang's admin key. Off: no address.",
     )
     group_scheduling: bool = Field(
         False,
@@ -182,6 +190,17 @@ class Settings(BaseModel):
         if not isinstance(names, (list, tuple)) or any(name not in WRAPPABLE for name in names):
             raise ValueError("not a list of stock backends")
         return tuple(name for name in WRAPPABLE if name in names)
+
+    @field_validator("route")
+    @classmethod
+    def _policy(cls, value: str) -> str:
+        name = str(policy_names.parse(value))
+        return "auto" if name == "cost" else name
+
+    @property
+    def policy(self) -> policy_names.PolicyName:
+        """The routing policy that `route` names."""
+        return policy_names.parse(self.route)
 
     @field_validator("max_tile_rows")
     @classmethod

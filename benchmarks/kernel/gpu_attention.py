@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun, described
 from benchmarks.kernel.gpu_cases import select
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
-from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Timer, copy_bandwidth
 from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
@@ -44,18 +44,19 @@ Makers = dict[str, Callable[[torch.device], Baseline]]
 
 def makers(overrides: dict[str, Any]) -> Makers:
     """Every way by name; making one raises what its import raises."""
-    from benchmarks.kernel import gpu_flashinfer, gpu_ours, gpu_sglang
+    from benchmarks.kernel import gpu_flashinfer, gpu_sglang
+    from sgl_prefix_attn.calibration.kernels import packed, stock
 
     return {
-        OURS: lambda device: gpu_ours.PrefixPack(device, overrides),
-        "flashinfer_decode_cc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=False),
-        "flashinfer_decode_tc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=True),
+        OURS: lambda device: packed.PrefixPack(device, overrides),
+        "flashinfer_decode_cc": lambda device: stock.Decode(device, tensor_cores=False),
+        "flashinfer_decode_tc": lambda device: stock.Decode(device, tensor_cores=True),
         "flashinfer_batch_attention": gpu_flashinfer.BatchAttention,
         "flashinfer_cascade": gpu_flashinfer.Cascade,
-        "fa3": gpu_sglang.Fa3,
+        "fa3": stock.Fa3,
         "fa3_two_pass": gpu_sglang.Fa3TwoPass,
-        "triton": gpu_sglang.TritonDecode,
-        OURS_TOO: lambda device: gpu_ours.PrefixPackTriton(device, overrides),
+        "triton": stock.TritonDecode,
+        OURS_TOO: lambda device: packed.PrefixPackTriton(device, overrides),
     }
 
 

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks.kernel.gpu_attention import machine_facts, make_baselines, override
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
 from benchmarks.kernel.gpu_drawn_report import drawn_lines, drawn_summary, row_line
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS, Results
-from benchmarks.kernel.gpu_timing import Effort, Timer
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
 from sgl_prefix_attn.workloads import ALL_FAMILIES, Case, draw_set
 from sgl_prefix_attn.workloads.draw import USUAL_SET
 

@@ -12,16 +12,19 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
 # Way in the results -> kernel in a profile.
-PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
+PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton", "prefixpack_cpu": "cpu"}
 # Way in the results -> SGLang backend and whether it uses tensor cores.
 STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
     "fa3": ("fa3", None),
     "flashinfer_decode_tc": ("flashinfer", True),
     "flashinfer_decode_cc": ("flashinfer", False),
     "triton": ("triton", None),
+    "torch_native": ("torch_native", None),
 }
+GPU_KERNELS = ("fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha")
+BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_WAYS.values()))
 # KV type in the results -> bytes of an element.
-KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
+KV_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp16": 2, "fp32": 4}
 # In a model the L2 cache holds none of a layer's KV when the layer starts.
 TIME = "cold_us"
 
@@ -52,7 +55,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file."""
+    """A results file. capability, head_shapes, dtype: as in a profile."""
 
     source: str
     machine: str
@@ -60,6 +63,9 @@ class Results:
     measured: str
     kv_bytes: int
     cases: list[MeasuredCase]
+    capability: str = ""
+    head_shapes: tuple[str, ...] = ()
+    dtype: str = ""
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
@@ -97,7 +103,10 @@ def read_results(path: str | Path) -> Results:
             _case(row, row.get("head_dim", head_dim), KV_BYTES[row["kv_dtype"]] if "kv_dtype" in row else kv_bytes)
             for row in rows
         ]
-        return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases)
+        return Results(
+            Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases,
+            str(machine.get("capability", "")), tuple(data.get("head_shapes", ())), str(data.get("dtype", "")),
+        )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
     except json.JSONDecodeError as error:

@@ -115,7 +115,7 @@ def connect(
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
-    elif not is_cpu(runner) and settings.route == "auto":
+    elif not is_cpu(runner) and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.kernel.gpu_ours import device_model
+from sgl_prefix_attn.calibration.kernels.packed import device_model
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, makespan

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
+from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepPlanner
@@ -65,7 +66,15 @@ class PrefixPackBackend(AttentionBackend):
         never_packed = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))
-        router = StepRouter(state.settings, self._counters, self._executor, stock_name, stock)
+        router = StepRouter(
+            state.settings,
+            self._counters,
+            self._executor,
+            stock_name,
+            stock,
+            profiles_of_ranks(state.settings),
+            QUERY_TYPES.get(runner.dtype, "bf16"),
+        )
         mixes = graphs_share_metadata(stock_name)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants

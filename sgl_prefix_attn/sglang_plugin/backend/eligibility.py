@@ -126,7 +126,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
 
 def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
     """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
-    if mode == "decode" and settings.route == "stock":
+    if mode == "decode" and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED
     return executor.packs(mode)
 

@@ -94,6 +94,11 @@ class PluginState:
         """Names of the stock backends that run wrapped."""
         return sorted({record.wraps for record in self.backends.values() if record.wraps is not None})
 
+    def routing_policies(self) -> list[str]:
+        """Names of the policies by which backends that may pack route their decode steps."""
+        records = [record for record in self.backends.values() if record.planner.never_packed is None]
+        return sorted({record.router.running for record in records})
+
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
         records = [record for record in self.backends.values() if record.planner.never_packed is None]
@@ -125,7 +130,7 @@ class PluginState:
         if self.exporter is None:
             return
         try:
-            self.exporter.update(self.counters, self.wrapped())
+            self.exporter.update(self.counters, self.wrapped(), self.routing_policies())
         except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
             if not self.metrics_failures:
                 logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")

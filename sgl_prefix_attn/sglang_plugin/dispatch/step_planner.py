@@ -68,6 +68,11 @@ def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
     return StepDecision(Kind.STOCK, reason, is_graph_variant=is_graph_variant)
 
 
+def _requests(handed: Handed, forward_batch: Any) -> int:
+    """Requests of a step, without the padding of graphs where paths are known."""
+    return int(forward_batch.batch_size) if isinstance(handed.step, str) else handed.step.num_requests
+
+
 class StepPlanner:
     """Decides the steps of one backend and plans those that run packed.
 
@@ -150,8 +155,12 @@ class StepPlanner:
         """
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
         may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
+        changed = self._router.watches_steps and self._router.live_step(
+            forward_batch.forward_mode.is_decode(), _requests(handed, forward_batch)
+        )
         step = last.step
-        if step is not None and handed.step is step.paths and step.continues_with(forward_batch, handed, in_graph):
+        steady = step is not None and not changed and handed.step is step.paths
+        if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
             self._executor.begin(step)
             self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
             if may_route:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture, KvPool, pool_elements
 from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio
-from benchmarks.kernel.gpu_timing import Times
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Times
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.measured import read_results
 from sgl_prefix_attn.testing.reference import reference_attention
