@@ -14,7 +14,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint bench clean
+.PHONY: help setup demo test test-slow test-versions lint docs figures wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,19 @@ lint: setup ## ruff, mypy and import directions of the package, clang-format
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+docs: .venv-docs/ready ## the site in build/site; fails on a broken link (environment of its own: .venv-docs)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	@echo "written: build/site/index.html"
+
+.venv-docs/ready: docs/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+figures: setup ## tables and plots of README and docs from benchmarks/results
+	@$(BIN)/python -m benchmarks.doc_tables
+	@$(BIN)/python benchmarks/plot_results.py
 
 bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
 	@mkdir -p build/bench

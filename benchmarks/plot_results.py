@@ -3,7 +3,7 @@
     python benchmarks/plot_results.py [--results benchmarks/results] [--out docs/img]
 
 cpu_packed.json becomes cpu_packed.png; plan_time.json and host_cost.json together become host_time.png;
-gpu_attention.json becomes gpu_attention.png. What was not measured is left out.
+gpu_attention.json becomes gpu_attention.png; gpu_drawn.json becomes gains.png. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.kernel.gpu_plot import draw_pat
+from benchmarks.kernel.gpu_plot import draw_gains, draw_pat
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED, LIMIT, TARGET = "#2b8cbe", "#404040", "#d95f0e"
@@ -51,6 +51,9 @@ def main() -> None:
     figure = draw_pat(gpu) if gpu is not None else None
     if figure is not None:
         save(figure, args.out / "gpu_attention.png")
+    drawn = read(args.results / "gpu_drawn.json")
+    if drawn is not None:
+        save(draw_gains(drawn), args.out / "gains.png")
 
 
 def read(path: Path) -> dict[str, Any] | None:
