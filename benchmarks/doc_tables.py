@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -61,13 +63,13 @@ def drawn(name: str, groups: Sequence[str], head: str) -> Rows:
 
 
 FAMILIES = {
-    "few_shot": "few-shot prompts: 64 to 512 requests below the examples of 1 to 8 tasks",
+    "few_shot": "few-shot prompts: 64 to 512 requests, 1 to 8 tasks",
     "mixture": "parts of several families in one batch",
     "thought": "trees of thought: 2 to 5 branches on 2 to 5 levels",
     "committed": "fixed trees: those of PAT and FastTree, random forests, no sharing",
     "questions": "a system prompt, documents, questions on each document",
     "agents": "agents: shared instructions, histories of their own",
-    "rollouts": "RL rollouts: 2 to 128 samples of each prompt, outputs of drawn lengths",
+    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, drawn lengths",
     "long_documents": "2 to 64 requests on documents of 8K to 256K tokens",
     "ragged": "nothing shared, uneven lengths",
 }
@@ -88,6 +90,27 @@ def gains(name: str) -> Rows:
             f"{statistics.geometric_mean(plain):.2f}",
             f"{statistics.geometric_mean(every):.2f}",
             str(sum(value > 1 for value in every)),
+            str(sum(value < 1 / 1.02 for value in every)),
+            f"{min(every):.2f}",
+        )
+
+
+BINS = (1.0, 1.01, 2.0, 4.0, 8.0, 16.0, math.inf)
+
+
+def gains_by_sharing(name: str) -> Rows:
+    """Gains of drawn batches by how often a position is read."""
+    yield ("sharing", "batches", "x per-request", "x best", "behind 2 %", "worst")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    for low, high in itertools.pairwise(BINS):
+        part = [row for row in rows if low <= row["reuse"] < high]
+        title = "none" if high < 2 else f"above {low:.0f}" if high == math.inf else f"{low:.0f} to {high:.0f}"
+        every, plain = compared(part), compared(part, single_level(part))
+        yield (
+            title,
+            str(len(part)),
+            f"{statistics.geometric_mean(plain):.2f}",
+            f"{statistics.geometric_mean(every):.2f}",
             str(sum(value < 1 / 1.02 for value in every)),
             f"{min(every):.2f}",
         )
@@ -157,6 +180,8 @@ def tokens_at(name: str, workload: str, label: str) -> float | None:
     return None
 
 
+ROLLOUT = "serving_rollout"
+STOCK = ("fa3", "flashinfer")
 SERVERS = {
     "64 prompts of 4,096 tokens x 16 samples, equal lengths, all at once": ("serving_backends", "rl"),
     "16 groups of 16 requests on one system prompt each": ("serving_backends", "shared-prefix:16"),
@@ -166,9 +191,22 @@ SERVERS = {
 }
 
 
+def gains_of_servers() -> dict[str, tuple[float, str]]:
+    """By workload: speed over the faster stock backend, and its name. The rollout by tokens/s, others by their time."""
+    runs = {run["backend"]: run["tokens_per_second"] for run in read(ROLLOUT)["runs"]}
+    stock = max(runs.keys() - {OURS}, key=runs.__getitem__)
+    found = {"RL rollout, lengths drawn, refilled": (runs[OURS] / runs[stock], stock)}
+    for title, (name, workload) in SERVERS.items():
+        times = {backend: tokens_at(name, workload, backend) for backend in (OURS, *STOCK)}
+        known = {backend: time for backend, time in times.items() if time is not None}
+        best = min(known.keys() - {OURS}, key=known.__getitem__)
+        found[title] = (known[best] / known[OURS], best)
+    return found
+
+
 def tokens_of_servers() -> Rows:
     """Time per output token by workload and backend."""
-    backends = (OURS, "fa3", "flashinfer")
+    backends = (OURS, *STOCK)
     yield ("workload", *(f"`{backend}`" for backend in backends))
     for title, (name, workload) in SERVERS.items():
         times = [tokens_at(name, workload, backend) for backend in backends]
@@ -241,9 +279,10 @@ def routes(name: str) -> Rows:
 
 TABLES: dict[str, Callable[[], Rows]] = {
     "gains": functools.partial(gains, "gpu_drawn"),
+    "gains-by-sharing": functools.partial(gains_by_sharing, "gpu_drawn"),
     "drawn-families": functools.partial(drawn, "gpu_drawn", ("bf16", "bf16_by_family"), "family"),
     "drawn-heads": functools.partial(drawn, "gpu_drawn", ("bf16_by_heads",), "q heads / KV heads"),
-    "rollout": functools.partial(rollout, "serving_rollout", "fa3"),
+    "rollout": functools.partial(rollout, ROLLOUT, "fa3"),
     "listed": functools.partial(listed, "gpu_attention"),
     "routes": functools.partial(routes, "serving_routes"),
     "tokens-of-servers": tokens_of_servers,
