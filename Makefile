@@ -42,10 +42,11 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 		.venv-$$version/bin/python -m pytest -m versions tests/e2e $(PYTEST_ARGS); \
 	done
 
-lint: setup ## ruff, mypy and import directions of the package, clang-format
+lint: setup ## ruff, mypy and import directions of the package, clang-format, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 docs: .venv-docs/ready ## the site in build/site; fails on a broken link (environment of its own: .venv-docs)

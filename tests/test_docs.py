@@ -141,7 +141,7 @@ def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             project = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
             for word in wanted:
                 name, _, extra = word.partition("[")
-                assert name in (".", "sgl-prefix-attn") or name.startswith("dist/"), word
+                assert name in (".", "sgl-prefix-attn") or name.startswith(("dist/cpu/", "dist/cuda/")), word
                 assert not extra or extra.rstrip("]") in project["optional-dependencies"]
         case ["ray", "job", "submit", "--runtime-env-json", environment, "--", *inner]:
             check_variables(json.loads(environment)["env_vars"])

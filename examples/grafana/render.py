@@ -30,8 +30,8 @@ from sgl_prefix_attn.demo.server import ServerOptions, free_port, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 
 DASHBOARD = Path(__file__).with_name("prefixpack.json")
-SCRAPE = "1s"
-RATE_INTERVAL = "10s"
+SCRAPE = "2s"
+RATE_INTERVAL = "12s"
 
 
 def load(url: str, seconds: float) -> None:
@@ -77,6 +77,9 @@ def draw(prometheus: str, begin: float, end: float) -> Figure:
         axes.tick_params(labelsize=8)
         if axes.lines:
             axes.legend(fontsize=7, frameon=False)
+    if not any(axes.lines for axes in figure.axes):
+        with urllib.request.urlopen(f"{prometheus}/api/v1/targets") as answer:
+            raise SystemExit(f"no metrics: {answer.read().decode()}")
     figure.suptitle(f"{dashboard['title']}: a demo server on a CPU; seconds since the start of the load", fontsize=10)
     return figure
 

@@ -54,7 +54,8 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """SGLang's own metrics are checked on the real server."""
     dashboard = json.loads((EXAMPLES / "grafana" / "prefixpack.json").read_text())
     queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    asked = set(re.findall(rf"{PREFIX}(\w+)", queries))
+    assert PREFIX == "sglang:prefixpack_"
+    asked = set(re.findall(r'"sglang\[:_\]prefixpack_(\w+)"', queries))
     labels = set(re.findall(r"by \((\w+)\)", queries))
     known = {metric.name: metric.label for metric in (*METRICS, *pinning_metrics._METRICS)}
     assert asked <= set(known)
