@@ -3,8 +3,8 @@
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.16
 
 FROM ${SGLANG_IMAGE} AS build
-# The image has nvcc. PTX of compute_80 lets GPUs start that have no code of their own.
-ARG PREFIXPACK_CUDA_ARCHS="80+PTX;86;89;90a"
+# The image has nvcc. PTX of compute_80 is for GPUs after Hopper with enough shared memory.
+ARG PREFIXPACK_CUDA_ARCHS="80+PTX;90a"
 COPY . /src
 WORKDIR /src
 RUN PREFIXPACK_CUDA=1 python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
