@@ -229,24 +229,40 @@ class DeviceModel:
     ) -> None: ...
 
 class Plan:
-    """What one attention step executes; immutable. Entries are query tokens in packed order."""
+    """What one attention step executes; immutable. Entries are query tokens in packed order. Arrays are int32.
+
+    Attributes:
+        num_requests: requests of the batch.
+        num_queries: entries.
+        num_slots: partial slots; a slot holds every query head of one query.
+        kv_tokens_packed: KV positions that the items read, once per item.
+        kv_tokens_per_request: KV positions that request-wise attention reads.
+        kv_tokens_unique: KV positions of the batch, each once.
+        narrow_prevails: whether most of the work is in items that take only a part of a worker.
+        query_token: [num_queries] row of q and o.
+        query_request: [num_queries] batch index.
+        query_back: [num_queries] tokens of the request after this one.
+        merge_query: [merges] entries with more than one partial result.
+        merge_offset: [merges + 1] start of a merge in merge_slot.
+        merge_slot: partial slots in ascending KV position, the order of summation.
+        items: [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request
+            whose KV slots are read, first KV position, one past the last KV position (-1: up to each query's own),
+            first partial slot (-1: writes the output), rows of the tile.
+    """
 
     num_requests: int
     num_queries: int
-    num_slots: int  # partial slots; a slot holds every query head of one query
-    kv_tokens_packed: int  # KV positions that the items read, once per item
-    kv_tokens_per_request: int  # KV positions that request-wise attention reads
-    kv_tokens_unique: int  # KV positions of the batch, each once
-    narrow_prevails: bool  # whether most of the work is in items that take only a part of a worker
-    query_token: _Int32  # [num_queries] row of q and o
-    query_request: _Int32  # [num_queries] batch index
-    query_back: _Int32  # [num_queries] tokens of the request after this one
-    merge_query: _Int32  # [merges] entries with more than one partial result
-    merge_offset: _Int32  # [merges + 1] start of a merge in merge_slot
-    merge_slot: _Int32  # partial slots in ascending KV position, the order of summation
-    # [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request whose
-    # KV slots are read, first KV position, one past the last KV position (-1: up to each query's own), first partial
-    # slot (-1: writes the output), rows of the tile.
+    num_slots: int
+    kv_tokens_packed: int
+    kv_tokens_per_request: int
+    kv_tokens_unique: int
+    narrow_prevails: bool
+    query_token: _Int32
+    query_request: _Int32
+    query_back: _Int32
+    merge_query: _Int32
+    merge_offset: _Int32
+    merge_slot: _Int32
     items: _Int32
 
 class Machine:

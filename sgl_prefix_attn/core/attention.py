@@ -88,17 +88,19 @@ def packed_attention(
 
     Args:
         q: [tokens, q_heads, head_dim], float32, bfloat16 or float16; on the CPU or a GPU, as all other tensors.
-        k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn,
-            the last without rounding of queries, weights or sums to eight bits. q_heads is a multiple of kv_heads;
-            head_dim a multiple of 16 up to 256. The innermost stride is 1, as for q, out and sinks; others are free.
+        k_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn, the last
+            without rounding of queries, weights or sums to eight bits. q_heads is a multiple of kv_heads; head_dim a
+            multiple of 16 up to 256. The innermost stride is 1, as for q, out and sinks; others are free.
+        v_cache: as k_cache.
         plan: of the batch, made by `Planner`. A plan for another device gives the same result and costs time. On a GPU
             a plan whose tiles are not those of `DeviceModel.gpu` runs on Triton's kernels.
         req_to_token: int32 [rows, context], KV slot of a request's position.
         req_pool_indices: int64 [requests], row of req_to_token by batch index.
         seq_lens: int64 [requests], KV length with this step's own tokens.
         scale: factor of q.k before the softmax.
-        k_scale, v_scale: positive factors of all stored keys and values, as for an 8-bit cache that was divided by
-            them; allowed with every type.
+        k_scale: positive factor of all stored keys, as for an 8-bit cache that was divided by it; allowed with every
+            type.
+        v_scale: positive factor of all stored values.
         out: written and returned; default a new tensor. Rows that the plan does not name stay as they are.
         lse: float32 [tokens, q_heads] to be filled, or None: natural logarithm of the softmax denominator, the sink
             included (as FlashInfer and FlashAttention 3 count it).
