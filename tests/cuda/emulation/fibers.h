@@ -1,6 +1,7 @@
 // Runs the threads of CUDA CTAs as fibers on one CPU thread; they synchronize where the hardware does.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -15,6 +16,7 @@ namespace emulation {
 
 constexpr int kMaxBlockThreads = 256;
 constexpr int kWarpThreads = 32;
+constexpr size_t kStackBytes = 128 * 1024;
 
 // When asynchronous copies land: at once, or at the wait. Correct code gives the same result for both.
 enum class Copies { kEarly, kLate };
@@ -41,8 +43,9 @@ struct Exchange {
 struct Block;
 
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
+  jmp_buf context;
+  char* stack = nullptr;
+  bool started = false;
   Block* block = nullptr;
   int thread = 0;
   bool done = false;
@@ -75,7 +78,7 @@ struct Machine {
   Copies copies = Copies::kLate;
   std::vector<std::unique_ptr<Block>> blocks;
   Fiber* current = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::function<void(char*)> kernel;
   std::string failure;
 };
@@ -87,7 +90,17 @@ inline Machine*& machine() {
 
 inline Fiber& self() { return *machine()->current; }
 
-inline void yield() { swapcontext(&self().context, &machine()->scheduler); }
+// Stacks are kept for the next launch: fresh memory costs a page fault per page.
+inline char* stack_of(size_t fiber) {
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() <= fiber) stacks.emplace_back(new char[kStackBytes]);
+  return stacks[fiber].get();
+}
+
+// A switch by _setjmp and _longjmp needs no system call. swapcontext makes one to save the signal mask.
+inline void yield() {
+  if (_setjmp(self().context) == 0) _longjmp(machine()->scheduler, 1);
+}
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
@@ -102,6 +115,7 @@ inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6]
   warp.lines[set][fiber.thread % kWarpThreads] = line;
   ++warp.arrived[set];
   while (warp.arrived[set] < kWarpThreads * (number / 2 + 1)) yield();
+  if (fiber.thread % kWarpThreads != 0) return warp.words[set];  // the first lane compares for all
   for (int other : warp.lines[set]) {
     if (other != line) fail("lanes of a warp meet at lines " + std::to_string(line) + " and " + std::to_string(other));
   }
@@ -141,6 +155,21 @@ inline void fiber_main() {
   yield();
 }
 
+// Continues a fiber until it yields.
+inline void resume(Fiber& fiber) {
+  machine()->current = &fiber;
+  if (_setjmp(machine()->scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.context, 1);
+  fiber.started = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = fiber.stack;
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, fiber_main, 0);
+  setcontext(&start);
+}
+
 // Runs `kernel(shared memory)` on `threads` threads of each of `grid` CTAs. Throws if a thread fails or on deadlock.
 inline void run(int grid, int threads, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
   Machine here;
@@ -156,14 +185,9 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
     block->hidden.assign(block->shared.size() / 16, false);
     for (int thread = 0; thread < threads; ++thread) {
       auto fiber = std::make_unique<Fiber>();
-      fiber->stack.resize(128 * 1024);
+      fiber->stack = stack_of(size_t(index) * threads + thread);
       fiber->block = block.get();
       fiber->thread = thread;
-      getcontext(&fiber->context);
-      fiber->context.uc_stack.ss_sp = fiber->stack.data();
-      fiber->context.uc_stack.ss_size = fiber->stack.size();
-      fiber->context.uc_link = nullptr;
-      makecontext(&fiber->context, fiber_main, 0);
       block->fibers.push_back(std::move(fiber));
     }
     here.blocks.push_back(std::move(block));
@@ -176,8 +200,7 @@ inline void run(int grid, int threads, int shared_bytes, Copies copies, std::fun
       for (auto& fiber : block->fibers) {
         if (fiber->done) continue;
         alive = true;
-        here.current = fiber.get();
-        swapcontext(&here.scheduler, &fiber->context);
+        resume(*fiber);
         if (!here.failure.empty()) break;
         steps += 1 + fiber->exchanges + fiber->syncs + fiber->done;
       }
