@@ -92,28 +92,24 @@ def test_few_splits_form_no_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "warp_blocks", "warps"),
+    ("tokens", "warp_ctas", "warps"),
     [
         (512, 4, 5),  # ten tails, two KV heads: one round of 20 warps and not of 32
         (512, 0, 8),  # a launch of unknown size
         (64, 4, 8),   # short units are bound by latency: the more at once the better
     ],
 )  # fmt: skip
-def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps: int) -> None:
+def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: int) -> None:
     alone = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
     case = make_case(1, batch=alone)
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
-    words, _ = _native.serialize_plan(
-        case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_blocks=warp_blocks
-    )
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas)
     assert words[HEADER] == warps
 
 
-@pytest.mark.parametrize(("kv_heads", "warp_blocks"), [(0, 4), (2, -1)])
-def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_blocks: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "warp_ctas"), [(0, 4), (2, -1)])
+def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_ctas: int) -> None:
     case = make_case(1)
-    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_blocks {warp_blocks}; they have to be"):
-        _native.serialize_plan(
-            case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_blocks=warp_blocks
-        )
+    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_ctas {warp_ctas}; they have to be"):
+        _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_ctas=warp_ctas)
