@@ -14,16 +14,16 @@ OURS_COLOUR, BASELINE, LIMIT = "#2b8cbe", "#bdbdbd", "#404040"
 
 def draw_pat(result: dict[str, Any]) -> Figure | None:
     """Times on PAT's trees by head setting, cold L2: ours, the best baseline and the limit. None without such rows."""
-    rows = [row for row in result["rows"] if pat_number(row) and OURS in row["ways"]]
+    rows = [row for row in result["rows"] if pat_number(row) and OURS in row["baselines"]]
     settings = list(dict.fromkeys(row["heads"] for row in rows))
     if not rows:
         return None
     figure = Figure(figsize=(11, 1.4 + 2.2 * len(settings)), layout="constrained")
     every_axes = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
     for axes, heads in zip(every_axes, settings, strict=True):
-        panel = [row for row in rows if row["heads"] == heads and "cold_us" in row["ways"][OURS]]
+        panel = [row for row in rows if row["heads"] == heads and "cold_us" in row["baselines"][OURS]]
         for row in panel:
-            place, ours, best = pat_number(row), row["ways"][OURS]["cold_us"], best_of(row)
+            place, ours, best = pat_number(row), row["baselines"][OURS]["cold_us"], best_of(row)
             axes.bar(place - 0.2, ours, width=0.38, color=OURS_COLOUR, label="prefixpack")
             if best:
                 axes.bar(place + 0.2, best[1], width=0.38, color=BASELINE, label="best baseline")
