@@ -14,7 +14,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint bench clean
+.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,15 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 
 lint: setup ## ruff, mypy and import directions of the package, clang-format
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 lint-types lint-imports lint-native
+
+lint-types:
 	$(BIN)/mypy
+
+lint-imports:
 	$(BIN)/lint-imports
+
+lint-native:
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench

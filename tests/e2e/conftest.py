@@ -1,4 +1,4 @@
-"""Real servers for the end-to-end tests. Tests share them, because a start takes 10 to 25 seconds.
+"""Real servers for the end-to-end tests. Tests share them, because a start takes seconds (see `forked_server`).
 
 All tests compare with one `torch_native` server with SGLang's default schedule. Greedy tokens do not depend on the
 schedule of the server under test. `test_reference.py` checks the `torch_native` server itself.

@@ -25,12 +25,12 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from sgl_prefix_attn.demo.server import ServerProcess, start_process
+from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_process
 
 # Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
 COMMON_MODULES = ("sglang.launch_server", "sglang.srt.managers.detokenizer_manager", "torch._inductor.compile_fx")
 SERVER_MODULE = "sglang.launch_server"
-OURS = "PREFIXPACK_"  # variables that no import reads
+NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_")  # beginnings of variables
 POLL_SECONDS = 0.05
 
 
@@ -61,14 +61,17 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
     """Starts `python -m sglang.launch_server ...`; as `start_process`."""
     if command[1:3] != ["-m", SERVER_MODULE] or sys.platform != "linux" or sys.version_info >= (3, 14):
         return start_process(command, environment, output)
-    read_at_import = {name: value for name, value in environment.items() if not name.startswith(OURS)}
+    read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
     template = _template(tuple(sorted(read_at_import.items())))
     assert template.stdin is not None
     assert template.stdout is not None
     request = {"arguments": command[3:], "environment": dict(environment), "output": output.name}
     template.stdin.write(json.dumps(request) + "\n")
     template.stdin.flush()
-    return Forked(int(template.stdout.readline()))
+    pid = template.stdout.readline()
+    if not pid:
+        raise ServerError("the process that servers are forked from has ended: see its traceback above")
+    return Forked(int(pid))
 
 
 @functools.cache
