@@ -116,7 +116,7 @@ def _become_server(arguments: list[str], environment: dict[str, str], output: st
     except SystemExit as error:
         status = int(error.code or 0)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -139,7 +139,7 @@ def _spawn_by_forks() -> None:
         _serve_children(listener.fileno(), alive, variables)
         os._exit(0)
     os.close(alive)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = listener.getsockname(), ours, pid
     listener.close()
     connect = server.connect_to_new_process
@@ -149,9 +149,9 @@ def _spawn_by_forks() -> None:
         os.ftruncate(variables, os.pwrite(variables, content, 0))
         return connect(*arguments)
 
-    forkserver.connect_to_new_process = connect_with_environment  # type: ignore[attr-defined]
+    vars(forkserver)["connect_to_new_process"] = connect_with_environment
     multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+    vars(multiprocessing)["set_start_method"] = lambda method, force=False: None
 
 
 def _serve_children(listener: int, alive: int, variables: int) -> None:
