@@ -81,8 +81,18 @@ def _template(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]
     process = subprocess.Popen(
         command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
     )
-    atexit.register(process.kill)
+    atexit.register(_end, process)
     return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a template, and counts the processor time of its servers as this process's children's."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _serve_forks() -> None:
@@ -90,12 +100,18 @@ def _serve_forks() -> None:
         os.dup2(2, 1)  # what imports print
         for name in COMMON_MODULES:
             __import__(name)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps ended servers
+        signal.signal(signal.SIGCHLD, _reap)
         while request := sys.stdin.readline():
             pid = os.fork()
             if pid == 0:
                 _become_server(**json.loads(request))
             print(pid, file=answers, flush=True)
+
+
+def _reap(*signal_and_frame: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
 
 
 def _become_server(arguments: list[str], environment: dict[str, str], output: str) -> None:
