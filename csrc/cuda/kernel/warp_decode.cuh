@@ -38,6 +38,11 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   // Warps per CTA that take tiles.
   PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
 
+  PREFIXPACK_DEVICE DeferredHeader deferred() const {
+    return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at))};
+  }
+
   // Takes tiles until none is left. tile_index: of the first tile, in the first lane.
   PREFIXPACK_DEVICE void run(int32_t tile_index) {
     tile_index_ = tile_index;
