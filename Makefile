@@ -17,7 +17,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint docs figures wheel bench clean
+.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,15 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 
 lint: setup ## ruff, mypy and import directions of the package, clang-format, hadolint
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 lint-types lint-imports lint-native
+
+lint-types:
 	$(BIN)/mypy
+
+lint-imports:
 	$(BIN)/lint-imports
+
+lint-native:
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 

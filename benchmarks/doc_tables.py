@@ -118,7 +118,7 @@ def gains_by_sharing(name: str) -> Rows:
 
 def single_level(rows: Sequence[Row]) -> set[str]:
     """The baselines that treat each request by itself, as servers run them."""
-    return {name for row in rows for name in row["ways"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
+    return {name for row in rows for name in row["baselines"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
 
 
 def compared(rows: Sequence[Row], baselines: set[str] | None = None) -> list[float]:

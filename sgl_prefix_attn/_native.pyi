@@ -31,11 +31,11 @@ class CudaDevice:
     l2_bytes: int
 
 def cuda_devices() -> list[CudaDevice]: ...
-def units_of_group(group: int) -> int:
+def head_splits(group: int) -> int:
     """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
 
 def serialize_plan(
-    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_blocks: int = 0
+    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0
 ) -> tuple[_Int32, int]:
     """The plan as one block of words for the device, and the KV slots that it needs room for.
 
@@ -45,7 +45,7 @@ def serialize_plan(
         growth: tokens by which tails may grow before another plan is loaded.
         group: query heads of a KV head.
         kv_heads: KV heads.
-        warp_blocks: CTAs of the launch whose warps take work tiles of their own.
+        warp_ctas: CTAs of the launch whose warps take work tiles of their own.
 
     Raises:
         OverflowError: more than 2^31 - 1 KV slots.
@@ -140,7 +140,7 @@ class StepAddresses:
     """Device buffers of a step; sizes in csrc/cuda/kernel_params.h."""
 
     def __init__(
-        self, *, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
+        self, *, words: int, items: int, query_position: int, kv_slots: int, tile_counters: int, semaphores: int
     ) -> None: ...
 
 class LaunchSize:
@@ -159,10 +159,10 @@ def cuda_prepare(
     req_to_token_stride: int,
     req_pool_indices: int,
     seq_lens: int,
-    blocks: int,
+    ctas: int,
     stream: int,
 ) -> None:
-    """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `blocks` CTAs."""
+    """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `ctas` CTAs."""
 
 def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, stream: int) -> None:
     """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call."""

@@ -43,7 +43,7 @@ Makers = dict[str, Callable[[torch.device], Baseline]]
 
 
 def makers(overrides: dict[str, Any]) -> Makers:
-    """Every way by name; making one raises what its import raises."""
+    """Every baseline by name; making one raises what its import raises."""
     from benchmarks.kernel import gpu_flashinfer, gpu_sglang
     from sgl_prefix_attn.calibration.kernels import packed, stock
 
@@ -64,7 +64,7 @@ def make_baselines(
     names: list[str], overrides: dict[str, Any], device: torch.device, kv_dtype: torch.dtype | None = torch.bfloat16
 ) -> tuple[list[Baseline], dict[str, str]]:
     """The baselines that are installed and take such KV (None: any), and why the others are left out."""
-    ways, absent = [], {}
+    baselines, absent = [], {}
     for name, make in makers(overrides).items():
         if name not in names:
             continue
@@ -72,11 +72,11 @@ def make_baselines(
             baseline = make(device)
             if kv_dtype is not None and kv_dtype not in baseline.kv_dtypes:
                 raise ValueError(f"takes no KV in {kv_dtype} with queries in bf16")
-            ways.append(baseline)
+            baselines.append(baseline)
         except Exception as error:  # an import of another project's package may raise anything
             absent[name] = described(error)
             print(f"{name}: not available: {absent[name]}", file=sys.stderr)
-    return ways, absent
+    return baselines, absent
 
 
 def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
@@ -97,7 +97,9 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_cases(cases: list[Case], ways: list[Baseline], results: Results, timer: Timer, args: argparse.Namespace) -> int:
+def run_cases(
+    cases: list[Case], baselines: list[Baseline], results: Results, timer: Timer, args: argparse.Namespace
+) -> int:
     """Adds a row for each case; 3 if the device was lost on the way, else 0."""
     bandwidth = results.header["machine"]["copy_bandwidth"]
     begin = time.monotonic()
@@ -110,7 +112,7 @@ def run_cases(cases: list[Case], ways: list[Baseline], results: Results, timer: 
             print(f"stopping after {args.seconds:.0f} s; {len(cases) - done} cases left (--resume)", file=sys.stderr)
             break
         print(f"[{done + 1}/{len(cases)} {time.monotonic() - begin:.0f}s] {case.key}", file=sys.stderr, flush=True)
-        run = CaseRun(case, ways, pool, timer, bandwidth)
+        run = CaseRun(case, baselines, pool, timer, bandwidth)
         results.add(run.row())
         if run.device_lost:
             print(f"{case.key} left the device unusable; go on with --resume", file=sys.stderr)
@@ -146,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
         help="head settings for every case (default: those its family is published with)",
     )
     result.add_argument(
+        "--baselines",
         "--ways",
         nargs="+",
         default=list(makers({})),
@@ -195,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     timer = Timer(device)
-    ways, absent = make_baselines(args.ways, dict(args.device_model), device, kv_dtype)
+    baselines, absent = make_baselines(args.baselines, dict(args.device_model), device, kv_dtype)
     header = {
         "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
         "kv_dtype": args.kv_dtype, "absent": absent,
@@ -212,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser().error(str(error))
     with torch.inference_mode():
-        status = run_cases([case for case in cases if not results.done(case.key)], ways, results, timer, args)
+        status = run_cases([case for case in cases if not results.done(case.key)], baselines, results, timer, args)
     print(table(results.rows))
     print("\n".join(summary_lines(results.rows)))
     for name, reason in absent.items():

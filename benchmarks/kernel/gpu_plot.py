@@ -24,16 +24,16 @@ OURS_COLOUR, BASELINE, LIMIT = "#2b8cbe", "#bdbdbd", "#404040"
 
 def draw_pat(result: dict[str, Any]) -> Figure | None:
     """Times on PAT's trees by head setting, cold L2: ours, the best baseline and the limit. None without such rows."""
-    rows = [row for row in result["rows"] if pat_number(row) and OURS in row["ways"]]
+    rows = [row for row in result["rows"] if pat_number(row) and OURS in row["baselines"]]
     settings = list(dict.fromkeys(row["heads"] for row in rows))
     if not rows:
         return None
     figure = Figure(figsize=(11, 1.4 + 2.2 * len(settings)), layout="constrained")
     every_axes = figure.subplots(len(settings), 1, sharex=True, squeeze=False)[:, 0]
     for axes, heads in zip(every_axes, settings, strict=True):
-        panel = [row for row in rows if row["heads"] == heads and "cold_us" in row["ways"][OURS]]
+        panel = [row for row in rows if row["heads"] == heads and "cold_us" in row["baselines"][OURS]]
         for row in panel:
-            place, ours, best = pat_number(row), row["ways"][OURS]["cold_us"], best_of(row)
+            place, ours, best = pat_number(row), row["baselines"][OURS]["cold_us"], best_of(row)
             axes.bar(place - 0.2, ours, width=0.38, color=OURS_COLOUR, label="prefixpack")
             if best:
                 axes.bar(place + 0.2, best[1], width=0.38, color=BASELINE, label="best baseline")
@@ -72,7 +72,7 @@ def draw_pat(result: dict[str, Any]) -> Figure | None:
 def draw_gains(result: dict[str, Any]) -> Figure:
     """Gain of each drawn batch over how often it reads a position: against all baselines, and per-request ones."""
     rows = [row for row in result["rows"] if row["kv_dtype"] == "bf16"]
-    per_request = {name for row in rows for name in row["ways"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
+    per_request = {name for row in rows for name in row["baselines"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
     panels = {"kernels that read request by request": per_request, "all baselines": None}
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     for axes, (title, baselines) in zip(figure.subplots(1, 2, sharex=True, sharey=True), panels.items(), strict=True):

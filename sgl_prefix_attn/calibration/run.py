@@ -138,7 +138,7 @@ def measure(
             for kind, case in bar:
                 if time.monotonic() - begin > seconds:
                     return False
-                steps.add({**row_of(case, shape), "set": kind, "ways": bench.measure(case)})
+                steps.add({**row_of(case, shape), "set": kind, "baselines": bench.measure(case)})
                 if time.monotonic() - written > 10.0:
                     steps.write()
                     written = time.monotonic()

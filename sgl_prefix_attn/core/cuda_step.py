@@ -65,22 +65,22 @@ class GpuStep(StepBuffers):
                 head_dim=shape.head_dim, dtype=DTYPES[dtype], kv_dtype=KV_DTYPES[kv_dtype]
             )
         super().__init__(shape, device, limits)
-        self.warp_blocks = self.launch_size.warp_ctas
+        self.warp_ctas = self.launch_size.warp_ctas
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
         self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size.ctas))
-        self._tickets = self._ints(_native.tile_counters)
+        self._tile_counters = self._ints(_native.tile_counters)
         # A semaphore for each combine list: one a query, and one for each group of two KV splits or more.
         lists = limits.queries + limits.partial_slots // 2
-        self._arrivals = self._ints(lists * shape.kv_heads * _native.units_of_group(shape.group))
+        self._semaphores = self._ints(lists * shape.kv_heads * _native.head_splits(shape.group))
         self._addresses = _native.StepAddresses(
             words=self._words.data_ptr(),
             items=self._items.data_ptr(),
             query_position=self._positions.data_ptr(),
             kv_slots=self._kv_slots.data_ptr(),
-            tickets=self._tickets.data_ptr(),
-            arrivals=self._arrivals.data_ptr(),
+            tile_counters=self._tile_counters.data_ptr(),
+            semaphores=self._semaphores.data_ptr(),
         )
         self._params = _native.AttentionParams(
             q_heads=shape.q_heads,
@@ -130,7 +130,7 @@ class GpuStep(StepBuffers):
             req_to_token_stride=req_to_token.stride(0),
             req_pool_indices=req_pool_indices.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
-            blocks=self.launch_size.ctas,
+            ctas=self.launch_size.ctas,
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )
 

@@ -80,9 +80,9 @@ def register_hooks(settings: Settings, version: str) -> None:
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
     if settings.handover == "hooks" or not versions.has_native_seam():
-        wanted += hook_table.HANDOVER_HOOKS
+        wanted += hook_table.handover_hooks(state.handover_hooks)
     elif settings.one_token_steps:
-        wanted += hook_table.ONE_TOKEN_HOOKS
+        wanted += hook_table.one_token_hooks(state.handover_hooks)
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     elif settings.policy.fixed is None:

@@ -204,7 +204,7 @@ class TestResultsFile:
         "case": "x/1",
         "q_heads": 32,
         "kv_heads": 8,
-        "ways": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
+        "baselines": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
     }
     STEP: ClassVar = {
         "requests": 1, "tokens": 10, "unique_tokens": 10, "linked_tokens": 0, "nodes": 0, "links": 0,
@@ -223,6 +223,17 @@ class TestResultsFile:
         assert case.step.longest_range == 10
         assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
+
+    def test_the_key_of_the_previous_release_is_read_with_a_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        row = self.ROW | {"step": self.STEP, "ways": self.ROW["baselines"]}
+        with pytest.raises(ResultsError, match="'ways' is the deprecated name of 'baselines', and both are given"):
+            read_results(self.write(tmp_path, row))
+        del row["baselines"]
+        (case,) = read_results(self.write(tmp_path, row)).cases
+        assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
+        assert "'ways' is deprecated and will not be read by the next release; use 'baselines'" in caplog.text
 
     def test_a_row_that_does_not_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
         with pytest.raises(ResultsError, match=r"row .* has no features of its step: measure again"):

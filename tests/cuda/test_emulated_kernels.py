@@ -35,7 +35,7 @@ def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
     batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
-    of_blocks = case.plan.items[:, 6] > 8 * _native.units_of_group(group)
+    of_blocks = case.plan.items[:, 6] > 8 * _native.head_splits(group)
     assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to merge"
     assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     out, lse = emulate(emulation, case)

@@ -14,6 +14,7 @@ import pytest
 from examples import pins as examples_pins
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
 
@@ -33,6 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
         },
         log_folder=tmp_path_factory.mktemp("pins"),
+        starter=forked_server.start,
     )
     with serve(options) as running:
         yield running

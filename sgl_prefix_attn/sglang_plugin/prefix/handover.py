@@ -118,7 +118,7 @@ class Handover:
 
 
 class HandoverHooks:
-    """Hook bodies that hand over the paths of this process's steps.
+    """Hook bodies that hand over the paths of this process's steps. SGLang has them before a backend exists.
 
     Attributes:
         active: what the hooks work for; None where no prefixpack backend exists: then they do nothing.
@@ -145,7 +145,3 @@ class HandoverHooks:
             return original(runner, *args, **kwargs)
         with self.active.handed_over(handed):
             return original(runner, *args, **kwargs)
-
-
-# One per process: SGLang's hooks are registered before a backend exists, and stay.
-HOOKS = HandoverHooks()
