@@ -31,7 +31,11 @@ def emulate(
     """Output and log-sum-exp of a case. fan_in: most KV splits of a tile that are combined in one level."""
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
-    pool, sinks = case.pool, case.variant["sinks"]
+    pool = case.pool
+    of_arrays = {
+        name: None if tensor is None else tensor.numpy()
+        for name, tensor in (("sinks", case.variant["sinks"]), ("visible", case.visible))
+    }
     emulation.attention(
         case.plan,
         bits(case.q),
@@ -49,7 +53,7 @@ def emulate(
         late_copies=late_copies,
         warps_first=warps_first,
         fan_in=fan_in,
-        **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
+        **{**case.variant, **of_arrays},
     )
     return out, lse
 

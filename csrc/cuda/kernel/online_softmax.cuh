@@ -19,6 +19,16 @@ PREFIXPACK_DEVICE void mask_scores(float (&scores)[KeyBlocks][4], int32_t half, 
   }
 }
 
+// Masks the scores that a query of a tree does not see. ahead: its position, from that of the thread's first column.
+template <int KeyBlocks>
+PREFIXPACK_DEVICE void mask_hidden(float (&scores)[KeyBlocks][4], int32_t half, uint64_t hidden, int32_t ahead) {
+  const uint64_t keys = hidden_keys(hidden, ahead);
+#pragma unroll
+  for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+    if (keys >> (i / 2 * 8 + i % 2) & 1) scores[i / 2][2 * half + i % 2] = kMinusInfinity;
+  }
+}
+
 // Packs the weights of 16 keys as the A operand of P*V.
 template <class Element, int KeyBlocks>
 PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_t step, uint32_t (&packed)[4]) {
