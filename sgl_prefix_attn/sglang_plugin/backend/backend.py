@@ -149,7 +149,7 @@ class PrefixPackBackend(AttentionBackend):
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._planner.graphs_may_be_packed:
             return
-        self._executor.reserve_graphs(max_bs)
+        self._executor.reserve_graphs(max_bs, max_num_tokens)
         if not self._layers.scanned:
             self._layers.scan_model()
         # The other ranks capture two graphs of each size, and captures have to stay in step.
@@ -176,7 +176,8 @@ class PrefixPackBackend(AttentionBackend):
         the stock backend's answer is right for both.
         """
         stock = self.stock.shared_read_ends(fm)
-        all_packed = self._planner.graph_is_packed(fm) and not self._layers.has_stock_layers
+        # After a verify step, the draft model reads the tables as well.
+        all_packed = fm.is_decode() and self._planner.graph_is_packed(fm) and not self._layers.has_stock_layers
         return type(stock).PRE_REPLAY if all_packed and not self.graph_variants.sizes else stock
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:

@@ -125,6 +125,36 @@ def speculates(runner: Any) -> bool:
     return algorithm is not None and not algorithm.is_none()
 
 
+def drafts_of(runner: Any) -> int:
+    """Draft tokens of each request in a verify step, the last accepted token included; 1 without speculation."""
+    return (argument(runner, "speculative_num_draft_tokens") or 1) if speculates(runner) else 1
+
+
+def has_draft_chains(runner: Any) -> bool:
+    """Whether the drafts of each request are a chain. NGRAM's need not be, whatever its breadth."""
+    return not runner.spec_algorithm.is_ngram() and (argument(runner, "speculative_eagle_topk") or 1) == 1
+
+
+def has_uniform_drafts(runner: Any) -> bool:
+    """Whether the server's verify steps are of a kind known here, with the same number of drafts in each step.
+
+    With an overlapped plan stream, metadata is made before the drafts are known.
+    """
+    algorithm = runner.spec_algorithm
+    known = ("is_eagle", "is_standalone", "is_ngram", "is_dflash")
+    if not any(getattr(algorithm, name, bool)() for name in known) or drafts_of(runner) < 2:
+        return False
+    return not argument(runner, "speculative_adaptive") and not plans_on_another_stream()
+
+
+def plans_on_another_stream() -> bool:
+    """Whether SGLang prepares verify steps on a stream of their own."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
+    return variable is not None and bool(variable.get())
+
+
 def has_multimodal_positions(runner: Any) -> bool:
     """Whether tokens have rotary positions in several dimensions (mrope)."""
     holder = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner  # since 0.5.16

@@ -19,7 +19,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
-from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_verify
+from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupported_verify
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
@@ -121,13 +121,19 @@ class StepPlanner:
         return (
             self._layers.never_packed is None
             and self._executor.runs_in_graphs
-            and self._executor.packs("decode") is None
+            and any(self._executor.packs(mode) is None for mode in _DECODES)
             and not self._router.always_stock
         )
 
     def graph_is_packed(self, forward_mode: Any) -> bool:
         """Whether SGLang's graphs of a forward mode hold packed layers: the same at capture and at replays."""
-        return forward_mode.is_decode() and bool(self._executor.planners) and self.graphs_may_be_packed
+        mode: Mode = "verify" if forward_mode.is_target_verify() else "decode"
+        return (
+            (forward_mode.is_decode() or forward_mode.is_target_verify())
+            and bool(self._executor.planners)
+            and self.graphs_may_be_packed
+            and self._executor.packs(mode) is None
+        )
 
     def _wants_variants(self, forward_mode: Any) -> bool:
         # Packed graphs with stock layers have variants only where the stock backend can serve two graphs of a size.
@@ -184,13 +190,14 @@ class StepPlanner:
         if isinstance(paths, str):
             return paths
         planners = self._executor.planners
-        size = forward_batch.batch_size
+        size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
             return fallback_reasons.ROW_MISMATCH
         host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
         if paths.mode == "verify":
+            drafts = forward_batch.spec_info.draft_token_num
             if self._router.always_stock:
                 return None
             assert paths.query_lens is not None
@@ -203,7 +210,7 @@ class StepPlanner:
             self._counters.plan_refused()
             return fallback_reasons.PLAN_REFUSED
         tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
-        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph)
+        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph, drafts=drafts)
         step.may_be_padded = self._executor.runs_in_graphs and paths.query_lens is not None
         if planners:
             step.kv_tokens = planners[0].kv_tokens
@@ -234,7 +241,7 @@ class StepPlanner:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return fallback_reasons.TWO_BATCH_OVERLAP
         if paths.mode == "verify":
-            reason = unsupported_verify(forward_batch, self._executor.reads_trees)
+            reason = unsupported_verify(forward_batch, paths.num_requests, self._executor.reads_trees)
             if reason is not None:
                 return reason
         elif forward_batch.spec_info is not None:
@@ -254,7 +261,12 @@ class StepPlanner:
         # At least one row, even if all are padding (an idle rank that replays along): a plan cannot be empty.
         count = max(1, forward_batch.batch_size - getattr(forward_batch, "num_padding", 0))
         host_lens: Int64Array = np.maximum(lens[:count].numpy().astype(np.int64), 1)
-        plans: list[Plan] = self._executor.unshared(host_lens)
-        step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
+        drafts, query_lens = None, None
+        if forward_batch.forward_mode.is_target_verify():
+            drafts = forward_batch.spec_info.draft_token_num
+            host_lens, query_lens = lens_after(host_lens, drafts)
+        plans: list[Plan] = self._executor.unshared(host_lens, query_lens)
+        tokens = forward_batch.batch_size * (drafts or 1)
+        step = PackedStep.of(forward_batch, None, tokens, host_lens, plans, in_graph=True, drafts=drafts)
         self._executor.begin(step)
         return StepDecision(Kind.UNSHARED, reason, step)

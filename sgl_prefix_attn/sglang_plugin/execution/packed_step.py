@@ -64,13 +64,14 @@ class PackedStep:
         plans: list[Plan],
         *,
         in_graph: bool,
+        drafts: int | None = None,
     ) -> PackedStep:
-        """The step of a ForwardBatch."""
+        """The step of a ForwardBatch. drafts: of each request, in a verify step."""
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         step = cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
-        if paths is not None and paths.mode == "verify":
-            step.seq_lens = seq_lens + num_tokens // paths.num_requests
-            step.visible = visible_positions(forward_batch.spec_info)
+        if drafts is not None:
+            step.seq_lens = seq_lens + drafts
+            step.visible = visible_positions(forward_batch.spec_info, seq_lens[: len(host_lens)])
         return step
 
     def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:
