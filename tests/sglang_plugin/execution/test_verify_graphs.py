@@ -1,4 +1,4 @@
-"""Verify steps of speculative decoding in packed graphs, chains and trees: on the host, and on a GPU with its kernels."""
+"""Verify steps of speculative decoding in packed graphs, chains and trees: on the host, and with a GPU's kernels."""
 
 from __future__ import annotations
 
