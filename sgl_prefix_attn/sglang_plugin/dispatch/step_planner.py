@@ -68,13 +68,18 @@ def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
     return StepDecision(Kind.STOCK, reason, is_graph_variant=is_graph_variant)
 
 
+def _mode_of(forward_mode: Any) -> Mode:
+    """The kind of the steps of a decode graph runner."""
+    return "verify" if forward_mode.is_target_verify() else "decode"
+
+
 class StepPlanner:
     """Decides the steps of one backend and plans those that run packed.
 
     Args:
         executor: runs packed steps.
         layers: the model's attention layers.
-        router: routes decode steps that could run packed.
+        router: routes decode and verify steps that could run packed.
         counters: process totals.
         mixes_in_graphs: whether a size may have two graphs where some layers of the packed one are stock.
 
@@ -127,18 +132,17 @@ class StepPlanner:
 
     def graph_is_packed(self, forward_mode: Any) -> bool:
         """Whether SGLang's graphs of a forward mode hold packed layers: the same at capture and at replays."""
-        mode: Mode = "verify" if forward_mode.is_target_verify() else "decode"
         return (
             (forward_mode.is_decode() or forward_mode.is_target_verify())
             and bool(self._executor.planners)
             and self.graphs_may_be_packed
-            and self._executor.packs(mode) is None
+            and self._executor.packs(_mode_of(forward_mode)) is None
         )
 
     def _wants_variants(self, forward_mode: Any) -> bool:
         # Packed graphs with stock layers have variants only where the stock backend can serve two graphs of a size.
         return (
-            self._router.may_change
+            self._router.may_change(_mode_of(forward_mode))
             and self.graph_is_packed(forward_mode)
             and (self._mixes_in_graphs or not self._layers.has_stock_layers)
         )
@@ -198,11 +202,11 @@ class StepPlanner:
             return fallback_reasons.ROW_MISMATCH
         if paths.mode == "verify":
             drafts = forward_batch.spec_info.draft_token_num
-            if self._router.always_stock:
-                return None
             assert paths.query_lens is not None
             host_lens += paths.query_lens
-        if may_route and paths.mode == "decode" and self._router.decide(paths, host_lens) is Route.STOCK:
+        if paths.mode in _DECODES and self._router.always_stock:
+            return None
+        if may_route and paths.mode in _DECODES and self._router.decide(paths, host_lens) is Route.STOCK:
             return None
         try:
             plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]

@@ -1,7 +1,7 @@
-"""The route of each decode step that could run packed: packed, or as a whole on the stock backend.
+"""The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
 `sgl_prefix_attn.routing` predicts the time of both. This file selects the profile and the kernels for it, and keeps a
-route for some steps of a steady batch.
+route for some steps of a steady batch. No profile knows verify steps, so the conservative rule decides them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profi
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
 class StepRouter:
-    """Routes decode steps of one backend, and counts them by route.
+    """Routes decode and verify steps of one backend, and counts them by route.
 
     Args:
         settings: settings in force.
@@ -50,25 +50,27 @@ class StepRouter:
         self._own_profile: Profile | None = None
         self._profile: Profile | None = None  # in use
         self._router: Router | None = None
+        self._verify_router: Router | None = None
         self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
         self._age = 0
         if settings.route == "auto" and settings.route_profile is not None:
             self._own_profile = load_profile(settings.route_profile)
+        self._decides_verify = settings.route == "auto" and executor.kernels != "cpu"
         self._decides = settings.route == "auto" and (self._own_profile is not None or executor.kernels != "cpu")
 
     @property
     def always_stock(self) -> bool:
-        """Whether no decode step ever runs packed."""
+        """Whether no decode or verify step ever runs packed."""
         return self.setting == "stock"
 
-    @property
-    def may_change(self) -> bool:
-        """Whether decode steps may go either way. Valid once the layers are known."""
-        return self._usable_router() is not None
+    def may_change(self, mode: Mode) -> bool:
+        """Whether steps of a kind, decode or verify, may go either way. Valid once the layers are known."""
+        return self._router_of(mode) is not None
 
     def state(self) -> dict[str, Any]:
         """The setting, the profile in use and the last decision, as JSON-able values."""
-        last = None if self._router is None else self._router.last
+        router = self._verify_router or self._router
+        last = None if router is None else router.last
         return {
             "setting": self.setting,
             "profile": None if self._profile is None else f"{self._profile.machine}, commit {self._profile.commit}",
@@ -87,7 +89,7 @@ class StepRouter:
 
     def stays_stock(self, paths: StepPaths | str) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
-        if isinstance(paths, str) or paths.mode != "decode":
+        if isinstance(paths, str) or paths.mode not in ("decode", "verify"):
             return False
         if not self.always_stock:
             if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
@@ -97,13 +99,13 @@ class StepRouter:
         return True
 
     def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
-        """The route of a decode step.
+        """The route of a decode or verify step.
 
         Args:
-            host_lens: [requests] KV lengths.
+            host_lens: [requests] KV lengths, including the tokens of this step.
         """
         self._stock_paths = None
-        router = self._usable_router()
+        router = self._router_of(paths.mode)
         if router is None:
             return Route.PACKED
         route = router.decide(paths.forest, host_lens)
@@ -111,6 +113,14 @@ class StepRouter:
         if route is Route.STOCK:
             self._stock_paths, self._age = paths, 0
         return route
+
+    def _router_of(self, mode: Mode) -> Router | None:
+        if mode != "verify":
+            return self._usable_router()
+        if self._verify_router is None and self._decides_verify and self._executor.planners:
+            self._verify_router = Router(conservative.ConservativePolicy(self._executor.planners[0].shape))
+            logger.info("prefixpack: a verify step runs packed only if %s", conservative.RULE)
+        return self._verify_router
 
     def _usable_router(self) -> Router | None:
         if self._router is None and self._decides and self._executor.planners:

@@ -11,8 +11,11 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK_VARIANT
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.testing.reference import reference_attention
@@ -54,7 +57,7 @@ class Verify(GpuFixture):
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False,
             speculative_num_draft_tokens=drafts, speculative_eagle_topk=4 if trees else 1,
         )  # fmt: skip
-        options = {"settings": Settings(metrics=False, pack_verify=True), "room": 256, **options}
+        options = {"settings": Settings(metrics=False, route="packed", pack_verify=True), "room": 256, **options}
         super().__init__(
             SHARED, lengths, [drafts] * len(lengths), kernels=kernels, server_args=arguments,
             spec_algorithm=SpeculativeAlgorithm.EAGLE, **options,
@@ -163,8 +166,29 @@ def test_an_idle_rank_replays_padding_only(gpu: bool) -> None:
 
 def test_reading_one_by_one_always_fits_the_buffers() -> None:
     """Rows of many drafts fill several tiles, each of which has KV slots of its own."""
-    fixture = Verify(64, 4, settings=Settings(metrics=False, pack_verify=True, max_tile_rows=16))
+    fixture = Verify(64, 4, settings=Settings(metrics=False, route="packed", pack_verify=True, max_tile_rows=16))
     context = fixture.rows.req_to_token.shape[1]
     lens, drafts = np.full(4, context, dtype=np.int64), np.full(4, 64, dtype=np.int64)
     for plan in fixture.executor.unshared(lens, drafts):
         fixture.device_step.load(plan, lens, fixture.executor._growth)
+
+
+def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Verify(4, settings=Settings(metrics=False, pack_verify=True), stock_backend="fa3")
+    # torch_native has no verify steps.
+    monkeypatch.setattr(fixture.stock, "forward", lambda **call: torch.zeros_like(call["q"]))
+    fixture.graphs = DecodeGraphs(fixture, 4)
+    fixture.graphs.capture(4)
+    assert fixture.backend.graph_variants.sizes == [4]
+    fixture.graphs.replay()
+    assert fixture.stock.graph_calls[-1] == "replay"
+    assert fixture.backend.decision == STOCK_VARIANT
+    monkeypatch.setattr(conservative, "LEAST_REQUESTS", 4)
+    monkeypatch.setattr(conservative, "LEAST_KV_HEADS", 2)
+    fixture.graphs.replay()  # the same batch keeps its route for some steps
+    for _ in range(STEPS_BETWEEN_PLANS):
+        fixture.accept([1, 2, 3, 4])
+        outputs = fixture.graphs.replay()
+    assert_same(outputs, fixture.expected())
+    assert fixture.state.counters.routed_steps == {"packed": STEPS_BETWEEN_PLANS, "stock": 2}
+    assert fixture.fallbacks == {}
