@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
@@ -70,6 +71,10 @@ class PrefixPackBackend(AttentionBackend):
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
         self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.never_packs("verify") is None
+        # Verify steps are planned by bounds of their lengths.
+        self._reads_bounds = (
+            self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
+        )
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
         self._record = BackendRecord(
@@ -92,9 +97,11 @@ class PrefixPackBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:
         """Whether SGLang has to keep lengths in host memory, for which speculation waits for the device in each step.
 
-        The planner reads them. Where no step ever runs packed, the stock backend's needs are all there are.
+        The planner reads them, or bounds of them. Where no step ever runs packed, the stock backend's needs are all
+        there are.
         """
-        return self._planner.packs_some_steps or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
+        reads = self._planner.packs_some_steps and not self._reads_bounds
+        return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
     # Metadata -------------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,16 @@ Features are probed in the installed code. The version number only decides wheth
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import MutableMapping
+import operator
+from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from typing import Any, Final
 
+import numpy as np
+
+from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.sglang_plugin.compat import targets
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
@@ -145,6 +150,24 @@ def has_uniform_drafts(runner: Any) -> bool:
     if not any(getattr(algorithm, name, bool)() for name in known) or drafts_of(runner) < 2:
         return False
     return not argument(runner, "speculative_adaptive") and not plans_on_another_stream()
+
+
+@functools.cache
+def keeps_committed_lens() -> bool:
+    """Whether requests keep their committed KV length in host memory, in a known place.
+
+    With overlap it lags by one verify step at most, so a request's KV is no longer than that and the drafts of a step.
+    """
+    info = getattr(importlib.import_module("sglang.srt.managers.schedule_batch"), "ReqKvInfo", None)
+    return "kv_committed_len" in getattr(info, "__dataclass_fields__", ())
+
+
+_COMMITTED_LEN = operator.attrgetter("kv.kv_committed_len")
+
+
+def committed_lens(requests: Sequence[Any]) -> Int64Array:
+    """[requests] committed KV lengths, where `keeps_committed_lens`."""
+    return np.fromiter(map(_COMMITTED_LEN, requests), np.int64, len(requests))
 
 
 def plans_on_another_stream() -> bool:

@@ -120,10 +120,12 @@ class PackedStep:
 def lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
     """Host lengths of the first `count` requests without a device access; None if the batch is another one.
 
-    Lengths identify the requests. The ForwardBatch is a copy of the batch that was handed over, perhaps with padding
-    behind it, and a step must not read device tensors.
+    Lengths identify the requests, unless they are bounds. The ForwardBatch is a copy of the batch that was handed over,
+    perhaps with padding behind it, and a step must not read device tensors.
     """
     lens = forward_batch.seq_lens_cpu
+    if lens is None and handed.bounds:
+        lens = handed.seq_lens
     if lens is None or handed.seq_lens is None or lens.shape[0] < count or handed.seq_lens.shape[0] != count:
         return None
     # A copy, because SGLang writes the lengths of the next step to the same memory.

@@ -154,6 +154,23 @@ def test_steps_that_accept_different_numbers_of_drafts(trees: bool, gpu: bool) -
 
 
 @DEVICES
+@TREES
+def test_steps_of_which_the_host_knows_bounds_only(trees: bool, gpu: bool) -> None:
+    """The batch has no lengths in host memory; what is handed over lags behind, plus the drafts of a step."""
+    fixture = Verify(4, 4, trees=trees, gpu=gpu)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        before = fixture.batch.seq_lens_cpu
+        fixture.accept(rng.integers(1, 5, len(LENGTHS)).tolist())
+        fixture.batch.seq_lens_cpu = None
+        handed = fixture.handed._replace(seq_lens=before + 4, bounds=True)
+        assert_same(fixture.graphs.replay(handed), fixture.expected())
+        fixture.batch.seq_lens_cpu = fixture.handed.seq_lens
+    assert fixture.fallbacks == {}
+    assert fixture.state.counters.steps_packed["verify"] == 30
+
+
+@DEVICES
 def test_an_idle_rank_replays_padding_only(gpu: bool) -> None:
     fixture = Verify(4, 4, trees=True, gpu=gpu)
     idle = SimpleNamespace(**vars(fixture.batch))
@@ -192,3 +209,11 @@ def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch
     assert_same(outputs, fixture.expected())
     assert fixture.state.counters.routed_steps == {"packed": STEPS_BETWEEN_PLANS, "stock": 2}
     assert fixture.fallbacks == {}
+
+
+@pytest.mark.parametrize("stock_needs_them", [False, True])
+def test_packed_verify_steps_ask_for_no_lengths_in_host_memory(stock_needs_them: bool) -> None:
+    fixture = Verify(4, 4)
+    fixture.stock.needs_cpu_seq_lens = stock_needs_them
+    assert fixture.backend._planner.packs_some_steps
+    assert fixture.backend.needs_cpu_seq_lens is stock_needs_them
