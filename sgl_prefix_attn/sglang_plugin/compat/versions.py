@@ -143,8 +143,12 @@ def has_draft_chains(runner: Any) -> bool:
 def has_uniform_drafts(runner: Any) -> bool:
     """Whether the server's verify steps are of a kind known here, with the same number of drafts in each step.
 
-    With an overlapped plan stream, metadata is made before the drafts are known.
+    With an overlapped plan stream, metadata is made before the drafts are known. With two attention backends, either
+    may get the verify steps.
     """
+    prefill, decode = backend_names(runner)
+    if prefill != decode:
+        return False
     algorithm = runner.spec_algorithm
     known = ("is_eagle", "is_standalone", "is_ngram", "is_dflash")
     if not any(getattr(algorithm, name, bool)() for name in known) or drafts_of(runner) < 2:

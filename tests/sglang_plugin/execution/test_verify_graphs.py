@@ -15,6 +15,7 @@ from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK_VARIANT
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
+from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -217,3 +218,41 @@ def test_packed_verify_steps_ask_for_no_lengths_in_host_memory(stock_needs_them:
     fixture.stock.needs_cpu_seq_lens = stock_needs_them
     assert fixture.backend._planner.packs_some_steps
     assert fixture.backend.needs_cpu_seq_lens is stock_needs_them
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "reads_trees", "reason"),
+    [
+        ("EAGLE", {}, False, None),
+        ("EAGLE3", {}, False, None),
+        ("STANDALONE", {}, False, None),
+        ("DFLASH", {}, False, None),
+        ("EAGLE", {"speculative_eagle_topk": 4}, True, None),
+        ("EAGLE", {"speculative_eagle_topk": 4}, False, fallback_reasons.SPECULATIVE_TREE),
+        ("NGRAM", {}, True, None),
+        ("NGRAM", {}, False, fallback_reasons.SPECULATIVE_TREE),
+        ("NGRAM", {"speculative_num_draft_tokens": 65}, True, fallback_reasons.SPECULATIVE_TREE),
+        ("EAGLE", {"speculative_adaptive": True}, True, fallback_reasons.SPECULATIVE),
+        ("EAGLE", {"speculative_num_draft_tokens": 1}, True, fallback_reasons.SPECULATIVE),
+        ("EAGLE", {"prefill_attention_backend": "fa3"}, True, fallback_reasons.SPECULATIVE),
+        ("DSPARK", {}, True, fallback_reasons.SPECULATIVE),
+        ("NONE", {}, False, None),
+    ],
+)
+def test_servers_whose_verify_steps_run_packed(
+    algorithm: str, arguments: dict[str, Any], reads_trees: bool, reason: str | None
+) -> None:
+    defaults = {"speculative_num_draft_tokens": 8, "speculative_eagle_topk": 1, "attention_backend": "prefixpack"}
+    runner = SimpleNamespace(
+        spec_algorithm=getattr(SpeculativeAlgorithm, algorithm),
+        server_args=SimpleNamespace(**{**defaults, **arguments}),
+    )
+    assert unsupported_server(runner, reads_trees) == reason
+
+
+def test_an_overlapped_plan_stream_keeps_verify_steps_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    runner = SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.EAGLE, server_args=SimpleNamespace(speculative_num_draft_tokens=4)
+    )
+    assert unsupported_server(runner, True) == fallback_reasons.SPECULATIVE
