@@ -19,6 +19,7 @@ plan_padding_words: int
 plan_item_words: int
 item_record_words: int
 # Partial results of one query that the CUDA kernels can combine.
+tile_counters: int  # words of the kernels' work queue counters
 merge_room: int
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 
@@ -276,6 +277,8 @@ class Machine:
     block_merge: float
     warp_merge: float
     block_merge_step: float
+    deferred_merge: float
+    deferred_merge_step: float
     warp_merge_step: float
     def __init__(self) -> None: ...
 

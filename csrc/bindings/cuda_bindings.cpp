@@ -128,6 +128,7 @@ void bind_cuda(py::module_& m) {
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
   m.def("units_of_group", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
+  m.attr("tile_counters") = kTileCounters;
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;

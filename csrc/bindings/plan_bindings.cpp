@@ -204,6 +204,8 @@ void bind_planner(py::module_& m) {
       .def_readwrite("block_merge", &Machine::block_merge)
       .def_readwrite("warp_merge", &Machine::warp_merge)
       .def_readwrite("block_merge_step", &Machine::block_merge_step)
+      .def_readwrite("deferred_merge", &Machine::deferred_merge)
+      .def_readwrite("deferred_merge_step", &Machine::deferred_merge_step)
       .def_readwrite("warp_merge_step", &Machine::warp_merge_step);
   m.def(
       "simulate_makespan",

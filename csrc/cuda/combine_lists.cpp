@@ -9,6 +9,8 @@ namespace {
 
 // Partials whose rows a CTA loads at once; see kCombineBatch.
 constexpr int32_t kGroupMultiple = 4;
+// A warp combines one row of a deferred list, and a CTA up to 128 rows of another one.
+constexpr int32_t kDeferredFanIn = 4;
 
 int32_t group_size(int32_t splits) {
   const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(splits))));
@@ -39,7 +41,7 @@ std::vector<std::vector<int32_t>> find_splits(const Plan& plan) {
 
 class Builder {
  public:
-  explicit Builder(const Plan& plan) : plan_(plan) {
+  Builder(const Plan& plan, const std::vector<bool>& deferred) : plan_(plan), deferred_(deferred) {
     const size_t num_items = plan.items.size();
     std::vector<int32_t> merge_of(plan.num_queries, 0);
     for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
@@ -49,13 +51,13 @@ class Builder {
     for (size_t i = 0; i < num_items; ++i) lists_.list[i] = merge_of[plan.items[i].query_begin];
     lists_.parent.assign(num_items, -1);
     lists_.group_slot.assign(num_items, kWriteThrough);
+    absorbed_.assign(plan.num_slots, false);
   }
 
   void add_groups(int32_t fan_in) {
-    absorbed_.assign(plan_.num_slots, false);
     for (const std::vector<int32_t>& splits : find_splits(plan_)) {
       const auto count = static_cast<int32_t>(splits.size());
-      if (count <= fan_in) continue;
+      if (count <= (all_deferred(splits[0]) ? kDeferredFanIn : 1) * fan_in) continue;
       const int32_t size = group_size(count);
       for (int32_t begin = 0; begin + 1 < count; begin += size) {
         add_group(splits.data() + begin, std::min(size, count - begin));
@@ -64,12 +66,15 @@ class Builder {
   }
 
   CombineLists finish() {
-    if (group_end_.empty()) return std::move(lists_);
+    if (group_end_.empty() && std::find(deferred_.begin(), deferred_.end(), true) == deferred_.end()) {
+      return std::move(lists_);
+    }
     lists_.offset.push_back(0);
     for (size_t merge = 0; merge < plan_.merge_query.size(); ++merge) {
       for (int32_t i = plan_.merge_offset[merge]; i < plan_.merge_offset[merge + 1]; ++i) {
         if (!absorbed_[plan_.merge_slot[i]]) lists_.slot.push_back(plan_.merge_slot[i]);
       }
+      if (deferred_[merge]) lists_.slot.push_back(lists_.slot.back());
       lists_.offset.push_back(static_cast<int32_t>(lists_.slot.size()));
     }
     const auto shift = static_cast<int32_t>(lists_.slot.size());
@@ -79,6 +84,14 @@ class Builder {
   }
 
  private:
+  bool all_deferred(int32_t item) const {
+    const int32_t first = lists_.list[item], count = plan_.items[item].query_count;
+    for (int32_t merge = first; merge < first + count; ++merge) {
+      if (!deferred_[merge]) return false;
+    }
+    return true;
+  }
+
   void add_group(const int32_t* splits, int32_t size) {
     const WorkItem& first = plan_.items[splits[0]];
     const auto list = static_cast<int32_t>(plan_.merge_query.size() + group_end_.size());
@@ -96,6 +109,7 @@ class Builder {
   }
 
   const Plan& plan_;
+  const std::vector<bool>& deferred_;
   CombineLists lists_;
   std::vector<bool> absorbed_;  // [num_slots] slots that the first slot of their group stands for
   std::vector<int32_t> group_end_, group_slots_;
@@ -103,8 +117,8 @@ class Builder {
 
 }  // namespace
 
-CombineLists make_combine_lists(const Plan& plan, int32_t fan_in) {
-  Builder builder(plan);
+CombineLists make_combine_lists(const Plan& plan, int32_t fan_in, const std::vector<bool>& deferred) {
+  Builder builder(plan, deferred);
   int32_t longest = 0;
   for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
     longest = std::max(longest, plan.merge_offset[merge + 1] - plan.merge_offset[merge]);

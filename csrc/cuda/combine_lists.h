@@ -12,9 +12,12 @@ namespace prefixpack {
 // groups of equal size, about the square root of their number. The last CTA or warp of a group combines its partials
 // into the slot of the group's first split, and only these slots remain in the query's list. Groups and their order
 // follow from the plan alone, so the result has the same bits whoever combines.
+//
+// A deferred list (plan/deferral.h) has one entry more than partials: no arriver is the last one, and the list is left
+// to the warps.
 struct CombineLists {
-  // Both are empty without groups: Plan::merge_offset and Plan::merge_slot serve then. Lists [0, num_merges) are those
-  // of Plan::merge_query; the lists of groups follow, one for each query of a tile.
+  // Both are empty without groups and deferred lists: Plan::merge_offset and Plan::merge_slot serve then. Lists
+  // [0, num_merges) are those of Plan::merge_query; the lists of groups follow, one for each query of a tile.
   std::vector<int32_t> offset;  // [num_lists + 1] into slot
   std::vector<int32_t> slot;    // partial slots in ascending KV position: the order of summation
   // Per item of the plan; unspecified for items without partials.
@@ -23,7 +26,8 @@ struct CombineLists {
   std::vector<int32_t> group_slot;  // slot of the first query in the group's first split
 };
 
-// fan_in: most KV splits of an item that are combined in one level.
-CombineLists make_combine_lists(const Plan& plan, int32_t fan_in);
+// fan_in: most KV splits of an item that are combined in one level, four times as many if all its queries are deferred.
+// deferred: [num_merges].
+CombineLists make_combine_lists(const Plan& plan, int32_t fan_in, const std::vector<bool>& deferred);
 
 }  // namespace prefixpack

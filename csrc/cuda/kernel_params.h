@@ -29,10 +29,27 @@ struct PlanHeader {
                                          // merge_slot_at
 };
 
-constexpr int32_t kPlanHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+// Follows the header. Not a part of it, because CTAs hold the header in shared memory, which is full.
+struct DeferredHeader {
+  int32_t count;  // queries
+  int32_t at;     // DeferredRecord of each: offset in words
+};
+
+constexpr int32_t kPlanHeaderWords = (sizeof(PlanHeader) + sizeof(DeferredHeader)) / sizeof(int32_t);
 // Padding behind the last array: a warp loads the first 32 entries of a partial list before it knows the list's length.
 constexpr int32_t kPlanPaddingWords = 32;
 constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // with its words of item_slots_at
+
+// A query whose partials the warp kernel combines after its last tile.
+struct DeferredRecord {
+  int32_t list;   // of PlanHeader::list_offset_at
+  int32_t first;  // first entry of PlanHeader::list_slot_at
+  int32_t count;  // partials: one less than the list has entries
+  int32_t token;  // row of the output
+};
+constexpr int32_t kDeferredWords = sizeof(DeferredRecord) / sizeof(int32_t);
+// Behind each record: the first partial slots of its list, so that they are loaded together.
+constexpr int32_t kInlineSlots = 12, kDeferredStride = kDeferredWords + kInlineSlots;
 
 struct DevicePlan {
   const int32_t* words;  // device address of the serialized plan
@@ -84,12 +101,14 @@ struct ItemRecord {
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
+constexpr int32_t kTileCounters = 4;
+
 // Written by the prepare kernel once per step and read by all layers, except for the counters.
 struct StepState {
   ItemRecord* items;        // [max(num_items, CTAs of the launch)]
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
-  int32_t* tile_counters;   // [3] next CTA tile, next warp tile, CTAs that have finished
+  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs that have finished, next deferred row
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts

@@ -8,6 +8,7 @@
 #include "cuda/common/index_math.h"
 #include "cuda/kernel/kernel_traits.cuh"
 #include "cuda/kernel_params.h"
+#include "plan/deferral.h"
 
 namespace prefixpack {
 
@@ -30,7 +31,9 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.num_merges = static_cast<int32_t>(plan.merge_query.size());
   header.items_at = kPlanHeaderWords;
   header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
-  const CombineLists lists = make_combine_lists(plan, fan_in);
+  const std::vector<bool> deferred =
+      deferred_combines(plan, {kv_heads * group, group, narrow, int64_t{warp_ctas} * kDecodeWarps});
+  const CombineLists lists = make_combine_lists(plan, fan_in, deferred);
   const bool grouped = !lists.offset.empty();
   result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_merges;
   size_t place = 0;
@@ -80,8 +83,21 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.merge_slot_at = append(plan.merge_slot);
   header.list_offset_at = grouped ? append(lists.offset) : header.merge_offset_at;
   header.list_slot_at = grouped ? append(lists.slot) : header.merge_slot_at;
+  DeferredHeader deferred_header{0, static_cast<int32_t>(words.size())};
+  for (size_t merge = 0; merge < deferred.size(); ++merge) {
+    if (!deferred[merge]) continue;
+    const int32_t first = lists.offset[merge], count = lists.offset[merge + 1] - first - 1;
+    const int32_t token = plan.query_token[plan.merge_query[merge]];
+    const DeferredRecord record{static_cast<int32_t>(merge), first, count, token};
+    words.resize(words.size() + kDeferredStride, -1);
+    int32_t* const place = words.data() + words.size() - kDeferredStride;
+    std::memcpy(place, &record, sizeof(record));
+    std::copy_n(lists.slot.data() + first, std::min(count, kInlineSlots), place + kDeferredWords);
+    ++deferred_header.count;
+  }
   words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));
+  std::memcpy(words.data() + sizeof(header) / sizeof(int32_t), &deferred_header, sizeof(deferred_header));
   return result;
 }
 

@@ -4,10 +4,13 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <queue>
 #include <stdexcept>
 #include <utility>
 #include <vector>
+
+#include "plan/deferral.h"
 
 namespace prefixpack {
 
@@ -15,6 +18,7 @@ namespace {
 
 constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a combine by a CTA
 constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
+constexpr int32_t kPartialsOfDeferred = 8;                           // at once, of a deferred row
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
 constexpr int32_t kWarpRows = 8;
 // Stream classes: two for each of three tile widths, first reader and sibling, then two for warps; as many again for
@@ -39,6 +43,12 @@ struct StreamClass {
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> active;
 };
 
+// Rows of one query and KV head whose combine is deferred.
+struct Deferred {
+  double ready;
+  int32_t rows, partials;
+};
+
 struct Unit {
   int32_t item, head, part;
   int32_t stream_class;
@@ -53,6 +63,7 @@ class Simulation {
     list_classes();
     list_units();
     count_partials();
+    find_deferred();
   }
 
   Makespan run() {
@@ -76,6 +87,7 @@ class Simulation {
       last = std::max(last, now_);
       handle(event);
     }
+    last = combine_deferred(last);
     return {last, streaming_ / machine_.bandwidth, longest_};
   }
 
@@ -190,7 +202,10 @@ class Simulation {
   }
 
   void give_to_warps() {
-    if (next_narrow_ == static_cast<int32_t>(list_.size())) return;
+    if (next_narrow_ == static_cast<int32_t>(list_.size())) {
+      idle_warps_ = std::min(idle_warps_, now_ + machine_.warp_begin);
+      return;
+    }
     for (int32_t i = 0; i < active_warps_; ++i) {
       events_.push({now_ + machine_.warp_begin, Kind::kWarpReady, -1});
     }
@@ -227,7 +242,31 @@ class Simulation {
   }
 
   void take_narrow() {
-    if (next_narrow_ < static_cast<int32_t>(list_.size())) start(next_narrow_++);
+    if (next_narrow_ < static_cast<int32_t>(list_.size())) {
+      start(next_narrow_++);
+    } else {
+      idle_warps_ = std::min(idle_warps_, now_);
+    }
+  }
+
+  void find_deferred() {
+    deferred_.assign(plan_.num_queries, false);
+    const int64_t warps = machine_.narrow_rows > 0 ? int64_t{machine_.slots} * machine_.warps : 0;
+    const std::vector<bool> merges =
+        deferred_combines(plan_, {shape_.q_heads, shape_.group(), machine_.narrow_rows, warps});
+    for (size_t i = 0; i < merges.size(); ++i) deferred_[plan_.merge_query[i]] = merges[i];
+  }
+
+  // Warps that have no tile left combine the deferred rows in the order in which they are complete.
+  double combine_deferred(double last) const {
+    double next = std::min(idle_warps_, last);
+    for (const Deferred& rows : deferred_rows_) {
+      const double bytes = static_cast<double>(rows.rows) * rows.partials * shape_.head_dim * kPartialBytes;
+      next = std::max(next, rows.ready) + bytes / machine_.bandwidth;
+      const int32_t turns = (rows.partials + kPartialsOfDeferred - 1) / kPartialsOfDeferred;
+      last = std::max(last, next + machine_.deferred_merge + turns * machine_.deferred_merge_step);
+    }
+    return last;
   }
 
   // Counts the unit's partials; the combines of queries that are complete with it.
@@ -242,6 +281,10 @@ class Simulation {
       for (int32_t part = first; part < last; ++part) {
         int32_t& arrived = arrived_[(static_cast<size_t>(query) * shape_.kv_heads + unit.head) * parts_ + part];
         if (++arrived < partials_[query]) continue;
+        if (deferred_[query]) {
+          deferred_rows_.push_back({now_, shape_.group() / parts_, partials_[query]});
+          continue;
+        }
         rows += shape_.group() / parts_;
         most = std::max(most, partials_[query]);
       }
@@ -314,6 +357,9 @@ class Simulation {
   size_t block_units_ = 0;
   int32_t active_warps_ = 0, parts_ = 1, running_blocks_ = 0, next_block_ = 0, next_narrow_ = 0;
   std::vector<int32_t> partials_, arrived_;
+  std::vector<bool> deferred_;
+  std::vector<Deferred> deferred_rows_;
+  double idle_warps_ = std::numeric_limits<double>::infinity();  // since when warps have no tile left
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   double now_ = 0, streaming_ = 0, longest_ = 0;
 };

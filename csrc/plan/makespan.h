@@ -29,6 +29,8 @@ struct Machine {
   double sibling = 1;                                // share of the bytes that a sibling tile takes of the bandwidth
   double block_merge = 0, warp_merge = 0;            // latency of a combine
   double block_merge_step = 0, warp_merge_step = 0;  // of each step of a row's partials in series
+  double deferred_merge = 0;                         // latency of a deferred row
+  double deferred_merge_step = 0;                    // of eight partials of it
 };
 
 struct Makespan {

@@ -70,7 +70,7 @@ class GpuStep(StepBuffers):
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
         self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size.ctas))
-        self._tickets = self._ints(3)
+        self._tickets = self._ints(_native.tile_counters)
         # A semaphore for each combine list: one a query, and one for each group of two KV splits or more.
         lists = limits.queries + limits.partial_slots // 2
         self._arrivals = self._ints(lists * shape.kv_heads * _native.units_of_group(shape.group))

@@ -47,7 +47,7 @@ def serialize_plan(
         seq_lens: [num_requests] int64, the lengths the plan was made for.
         growth: tokens by which tails may grow.
         shape: attention shape.
-        warp_blocks: CTAs of the launch whose warps take work tiles of their own.
+        warp_blocks: CTAs of the launch whose warps take work tiles of their own and deferred combines.
 
     Returns:
         [words] int32, and the number of KV slots to reserve.
@@ -77,13 +77,13 @@ class StepBuffers:
         self.shape, self.device, self.limits = shape, device, limits
         self._int_buffers: list[torch.Tensor] = []
         self.warp_blocks = 0  # CTAs of a launch whose warps take work tiles of their own
-        # Three words a query, two for its combine list, and the slots of the lists. Lists of groups of KV splits, of
-        # which each has two slots or more, come on top.
+        # Three words a query, two for its combine list, 16 and an entry of its list if its combine is deferred, and
+        # the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come on top.
         num_words = (
             _native.plan_header_words
             + _native.plan_padding_words
             + _native.plan_item_words * limits.items
-            + 6 * limits.queries
+            + 23 * limits.queries
             + 4 * limits.partial_slots
             + 2
         )

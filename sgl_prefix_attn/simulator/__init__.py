@@ -34,6 +34,8 @@ H200 = {
     "warp_merge": 1.858e-06,
     "block_merge_step": 1.011e-06,
     "warp_merge_step": 7.97e-07,
+    "deferred_merge": 5e-06,
+    "deferred_merge_step": 7e-07,
 }
 # What differs for other kernels, by head_dim and bytes of a KV element; fitted and checked alike (4 to 6 %).
 H200_KERNELS = {
@@ -49,22 +51,22 @@ H200_KERNELS = {
         "sibling": 1.311,
     },
     (64, 2): {
-        "block_start": 1.416e-06,
-        "block_end": 1.528e-06,
+        "block_start": 2.227e-06,
+        "block_end": 1.422e-06,
         "warp_start": 5.455e-06,
         "warp_end": 5.968e-07,
         "warp_rate": 4.006e09,
         "flops32": 1.46e14,
-        "flops64": 1.881e14,
-        "flops128": 2.832e14,
-        "sibling": 1.087,
+        "flops64": 3.31e14,
+        "flops128": 4.96e14,
+        "sibling": 1.71,
     },
     (256, 2): {
-        "block_start": 2.102e-06,
+        "block_start": 2.253e-06,
         "block_end": 3.012e-06,
-        "flops32": 2.199e14,
-        "flops64": 2.146e14,
-        "sibling": 0.7614,
+        "flops32": 2.533e14,
+        "flops64": 3.863e14,
+        "sibling": 0.6152,
     },
 }
 WARP_ROWS = 8

@@ -32,6 +32,7 @@ def emulation() -> ModuleType:
             [
                 os.environ.get("CXX", "g++"),
                 "-O2",
+                "-U_FORTIFY_SOURCE",  # its longjmp knows one stack only
                 "-std=c++17",
                 "-shared",
                 "-fPIC",
@@ -41,6 +42,7 @@ def emulation() -> ModuleType:
                 str(EMULATION / "module.cpp"),
                 str(ROOT / "csrc/cuda/serialize_plan.cpp"),
                 str(ROOT / "csrc/cuda/combine_lists.cpp"),
+                str(ROOT / "csrc/plan/deferral.cpp"),
                 "-o",
                 str(partial),
             ],

@@ -27,8 +27,14 @@ def emulate(
     late_copies: bool = True,
     warps_first: bool = False,
     fan_in: int = 16,
+    warp_ctas: int = 64,
 ) -> Result:
-    """Output and log-sum-exp of a case. fan_in: most KV splits of a tile that are combined in one level."""
+    """Output and log-sum-exp of a case.
+
+    Args:
+        fan_in: most KV splits of a tile that are combined in one level.
+        warp_ctas: CTAs of the warp kernel, by which the number of deferred combines is limited; 0: none is deferred.
+    """
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
     pool = case.pool
@@ -53,6 +59,7 @@ def emulate(
         late_copies=late_copies,
         warps_first=warps_first,
         fan_in=fan_in,
+        warp_ctas=warp_ctas,
         **{**case.variant, **of_arrays},
     )
     return out, lse

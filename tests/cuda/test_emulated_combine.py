@@ -1,4 +1,4 @@
-"""The combine of many KV splits in two levels: right, and the same bits in every order of arrival.
+"""The combine of many KV splits, in two levels or deferred: right, and the same bits in every order of arrival.
 
 The emulation fills partial results with NaN, checks that every semaphore is reset, and runs each layer twice.
 """
@@ -41,19 +41,29 @@ def single(tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
     return with_tile_rows(case, 16 if case.shape.group > WARP_ROWS else WARP_ROWS)
 
 
-def same_bits(emulation: ModuleType, case: Case) -> None:
+def same_bits(emulation: ModuleType, case: Case, **kernels: Any) -> None:
     """The result is right, whoever arrives last."""
-    out, lse = emulate(emulation, case, fan_in=FAN_IN)
+    kernels = {"fan_in": FAN_IN, **kernels}
+    out, lse = emulate(emulation, case, **kernels)
     check(case, (out, lse))
     for options in ({"blocks": 1}, {"blocks": 7, "late_copies": False}, {"warps_first": True}):
-        again, again_lse = emulate(emulation, case, fan_in=FAN_IN, **options)
+        again, again_lse = emulate(emulation, case, **kernels, **options)
         assert torch.equal(out.view(torch.int16), again.view(torch.int16)), options
         assert torch.equal(lse, again_lse), options
 
 
+@pytest.mark.parametrize("warp_ctas", [0, 1, 64], ids=["ctas", "some deferred", "deferred"])
 @pytest.mark.parametrize("heads", [(8, 1), (2, 2), (16, 1), (11, 1)], ids=str)
-def test_ctas_combine_the_splits_of_a_document(emulation: ModuleType, heads: tuple[int, int]) -> None:
-    same_bits(emulation, document(4, 1000, heads=heads))
+def test_ctas_combine_the_splits_of_a_document(emulation: ModuleType, heads: tuple[int, int], warp_ctas: int) -> None:
+    same_bits(emulation, document(4, 1000, heads=heads), warp_ctas=warp_ctas)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warps_combine_deferred_rows_of_many_partials(emulation: ModuleType, head_dim: int) -> None:
+    """A row's partials are more than the warp loads at once, and than its lanes hold."""
+    case = document(2, 5000, heads=(8, 1), head_dim=head_dim, with_sinks=True)
+    assert splits_of(case) > 32
+    same_bits(emulation, case, fan_in=64)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)], ids=str)
@@ -96,7 +106,8 @@ def test_queries_of_extend(emulation: ModuleType, queries: int) -> None:
 def test_variants(emulation: ModuleType, options: dict[str, Any]) -> None:
     """A window leaves whole groups behind; a sink counts once."""
     case = document(5, 1000, heads=(8, 1), **options)
-    check(case, emulate(emulation, case, fan_in=FAN_IN))
+    for warp_ctas in (0, 64):
+        check(case, emulate(emulation, case, fan_in=FAN_IN, warp_ctas=warp_ctas))
     if options.get("head_dim") != 256:
         case = single(1000, heads=(4, 1), **options)
         check(case, emulate(emulation, case, fan_in=FAN_IN))

@@ -116,21 +116,25 @@ def test_every_tile_of_the_table(emulation: ModuleType, queries: int) -> None:
     check(case, emulate(emulation, case))
 
 
-def wide_case(queries: int = 16, shared: int = 200, **options: Any) -> Case:
+def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, **options: Any) -> Case:
     """Decode of `queries` requests of group 8 that share a node, whatever tile the planner chose for it done in the one
     that has products of a warpgroup."""
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
-    case = make_case(shared, heads=(8, 1), head_dim=128, batch=batch, **options)
+    case = make_case(shared, heads=(8, 1), head_dim=head_dim, batch=batch, **options)
     assert case.plan.items[:, 6].max() > 8
-    return with_tile_rows(case, 128)
+    # With head_dim 256 a CTA has one warpgroup: the planner cuts tiles of 64 rows.
+    return case if head_dim > 128 else with_tile_rows(case, 128)
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("shared", [64, 127, 128, 129, 320, 500])
-def test_products_of_a_warpgroup(emulation: ModuleType, shared: int, late_copies: bool) -> None:
-    """KV tiles of 64, of which two are at hand: one, the last whole or not, and several."""
-    case = wide_case(shared=shared)
+@pytest.mark.parametrize(
+    ("head_dim", "shared"),
+    [(128, 64), (128, 127), (128, 128), (128, 129), (128, 320), (128, 500), (64, 65), (64, 500), (256, 31), (256, 200)],
+)
+def test_products_of_a_warpgroup(emulation: ModuleType, head_dim: int, shared: int, late_copies: bool) -> None:
+    """KV tiles of 64 (head_dim 256: 32), of which two are at hand: one, the last whole or not, and several."""
+    case = wide_case(shared=shared, head_dim=head_dim)
     check(case, emulate(emulation, case, late_copies=late_copies))
 
 
@@ -138,6 +142,10 @@ def test_products_of_a_warpgroup(emulation: ModuleType, shared: int, late_copies
     "options",
     [
         {"dtype": torch.float16},
+        {"dtype": torch.float16, "head_dim": 64},
+        {"dtype": torch.float16, "head_dim": 256},
+        {"window_left": 70, "head_dim": 64},
+        {"window_left": 70, "head_dim": 256},
         {"logit_cap": 3.0},
         {"window_left": 0},
         {"window_left": 70},

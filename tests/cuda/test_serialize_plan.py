@@ -11,6 +11,7 @@ from sgl_prefix_attn import _native
 from tests.cuda.cases import make_case
 
 HEADER = 12
+DEFERRED = 16  # of the header: queries whose combine is deferred, and where their records lie
 
 
 @pytest.mark.parametrize(("group", "rows_of_warps"), [(1, 8), (8, 8), (9, 8), (10, 16), (16, 16)])
@@ -82,6 +83,31 @@ def test_many_splits_of_an_item_form_groups() -> None:
         assert group[0] == slot
         assert item[5] in group
         assert slot in lists_of_queries[parent]
+
+
+@pytest.mark.parametrize("warp_blocks", [0, 1, 264])
+def test_deferred_lists_have_one_entry_more_than_partials(warp_blocks: int) -> None:
+    """So no arriver is the last one; the longest combines are deferred first."""
+    tokens, requests = 1000, 16
+    lens = tokens + np.arange(1, requests + 1)
+    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    plan = make_case(1, heads=(8, 1), batch=batch, multiprocessors=10).plan
+    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_blocks=warp_blocks)
+    count, at = words[DEFERRED : DEFERRED + 2]
+    assert count == {0: 0, 1: 0, 264: requests}[warp_blocks]  # one CTA's eight warps are too few for 128 rows
+    lists = combine_lists(words, len(plan.merge_query))
+    records = words[at : at + 16 * count].reshape(-1, 16)
+    deferred = {int(record[0]): record for record in records}
+    for merge, slots in enumerate(lists):
+        expected = plan.merge_slot[plan.merge_offset[merge] : plan.merge_offset[merge + 1]].tolist()
+        if merge not in deferred:
+            assert slots == expected
+            continue
+        _, first, partials, token, *inline = deferred[merge].tolist()
+        assert slots[:-1] == expected
+        assert (partials, token) == (len(expected), plan.query_token[plan.merge_query[merge]])
+        assert words[words[HEADER + 3] + first :][:partials].tolist() == expected
+        assert inline == (expected + [-1] * 12)[:12]
 
 
 def test_few_splits_form_no_groups() -> None:

@@ -62,10 +62,10 @@ template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// Shuffle within the half-warp.
-template <class T>
-PREFIXPACK_DEVICE T shuffle_in_half_warp(T value, int lane) {
-  return __shfl_sync(0xffffffffu, value, lane, 16);
+// Shuffle within each `Lanes` lanes.
+template <int Lanes, class T>
+PREFIXPACK_DEVICE T shuffle_in(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane, Lanes);
 }
 PREFIXPACK_DEVICE bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 // A warp-uniform condition, and a broadcast, in a form that the compiler recognizes as uniform. Otherwise every shuffle
@@ -108,6 +108,11 @@ PREFIXPACK_DEVICE void load_relaxed_generic(const float* address, float (&out)[4
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
                : "l"(address)
                : "memory");
+}
+// Waits until other CTAs or warps of this launch have counted the semaphore up to `least`. Called by all lanes.
+PREFIXPACK_DEVICE void wait_at_least(const int32_t* semaphore, int32_t least) {
+#pragma unroll 1
+  while (any(load_relaxed(semaphore) < least)) __nanosleep(20);
 }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // a * b + c * d without fma, so that exchanging the pairs gives the same bits.

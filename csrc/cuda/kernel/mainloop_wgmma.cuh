@@ -1,7 +1,7 @@
 // Mainloop of a CTA tile of more than 32 rows with warpgroup MMA (wgmma).
 //
-// Two warpgroups share the KV tiles, each has 64 of up to 128 rows. While one of the four on an SM computes its
-// softmax, the tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
+// The warpgroups of a CTA share the KV tiles, each has 64 rows. While one of those on an SM computes its softmax, the
+// tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
 // and no warp reads the previous one.
 #pragma once
 
@@ -15,16 +15,16 @@
 
 namespace prefixpack {
 
-// 128 rows. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
+// 64 rows for each warpgroup. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
 template <int HeadDim, int SharedBytes>
 struct WgmmaTile {
   static constexpr int kHeadDim = HeadDim;
-  static constexpr int kRows = 128;
   static constexpr int kThreads = kCtaThreads<HeadDim>;
+  static constexpr int kRows = kThreads / 2;
   static constexpr int kRowWarps = kThreads / 32;
   static constexpr int kKeyWarps = 1;
   static constexpr int kRowBlocks = 1;
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = HeadDim > 128 ? 32 : 64;  // two KV tiles have to fit
   static constexpr int kKeysPerWarp = kKeys;
   static constexpr int kRowBytes = HeadDim * 2;
   static constexpr int kQueryRowBytes = kRowBytes;
@@ -43,7 +43,7 @@ struct WgmmaTile {
   }
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
 
-  static_assert(HeadDim == 128, "products of 64 by 128 values");
+  static_assert(kRows == kMaxTileRows<HeadDim>);
   static_assert(kQueryBytes + 4 * kTileBytes + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
 };
 
@@ -95,18 +95,20 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
   using Rows::kThreads;
   static constexpr int kSteps = TileT::kKeys / 16;
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
-  static_assert(kRowsPerPass % 8 == 0, "a pass of copies fills whole atoms");
-  static_assert(kPasses <= 16, "a lane for each row that a warp copies");
+  static constexpr int kWarpRowsPerPass = 32 / kChunks;
+  static_assert(kRowsPerPass % 4 == 0, "the swizzle of a row follows from that of the first pass");
+  static_assert(kPasses <= kChunks, "a lane for each row that a warp copies");
 
   PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const { return ring_ + tile % 2 * 2 * TileT::kTileBytes; }
   PREFIXPACK_DEVICE ptx::SharedAddress value_tile(int32_t tile) const { return key_tile(tile) + TileT::kTileBytes; }
 
   // Loads -----------------------------------------------------------------------------------------------------------
 
-  // KV slots of the rows that this warp copies: lane i has row i % 16 * kRowsPerPass + i / 16 of the warp's. Beyond the
+  // KV slots of the rows that this warp copies: lane i has row i / kChunks of those of pass i % kChunks. Beyond the
   // last key the last slot repeats; such keys are masked.
   PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const {
-    const int32_t key = tile * TileT::kKeys + lane_ % 16 * kRowsPerPass + thread_ / 32 * 2 + lane_ / 16;
+    const int32_t key =
+        tile * TileT::kKeys + lane_ % kChunks * kRowsPerPass + thread_ / 32 * kWarpRowsPerPass + lane_ / kChunks;
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
@@ -123,9 +125,11 @@ class WgmmaMainloop : CtaTile<TileT, Format> {
     const auto v_stride = static_cast<int32_t>(attention_.v_slot_stride) * 2;
 #pragma unroll
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      const int32_t slot = ptx::shuffle_in_half_warp(slots, pass), place = pass * kRowsPerPass * TileT::kSlabRowBytes;
-      ptx::cp_async(to + place, ptx::at(k, slot, k_stride), keys_ > 0);
-      ptx::cp_async(to + TileT::kTileBytes + place, ptx::at(v, slot, v_stride), keys_ > 0);
+      const int32_t slot = ptx::shuffle_in<kChunks>(slots, pass), first = pass * kRowsPerPass;
+      const int32_t mix = swizzle_bits(first, TileT::kSlabRowBytes) << 4;
+      const ptx::SharedAddress place = (to ^ static_cast<ptx::SharedAddress>(mix)) + first * TileT::kSlabRowBytes;
+      ptx::cp_async(place, ptx::at(k, slot, k_stride), keys_ > 0);
+      ptx::cp_async(place + TileT::kTileBytes, ptx::at(v, slot, v_stride), keys_ > 0);
     }
   }
 

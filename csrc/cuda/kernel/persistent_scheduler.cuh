@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/kernel/cta_state.cuh"
+#include "cuda/kernel/deferred_combine.cuh"
 #include "cuda/kernel/epilogue.cuh"
 #include "cuda/kernel/mainloop_mma.cuh"
 #include "cuda/kernel/mainloop_wgmma.cuh"
@@ -36,7 +37,7 @@ PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
 template <int HeadDim, class Format>
 struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
-  static constexpr bool kWarpgroups = HeadDim == 128 && Format::kKvBytes == 2;
+  static constexpr bool kWarpgroups = Format::kKvBytes == 2;
 #else
   static constexpr bool kWarpgroups = false;
 #endif
@@ -99,7 +100,7 @@ PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared
 // The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
 PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
   if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
-    for (int32_t i = 0; i < 3; ++i) step.tile_counters[i] = 0;
+    for (int32_t i = 0; i < kTileCounters; ++i) step.tile_counters[i] = 0;
   }
 }
 
@@ -143,6 +144,7 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared,
     if (warp >= kMinActiveWarps) tile_index = claim();
     decode.run(tile_index);
   }
+  DeferredCombine<HeadDim, typename Format::Output>(params).run(decode.deferred());
   ptx::cta_sync();
   exit_grid(params.step, total_ctas);
   // The next kernel of the stream waits for this kernel, and thereby for the first one.

@@ -80,13 +80,13 @@ struct CombineWeights {
   PREFIXPACK_DEVICE float of(float partial_lse) const { return ptx::exp2(partial_lse - base) * factor; }
 };
 
-// Weights of a row whose partials eight lanes have read: lane g those with i % 8 == g, in ascending order. A butterfly
-// merges the lanes' states, which gives all lanes the same bits.
-template <class Exchange>
+// Weights of a row whose partials some lanes have read: lane g those with i % kLanes == g, in ascending order. A
+// butterfly merges the lanes' states, which gives all lanes the same bits.
+template <int kLanes = kCombineLanes, class Exchange>
 PREFIXPACK_DEVICE CombineWeights combine_weights(const AttentionParams& attention, int32_t head, SoftmaxState state,
                                                  const Exchange& exchange) {
 #pragma unroll
-  for (int32_t mask = 1; mask < kCombineLanes; mask *= 2) {
+  for (int32_t mask = 1; mask < kLanes; mask *= 2) {
     const SoftmaxState other{exchange(state.max, mask), exchange(state.sum, mask)};
     const float max = ptx::max(state.max, other.max);
     state = {max, ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), other.sum,

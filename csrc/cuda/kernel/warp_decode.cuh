@@ -38,6 +38,11 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   // Warps per CTA that take tiles.
   PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
 
+  PREFIXPACK_DEVICE DeferredHeader deferred() const {
+    return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at))};
+  }
+
   // Takes tiles until none is left. tile_index: of the first tile, in the first lane.
   PREFIXPACK_DEVICE void run(int32_t tile_index) {
     tile_index_ = tile_index;
@@ -341,13 +346,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
           if constexpr (Format::kTrees) hidden[j] = params_.step.hidden[index];
         }
       }
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i) {
-        const int32_t kv_position = tile_begin_ + lane_ / 4 + i / 2 * 8;
-        const bool hide = Format::kTrees && (hidden_keys(hidden[i % 2], position[i % 2] - kv_position) & 1) != 0;
-        if (hide || kv_position >= kv_end || !visible(kv_position, position[i % 2], window_))
-          scores_[i] = kMinusInfinity;
-      }
+      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, kv_end, position, hidden, window_);
     }
     softmax_.add_transposed(scores_, state_, accumulators_);
     tile_begin_ += TileT::kKeys;

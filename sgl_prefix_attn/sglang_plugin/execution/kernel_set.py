@@ -51,7 +51,7 @@ class Kernels:
         return None if self.takes(cache) else fallback_reasons.KV_LAYOUT
 
     def warpgroup_products(self, device: torch.device, kv_dtype: torch.dtype) -> bool:
-        """Whether the kernels use warpgroup instructions (wgmma) for their widest tile, head size permitting."""
+        """Whether the kernels use warpgroup instructions (wgmma) for their widest tile."""
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         return hopper and self.name == "native" and kv_dtype.itemsize == 2
 

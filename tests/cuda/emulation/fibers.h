@@ -1,6 +1,7 @@
 // Runs the threads of CUDA CTAs as fibers on one CPU thread; they synchronize where the hardware does.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -41,8 +42,14 @@ struct Exchange {
 struct Block;
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // of its begin; later switches go by jumps, which make no system calls
+  jmp_buf place;
+  bool begun = false;
   std::vector<char> stack;
+  // What the fiber waits for: a counter of the emulation, or a semaphore of the kernels, that is at least `least`.
+  const uint64_t* counter = nullptr;
+  const int32_t* semaphore = nullptr;
+  uint64_t least = 0;
   Block* block = nullptr;
   int thread = 0;
   bool done = false;
@@ -56,7 +63,14 @@ struct Fiber {
   std::vector<size_t> landed;  // 16-byte chunks of shared memory that are not yet fenced for wgmma
 };
 
+// A kernel and its grid. `kernel(shared memory)` runs on every thread.
+struct Launch {
+  int grid, threads, shared_bytes;
+  std::function<void(char*)> kernel;
+};
+
 struct Block {
+  const Launch* launch = nullptr;
   int index = 0;
   std::vector<char> shared;
   std::vector<bool> hidden;  // 16-byte chunks that were copied and not yet fenced for wgmma
@@ -71,12 +85,10 @@ struct Block {
 };
 
 struct Machine {
-  int grid = 1;
   Copies copies = Copies::kLate;
   std::vector<std::unique_ptr<Block>> blocks;
   Fiber* current = nullptr;
-  ucontext_t scheduler;
-  std::function<void(char*)> kernel;
+  jmp_buf scheduler;
   std::string failure;
 };
 
@@ -87,7 +99,38 @@ inline Machine*& machine() {
 
 inline Fiber& self() { return *machine()->current; }
 
-inline void yield() { swapcontext(&self().context, &machine()->scheduler); }
+inline void yield() {
+  if (_setjmp(self().place) == 0) _longjmp(machine()->scheduler, 1);
+}
+
+// Lets others run until the counter is at least that.
+inline void wait_at_least(const uint64_t* counter, uint64_t least) {
+  if (*counter >= least) return;
+  self().counter = counter;
+  self().least = least;
+  yield();
+  self().counter = nullptr;
+}
+inline void wait_at_least(const int32_t* semaphore, int32_t least) {
+  if (*semaphore >= least) return;
+  self().semaphore = semaphore;
+  self().least = static_cast<uint64_t>(least);
+  yield();
+  self().semaphore = nullptr;
+}
+
+inline bool waits(const Fiber& fiber) {
+  if (fiber.counter != nullptr) return *fiber.counter < fiber.least;
+  return fiber.semaphore != nullptr && *fiber.semaphore < static_cast<int64_t>(fiber.least);
+}
+
+inline void resume(Machine& machine, Fiber& fiber) {
+  machine.current = &fiber;
+  if (_setjmp(machine.scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 
 [[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
 
@@ -101,7 +144,7 @@ inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6]
   for (int i = 0; i < count; ++i) warp.words[set][fiber.thread % kWarpThreads][i] = words[i];
   warp.lines[set][fiber.thread % kWarpThreads] = line;
   ++warp.arrived[set];
-  while (warp.arrived[set] < kWarpThreads * (number / 2 + 1)) yield();
+  wait_at_least(&warp.arrived[set], kWarpThreads * (number / 2 + 1));
   for (int other : warp.lines[set]) {
     if (other != line) fail("lanes of a warp meet at lines " + std::to_string(line) + " and " + std::to_string(other));
   }
@@ -112,7 +155,7 @@ inline void sync_block() {
   Fiber& fiber = self();
   ++fiber.block->arrived;
   const uint64_t target = ++fiber.syncs * fiber.block->fibers.size();
-  while (fiber.block->arrived < target) yield();
+  wait_at_least(&fiber.block->arrived, target);
 }
 
 inline void land(const PendingCopy& copy) {
@@ -133,7 +176,7 @@ inline void check_shared(const void* address, int bytes) {
 inline void fiber_main() {
   Fiber& fiber = self();
   try {
-    machine()->kernel(fiber.block->shared_begin());
+    fiber.block->launch->kernel(fiber.block->shared_begin());
   } catch (const std::exception& error) {
     machine()->failure = error.what();
   }
@@ -141,51 +184,51 @@ inline void fiber_main() {
   yield();
 }
 
-// Runs `kernel(shared memory)` on `threads` threads of each of `grid` CTAs. Throws if a thread fails or on deadlock.
-inline void run(int grid, int threads, int shared_bytes, Copies copies, std::function<void(char*)> kernel) {
-  Machine here;
-  here.grid = grid;
-  here.copies = copies;
-  here.kernel = std::move(kernel);
-  machine() = &here;
-  for (int index = 0; index < grid; ++index) {
-    auto block = std::make_unique<Block>();
-    block->index = index;
-    // NaN in every 16-bit and 32-bit format, so that reads of uninitialized memory show.
-    block->shared.assign(shared_bytes + 1024, static_cast<char>(0xff));
-    block->hidden.assign(block->shared.size() / 16, false);
-    for (int thread = 0; thread < threads; ++thread) {
-      auto fiber = std::make_unique<Fiber>();
-      fiber->stack.resize(128 * 1024);
-      fiber->block = block.get();
-      fiber->thread = thread;
-      getcontext(&fiber->context);
-      fiber->context.uc_stack.ss_sp = fiber->stack.data();
-      fiber->context.uc_stack.ss_size = fiber->stack.size();
-      fiber->context.uc_link = nullptr;
-      makecontext(&fiber->context, fiber_main, 0);
-      block->fibers.push_back(std::move(fiber));
-    }
-    here.blocks.push_back(std::move(block));
+inline void add_block(Machine& machine, const Launch& launch, int index) {
+  auto block = std::make_unique<Block>();
+  block->launch = &launch;
+  block->index = index;
+  // NaN in every 16-bit and 32-bit format, so that reads of uninitialized memory show.
+  block->shared.assign(launch.shared_bytes + 1024, static_cast<char>(0xff));
+  block->hidden.assign(block->shared.size() / 16, false);
+  for (int thread = 0; thread < launch.threads; ++thread) {
+    auto fiber = std::make_unique<Fiber>();
+    fiber->stack.resize(128 * 1024);
+    fiber->block = block.get();
+    fiber->thread = thread;
+    getcontext(&fiber->context);
+    fiber->context.uc_stack.ss_sp = fiber->stack.data();
+    fiber->context.uc_stack.ss_size = fiber->stack.size();
+    fiber->context.uc_link = nullptr;
+    makecontext(&fiber->context, fiber_main, 0);
+    block->fibers.push_back(std::move(fiber));
   }
-  uint64_t progress = 0, stuck = 0;
+  machine.blocks.push_back(std::move(block));
+}
+
+// Runs kernels beside each other; those of earlier launches go first each time. Throws if a thread fails or on
+// deadlock.
+inline void run(Copies copies, const std::vector<Launch>& launches) {
+  Machine here;
+  here.copies = copies;
+  machine() = &here;
+  for (const Launch& launch : launches) {
+    for (int index = 0; index < launch.grid; ++index) add_block(here, launch, index);
+  }
   for (bool alive = true; alive && here.failure.empty();) {
     alive = false;
-    uint64_t steps = 0;
+    bool resumed = false;
     for (auto& block : here.blocks) {
       for (auto& fiber : block->fibers) {
         if (fiber->done) continue;
         alive = true;
-        here.current = fiber.get();
-        swapcontext(&here.scheduler, &fiber->context);
+        if (waits(*fiber)) continue;
+        resumed = true;
+        resume(here, *fiber);
         if (!here.failure.empty()) break;
-        steps += 1 + fiber->exchanges + fiber->syncs + fiber->done;
       }
     }
-    // Arrivals show in the counts a round later, so two equal rounds are a deadlock.
-    stuck = steps == progress ? stuck + 1 : 0;
-    progress = steps;
-    if (alive && stuck > 2) here.failure = "threads wait for each other";
+    if (alive && !resumed) here.failure = "threads wait for each other";
   }
   machine() = nullptr;
   if (!here.failure.empty()) throw std::runtime_error(here.failure);

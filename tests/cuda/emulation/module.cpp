@@ -47,29 +47,22 @@ Plan copy_plan(const py::object& source) {
 struct Run {
   int ctas;
   emulation::Copies copies;
-  bool warps_first;  // the warp kernel completes before the CTA kernel starts
+  bool warps_first;  // warps of the warp kernel go before CTAs of the CTA kernel
 };
 
 template <int HeadDim, class Format>
 void run_kernels(const KernelParams& params, const Run& run) {
-  emulation::run(2, 128, 0, run.copies, [&](char*) { prepare_step(params); });
+  emulation::run(run.copies, {{2, 128, 0, [&](char*) { prepare_step(params); }}});
   const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0, total_ctas = run.ctas + warp_ctas;
-  const auto ctas = [&] {
-    emulation::run(run.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes, run.copies, [&](char* shared) {
-      run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2);
-    });
-  };
-  const auto warps = [&] {
-    if constexpr (kHasWarpKernel<HeadDim>) {
-      emulation::run(warp_ctas, kDecodeThreads, kDecodeWarps * kWarpBytes, run.copies,
-                     [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); });
-    }
-  };
-  for (int layer = 0; layer < 2; ++layer) {  // twice: a launch has to reset the counters
-    if (run.warps_first) warps();
-    ctas();
-    if (!run.warps_first) warps();
+  std::vector<emulation::Launch> launches{
+      {run.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes,
+       [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2); }}};
+  if constexpr (kHasWarpKernel<HeadDim>) {
+    launches.push_back({warp_ctas, kDecodeThreads, kDecodeWarps * kWarpBytes,
+                        [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); }});
   }
+  if (run.warps_first) std::reverse(launches.begin(), launches.end());
+  for (int layer = 0; layer < 2; ++layer) emulation::run(run.copies, launches);  // a launch has to reset the counters
 }
 
 template <class Format>
@@ -86,23 +79,23 @@ void run_head_dim(const KernelParams& params, const Run& run) {
 }
 
 // q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
-// seq_lens: lengths of the step. visible: see AttentionParams, or None. fan_in: see CombineLists.
+// seq_lens: lengths of the step. visible: see AttentionParams, or None. fan_in, warp_ctas: see serialize_plan.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
                const py::object& sinks, const py::object& visible, bool bfloat16, int ctas, bool late_copies,
-               bool warps_first, int fan_in) {
+               bool warps_first, int fan_in, int warp_ctas) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
-  SerializedPlan words =
-      serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads, ctas + 1, fan_in);
   const auto head_dim = static_cast<int32_t>(q.shape(2));
+  SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads,
+                                        head_dim <= 128 ? warp_ctas : 0, fan_in);
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
-  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(3, 0);
+  std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
   std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
   const auto visible_words = visible.is_none() ? Array<int64_t>(0) : visible.cast<Array<int64_t>>();
@@ -166,7 +159,7 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("blocks"),
-        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"));
+        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
   m.def(
       "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
       py::arg("dividend"), py::arg("number"));

@@ -17,7 +17,7 @@ inline int thread_index() { return emulation::self().thread; }
 inline int volatile_thread_index() { return thread_index(); }
 inline int cta_index() { return emulation::self().block->index; }
 inline int cta_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
-inline int grid_size() { return emulation::machine()->grid; }
+inline int grid_size() { return emulation::self().block->launch->grid; }
 inline void cta_sync() { emulation::sync_block(); }
 inline bool cta_any(bool predicate) {
   bool& vote = emulation::self().block->vote;
@@ -75,9 +75,9 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
 }
-template <class T>
-inline T shuffle_in_half_warp(T value, int lane, int line = __builtin_LINE()) {
-  return shuffle(value, thread_index() % 32 / 16 * 16 + lane, line);
+template <int Lanes, class T>
+inline T shuffle_in(T value, int lane, int line = __builtin_LINE()) {
+  return shuffle(value, thread_index() % 32 / Lanes * Lanes + lane, line);
 }
 inline int32_t opaque(int32_t value) { return value; }
 inline bool any(bool predicate, int line = __builtin_LINE()) {
@@ -112,6 +112,7 @@ inline void load_relaxed(const float* address, float (&out)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte load");
   for (int i = 0; i < 4; ++i) out[i] = address[i];
 }
+inline void wait_at_least(const int32_t* semaphore, int32_t least) { emulation::wait_at_least(semaphore, least); }
 inline void load_quad(const float* address, float (&quad)[4]) { load_relaxed(address, quad); }
 inline void load_relaxed_generic(const float* address, float (&out)[4]) { load_relaxed(address, out); }
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }

@@ -96,11 +96,11 @@ inline void carry_out(float (&c)[Blocks][4], bool add, const Product& product) {
   }
 }
 
-template <class Element, bool Add>
-inline void wgmma(float (&c)[8][4], SmemDescriptor a, SmemDescriptor b) {
+template <class Element, bool Add, int Blocks>
+inline void wgmma(float (&c)[Blocks][4], SmemDescriptor a, SmemDescriptor b) {
   carry_out(c, Add, [a, b](std::vector<float>& sums) {
     const int thread = thread_index();
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 4 * Blocks; ++i) {
       const int row = thread / 32 % 4 * 16 + thread % 32 / 4 + i % 4 / 2 * 8,
                 column = i / 4 * 8 + thread % 4 * 2 + i % 2;
       float sum = 0.0f;
@@ -110,13 +110,13 @@ inline void wgmma(float (&c)[8][4], SmemDescriptor a, SmemDescriptor b) {
   });
 }
 
-template <class Element>
-inline void wgmma(float (&c)[16][4], const uint32_t (&a)[4], SmemDescriptor b) {
+template <class Element, int Blocks>
+inline void wgmma(float (&c)[Blocks][4], const uint32_t (&a)[4], SmemDescriptor b) {
   carry_out(c, true, [&a, b](std::vector<float>& sums) {
     const uint64_t words[4] = {a[0], a[1], a[2], a[3]};
     const auto* lanes = emulation::exchange(words, 4, __LINE__);
     const int lane = thread_index() % 32;
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < 4 * Blocks; ++i) {
       const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       float sum = 0.0f;
       for (int k = 0; k < 16; ++k) {

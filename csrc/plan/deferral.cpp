@@ -1,0 +1,61 @@
+#include "plan/deferral.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace prefixpack {
+
+namespace {
+
+constexpr int32_t kRowsPerStep = 32, kPartialsPerStep = 4;  // of a combine by a CTA
+// Fewest steps of a combine that is deferred. A deferred row takes about 4 us from its last partial to its output, as
+// long as three steps of a CTA.
+constexpr int32_t kFewestSteps = 4;
+// Most deferred rows of a warp. With more, the rows that CTAs would combine beside each other wait for the warps.
+constexpr int64_t kMostRowsOfWarp = 2;
+// A longer list is not deferred: its row would keep one warp busy for too long.
+constexpr int32_t kMostPartials = 1024;
+
+int32_t steps_of(int32_t rows, int32_t partials) {
+  const bool grouped = partials > kCombineFanIn;
+  const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(partials)))) : partials;
+  const int32_t turns = (in_group + kPartialsPerStep - 1) / kPartialsPerStep;
+  return (rows + kRowsPerStep - 1) / kRowsPerStep * (grouped ? 2 : 1) * turns;
+}
+
+// Of each merge: steps of the largest CTA that combines it; 0 if it is not to be deferred.
+std::vector<int32_t> steps_of_merges(const Plan& plan, const DeferralLimits& limits) {
+  std::vector<int32_t> most_rows(plan.num_queries, 0);  // of an item that a CTA runs
+  for (const WorkItem& item : plan.items) {
+    if (item.slot_begin == kWriteThrough || item.tile_rows <= limits.narrow_rows) continue;
+    for (int32_t query = item.query_begin; query < item.query_begin + item.query_count; ++query) {
+      most_rows[query] = std::max(most_rows[query], item.query_count * limits.group);
+    }
+  }
+  std::vector<int32_t> steps(plan.merge_query.size(), 0);
+  for (size_t merge = 0; merge < steps.size(); ++merge) {
+    const int32_t rows = most_rows[plan.merge_query[merge]];
+    const int32_t partials = plan.merge_offset[merge + 1] - plan.merge_offset[merge];
+    if (rows > 0 && partials <= kMostPartials) steps[merge] = steps_of(rows, partials);
+  }
+  return steps;
+}
+
+}  // namespace
+
+std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limits) {
+  std::vector<bool> deferred(plan.merge_query.size(), false);
+  if (limits.warps == 0) return deferred;
+  const std::vector<int32_t> steps = steps_of_merges(plan, limits);
+  const int64_t most = limits.warps * kMostRowsOfWarp / limits.q_heads;
+  const int32_t longest = steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end());
+  // The longest combines first, if there are too many.
+  for (int32_t fewest = kFewestSteps; fewest <= longest; fewest *= 2) {
+    if (std::count_if(steps.begin(), steps.end(), [&](int32_t count) { return count >= fewest; }) > most) continue;
+    for (size_t merge = 0; merge < steps.size(); ++merge) deferred[merge] = steps[merge] >= fewest;
+    break;
+  }
+  return deferred;
+}
+
+}  // namespace prefixpack
