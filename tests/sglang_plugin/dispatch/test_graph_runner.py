@@ -186,9 +186,7 @@ def test_without_paths_the_stock_graph_is_replayed(runner: Runner) -> None:
     assert runner.fixture.stock.graph_calls[-1] == "replay"
 
 
-def test_a_verify_step_is_decided_where_its_graph_is_loaded(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang loads the batch outside of ModelRunner.forward, and replays without asking for metadata again."""
     fixture = Verify(3)
     fixture.backend.init_cuda_graph_state(4, 12)
