@@ -140,7 +140,15 @@ class StepAddresses:
     """Device buffers of a step; sizes in csrc/cuda/kernel_params.h."""
 
     def __init__(
-        self, *, words: int, items: int, query_position: int, kv_slots: int, tile_counters: int, semaphores: int
+        self,
+        *,
+        words: int,
+        items: int,
+        query_position: int,
+        kv_slots: int,
+        tile_counters: int,
+        semaphores: int,
+        hidden: int,
     ) -> None: ...
 
 class LaunchSize:
@@ -159,13 +167,17 @@ def cuda_prepare(
     req_to_token_stride: int,
     req_pool_indices: int,
     seq_lens: int,
+    visible: int,
     ctas: int,
     stream: int,
 ) -> None:
     """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `ctas` CTAs."""
 
-def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, stream: int) -> None:
-    """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call."""
+def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, trees: bool, stream: int) -> None:
+    """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call.
+
+    trees: whether the step was prepared with masks of visible positions.
+    """
 
 class Forest:
     """Shared-prefix structure of a batch; nodes in depth-first preorder."""

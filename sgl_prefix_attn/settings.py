@@ -83,6 +83,12 @@ class Settings(BaseModel):
         "auto",
         description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
     )
+    pack_verify: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
+        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where it is not "
+        "measured yet.",
+    )
     one_token_steps: bool = Field(
         False,
         description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "

@@ -43,23 +43,24 @@ T* pointer(uintptr_t address) {
 
 // Device addresses of a plan and of what the preparation kernel makes of it.
 struct StepAddresses {
-  uintptr_t words, items, query_position, kv_slots, tile_counters, semaphores;
+  uintptr_t words, items, query_position, kv_slots, tile_counters, semaphores, hidden;
 
-  void fill(KernelParams& params) const {
+  void fill(KernelParams& params, bool trees) const {
     params.plan.words = pointer<const int32_t>(words);
-    params.step = {pointer<ItemRecord>(items), pointer<int32_t>(query_position), pointer<int32_t>(kv_slots),
-                   pointer<int32_t>(tile_counters), pointer<int32_t>(semaphores)};
+    params.step = {pointer<ItemRecord>(items),   pointer<int32_t>(query_position),
+                   pointer<int32_t>(kv_slots),   pointer<int32_t>(tile_counters),
+                   pointer<int32_t>(semaphores), trees ? pointer<uint64_t>(hidden) : nullptr};
   }
 };
 
 void bind_launches(py::module_& m) {
   py::class_<StepAddresses>(m, "StepAddresses")
       .def(py::init([](uintptr_t words, uintptr_t items, uintptr_t query_position, uintptr_t kv_slots,
-                       uintptr_t tile_counters, uintptr_t semaphores) {
-             return StepAddresses{words, items, query_position, kv_slots, tile_counters, semaphores};
+                       uintptr_t tile_counters, uintptr_t semaphores, uintptr_t hidden) {
+             return StepAddresses{words, items, query_position, kv_slots, tile_counters, semaphores, hidden};
            }),
            py::kw_only(), py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"),
-           py::arg("tile_counters"), py::arg("semaphores"));
+           py::arg("tile_counters"), py::arg("semaphores"), py::arg("hidden"));
   py::class_<LaunchSize>(m, "LaunchSize")
       .def_readonly("ctas", &LaunchSize::ctas)
       .def_readonly("few_ctas", &LaunchSize::few_ctas)
@@ -75,9 +76,10 @@ void bind_launches(py::module_& m) {
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
-         uintptr_t seq_lens, int32_t ctas, uintptr_t stream) {
+         uintptr_t seq_lens, uintptr_t visible, int32_t ctas, uintptr_t stream) {
         KernelParams params{};
-        step.fill(params);
+        step.fill(params, visible != 0);
+        params.attention.visible = pointer<const uint64_t>(visible);
         params.attention.req_to_token = pointer<const int32_t>(req_to_token);
         params.attention.req_to_token_stride = req_to_token_stride;
         params.attention.req_pool_indices = pointer<const int64_t>(req_pool_indices);
@@ -85,18 +87,19 @@ void bind_launches(py::module_& m) {
         launch_prepare(params, ctas, pointer<void>(stream));
       },
       py::arg("step"), py::kw_only(), py::arg("req_to_token"), py::arg("req_to_token_stride"),
-      py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("ctas"), py::arg("stream"),
+      py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("visible"), py::arg("ctas"), py::arg("stream"),
       "Launches the preparation of a step. See sgl_prefix_attn.core.cuda_step.GpuStep.prepare.");
   m.def(
       "cuda_attend",
-      [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, uintptr_t stream) {
+      [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, bool trees,
+         uintptr_t stream) {
         KernelParams params{};
-        step.fill(params);
+        step.fill(params, trees);
         params.attention = attention;
         params.heads = heads_of(attention.q_heads, attention.kv_heads);
         launch_attention(params, size, pointer<void>(stream));
       },
-      py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("stream"),
+      py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("trees"), py::arg("stream"),
       "Launches packed attention of one layer. See sgl_prefix_attn.core.cuda_step.GpuStep.attend.");
 }
 

@@ -108,7 +108,8 @@ def packed_attention(
         window_left: positions before its own that a query sees; negative for all.
         sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
         visible: int64 [tokens], 64 bits for each query: bit j is set if it sees the position j before its own. It sees
-            all positions before these. For trees of drafts; on the CPU only. None: all positions up to its own.
+            all positions before these. For trees of drafts; not with Triton's kernels. None: all positions up to its
+            own.
         workspace: reused between calls, so that they allocate nothing; default a new one.
         threads: of the CPU executor; default torch.get_num_threads().
         isa: of the CPU executor, one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the
@@ -164,8 +165,8 @@ def packed_attention(
         sinks_address = sinks.data_ptr()
     if visible is not None:
         _check_indices("visible", visible, torch.int64, 1, device)
-        if device.type != "cpu" or visible.shape[0] != num_tokens:
-            raise ValueError(f"visible has {visible.shape[0]} entries on {device}; expected {num_tokens}, on the CPU")
+        if visible.shape[0] != num_tokens:
+            raise ValueError(f"visible has {visible.shape[0]} entries; expected {num_tokens}")
         visible_address = visible.data_ptr()
     if not logit_cap >= 0.0:
         raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
@@ -180,7 +181,7 @@ def packed_attention(
             q, k_cache, v_cache, out, plan,
             req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
             scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1),
-            sinks=sinks,
+            sinks=sinks, visible=visible,
         )  # fmt: skip
         return out
     if threads is None:

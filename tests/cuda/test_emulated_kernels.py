@@ -278,3 +278,48 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
 def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
     """On an H200, with 264 blocks of eight warps."""
     assert emulation.active_warps(units, tokens, 264) == warps
+
+
+def verify_case(drafts: int, heads: tuple[int, int], **options: Any) -> Case:
+    """A verify step: two pairs of requests that share a prefix, and one with nothing but drafts."""
+    paths = [[(0, 0, 90), (1, 90, 150)], [(0, 0, 90), (1, 90, 150)], [(0, 0, 90)], [(0, 0, 90)], []]
+    committed = np.array([163, 150, 97, 90, 0])
+    batch = (paths, committed + drafts, np.full(5, drafts, dtype=np.int64))
+    return make_case(drafts, heads=heads, batch=batch, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("drafts", [2, 3, 4, 8, 17, 33, 63, 64])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)], ids=str)
+def test_verify_steps(emulation: ModuleType, heads: tuple[int, int], drafts: int, trees: bool) -> None:
+    case = verify_case(drafts, heads, trees=trees)
+    check(case, emulate(emulation, case, late_copies=drafts % 2 == 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128},
+        {"head_dim": 256},
+        {"head_dim": 128, "kv_dtype": torch.float8_e4m3fn},
+        {"multiprocessors": 60},  # splits among the drafts
+        {"with_sinks": True, "logit_cap": 3.0},
+        {"grown": GROWTH},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", [5, 40])
+def test_variants_of_trees(emulation: ModuleType, drafts: int, options: dict[str, Any]) -> None:
+    case = verify_case(drafts, (8, 2), trees=True, **options)
+    check(case, emulate(emulation, case))
+
+
+def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
+    case = with_tile_rows(verify_case(16, (8, 1), head_dim=128, trees=True), 128)
+    check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
+    case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
+    check(case, emulate(emulation, case))

@@ -1,15 +1,18 @@
-"""The route of each decode step that could run packed: packed, or as a whole on the stock backend.
+"""The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
-`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady batch.
+`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady
+batch. No profile knows verify steps: where a policy predicts, the conservative rule decides them.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.routing.conservative import RULE, ConservativePolicy
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
@@ -19,8 +22,10 @@ from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+logger = logging.getLogger(__name__)
 
 
 class LiveTestError(ValueError):
@@ -28,7 +33,7 @@ class LiveTestError(ValueError):
 
 
 class StepRouter:
-    """Routes decode steps of one backend, and counts them by route.
+    """Routes decode and verify steps of one backend, and counts them by route.
 
     Args:
         settings: settings in force.
@@ -60,9 +65,11 @@ class StepRouter:
             store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
         self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype)
         self._router: Router | None = None
+        self._verify_router: Router | None = None
         self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
         self._age = 0
         self._decides = self.name.fixed is None
+        self._decides_verify = self._decides and executor.kernels != "cpu"
         self._executor = executor
         self.live: LiveTest | None = None
         self._arm: int | None = None  # of the present step in a live test
@@ -79,7 +86,7 @@ class StepRouter:
             raise LiveTestError("a live test is running; wait for its end, or stop it")
         if not self.policies.ready:
             raise LiveTestError("no decode step has run yet: send the server a request first")
-        if self.always_stock or (self._executor.runs_in_graphs and not self.may_change):
+        if self.always_stock or (self._executor.runs_in_graphs and not self.may_change("decode")):
             raise LiveTestError(
                 f"decode steps of this server have one route (route = {self.setting}), and its graphs hold that one "
                 "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
@@ -111,13 +118,12 @@ class StepRouter:
 
     @property
     def always_stock(self) -> bool:
-        """Whether no decode step ever runs packed."""
+        """Whether no decode or verify step ever runs packed."""
         return self.name.fixed == "stock"
 
-    @property
-    def may_change(self) -> bool:
-        """Whether decode steps may go either way. Valid once the layers are known."""
-        return self._usable_router() is not None
+    def may_change(self, mode: Mode) -> bool:
+        """Whether steps of a kind, decode or verify, may go either way. Valid once the layers are known."""
+        return self._router_of(mode) is not None
 
     @property
     def running(self) -> str:
@@ -126,7 +132,8 @@ class StepRouter:
 
     def state(self) -> dict[str, Any]:
         """The setting, the policy and profile in use and the last decision, as JSON-able values."""
-        last = None if self._router is None else self._router.last
+        router = self._verify_router or self._router
+        last = None if router is None else router.last
         return {
             "setting": self.setting,
             "policy": self.running,
@@ -152,7 +159,7 @@ class StepRouter:
 
     def stays_stock(self, paths: StepPaths | str) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
-        if isinstance(paths, str) or paths.mode != "decode":
+        if isinstance(paths, str) or paths.mode not in ("decode", "verify"):
             return False
         if not self.always_stock:
             if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
@@ -162,14 +169,14 @@ class StepRouter:
         return True
 
     def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
-        """The route of a decode step.
+        """The route of a decode or verify step.
 
         Args:
-            host_lens: [requests] KV lengths.
+            host_lens: [requests] KV lengths, including the tokens of this step.
         """
         self._stock_paths = None
-        arm, live = self._arm, self.live
-        router = self._usable_router() if arm is None or live is None else live.routers[arm]
+        arm, live = self._arm if paths.mode == "decode" else None, self.live
+        router = self._router_of(paths.mode) if arm is None or live is None else live.routers[arm]
         if router is None:
             return Route.PACKED
         route = router.decide(paths.forest, host_lens)
@@ -185,6 +192,17 @@ class StepRouter:
         if self._arm is not None and self.live is not None:
             self.live.took(route is Route.PACKED)
             self._counters.arm_steps["AB"[self._arm]] += 1
+
+    def _router_of(self, mode: Mode) -> Router | None:
+        if mode != "verify":
+            return self._usable_router()
+        if self._verify_router is None and self._decides_verify and self._executor.planners:
+            shape = self._executor.planners[0].shape
+            predicts = self.name.predicts
+            self._verify_router = Router(ConservativePolicy(shape) if predicts else self.policies.policy(self.name))
+            if predicts:
+                logger.info("prefixpack: a verify step runs packed only if %s", RULE)
+        return self._verify_router
 
     def _usable_router(self) -> Router | None:
         """The router; None while the layers are unknown, and for good if every step runs packed."""

@@ -35,7 +35,7 @@ def test_the_profile_is_of_the_servers_kv(
     planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
     executor: Any = SimpleNamespace(kernels="native", planners=[planner])
     routes = StepRouter(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
-    assert routes.may_change
+    assert routes.may_change("decode")
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
     assert routes.state()["profile_from"] == f"shipped profile {SHIPPED[profile_of]}"
@@ -47,7 +47,7 @@ def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: 
     caplog.set_level("INFO")
     executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
     settings = Settings(metrics=False, route_margin=set_by_user)
-    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
+    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change("decode")
     expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
     assert f"margin {expected} %" in caplog.text
 
@@ -67,7 +67,7 @@ class TestWithoutAProfileForTheGpu:
         )
         stock = SimpleNamespace()
         routes = StepRouter(Settings(metrics=False, **settings), Counters(), executor, "flashinfer", stock)
-        assert routes.may_change
+        assert routes.may_change("decode")
         paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
         return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
 
