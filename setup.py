@@ -1,7 +1,7 @@
 """Builds the native module: planner and CPU executor in C++17, and the CUDA part if nvcc is found.
 
 PREFIXPACK_CUDA=auto|0|1      build the CUDA part (default auto: if nvcc is in CUDA_HOME/bin or on PATH)
-PREFIXPACK_CUDA_ARCHS="..."   CUDA architectures (default "80;90a")
+PREFIXPACK_CUDA_ARCHS="..."   CUDA architectures (default "80;90a"); "80+PTX" adds PTX for newer GPUs
 PREFIXPACK_BUILD_JOBS=N       parallel compiler processes (default: all cores)
 """
 
@@ -50,12 +50,18 @@ def cuda_library_dirs(nvcc: str) -> list[str]:
     return re.findall(r"-L([^\s\"]+)", libraries.group(1)) if libraries else []
 
 
-def cuda_archs() -> list[str]:
+def cuda_targets() -> list[str]:
+    """Values of nvcc's -gencode."""
     archs = [arch for arch in os.environ.get("PREFIXPACK_CUDA_ARCHS", "80;90a").replace(",", ";").split(";") if arch]
+    targets = []
     for arch in archs:
-        if not arch.rstrip("af").isdigit():
+        name = arch.removesuffix("+PTX")
+        if not name.rstrip("af").isdigit():
             raise SystemExit(f"PREFIXPACK_CUDA_ARCHS: {arch!r} is not an architecture; expected for example '80;90a'")
-    return archs
+        targets.append(f"arch=compute_{name},code=sm_{name}")
+        if arch.endswith("+PTX"):
+            targets.append(f"arch=compute_{name},code=compute_{name}")
+    return targets
 
 
 def build_jobs() -> int:
@@ -85,9 +91,7 @@ class BuildNative(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file())
         if not out.exists() or out.stat().st_mtime < newest:
-            gencode = []
-            for arch in cuda_archs():
-                gencode += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+            gencode = [word for target in cuda_targets() for word in ("-gencode", target)]
             flags = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             command = [nvcc, *flags, *gencode, "-c", source, "-o", str(out)]
             print(" ".join(command), flush=True)

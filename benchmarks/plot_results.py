@@ -3,7 +3,8 @@
     python benchmarks/plot_results.py [--results benchmarks/results] [--out docs/img]
 
 cpu_packed.json becomes cpu_packed.png; plan_time.json and host_cost.json together become host_time.png;
-gpu_attention.json becomes gpu_attention.png. What was not measured is left out.
+gpu_attention.json becomes gpu_attention.png; gpu_drawn.json becomes gains.png;
+the servers of the README become servers.png. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.kernel.gpu_plot import draw_pat
+from benchmarks.doc_tables import gains_of_servers
+from benchmarks.kernel.gpu_plot import draw_gains, draw_pat
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKED, LIMIT, TARGET = "#2b8cbe", "#404040", "#d95f0e"
@@ -51,6 +53,10 @@ def main() -> None:
     figure = draw_pat(gpu) if gpu is not None else None
     if figure is not None:
         save(figure, args.out / "gpu_attention.png")
+    save(draw_servers(), args.out / "servers.png")
+    drawn = read(args.results / "gpu_drawn.json")
+    if drawn is not None:
+        save(draw_gains(drawn), args.out / "gains.png")
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -61,6 +67,23 @@ def read(path: Path) -> dict[str, Any] | None:
 def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=130)
     print(f"written: {path}")
+
+
+def draw_servers() -> Figure:
+    """Gain of whole servers over the faster stock backend, one bar for each workload."""
+    gains = gains_of_servers()
+    figure = Figure(figsize=(11, 0.7 + 0.45 * len(gains)), layout="constrained")
+    axes = figure.subplots()
+    for place, (gain, stock) in enumerate(gains.values()):
+        axes.barh(-place, gain, color=PACKED if gain > 1.02 else HEAD_COLOURS[3], height=0.6)
+        note = f"{gain:.2f}x  over {stock}"
+        axes.annotate(note, (gain, -place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks([-place for place in range(len(gains))], list(gains), fontsize=9)
+    axes.axvline(1, color=LIMIT, linewidth=0.8)
+    axes.set_xlim(right=1.25 * max(gain for gain, _ in gains.values()))
+    axes.set_xlabel("speed of prefixpack / speed of the fastest stock backend measured beside it", fontsize=9)
+    strip(axes)
+    return figure
 
 
 def draw_packed(result: dict[str, Any]) -> Figure:

@@ -12,12 +12,14 @@ from sgl_prefix_attn import __version__, deprecations
 
 # command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
 COMMANDS = {
+    "abtest": ("sgl_prefix_attn.abtest.cli", "compare routing policies, over measured steps or live on a server"),
     "batch": ("sgl_prefix_attn.offline.cli", "run a batch file (OpenAI's format) offline, prefixes computed once"),
+    "calibrate": ("sgl_prefix_attn.calibration.cli", "fit the routing profile of a GPU to measured batches"),
     "demo": ("sgl_prefix_attn.demo.cli", "serve a workload with prefixpack and with the stock backend, and compare"),
     "doctor": ("sgl_prefix_attn.sglang_plugin.doctor.cli", "say what of a server would run packed, and what to change"),
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
     "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),
-    "route": ("sgl_prefix_attn.routing.cli", "fit, test and explain the choice between packed and stock kernels"),
+    "route": ("sgl_prefix_attn.routing.cli", "explain the choice between packed and stock kernels"),
     "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
 }
 

@@ -31,11 +31,11 @@ class CudaDevice:
     l2_bytes: int
 
 def cuda_devices() -> list[CudaDevice]: ...
-def units_of_group(group: int) -> int:
+def head_splits(group: int) -> int:
     """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
 
 def serialize_plan(
-    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_blocks: int = 0
+    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0
 ) -> tuple[_Int32, int]:
     """The plan as one block of words for the device, and the KV slots that it needs room for.
 
@@ -45,7 +45,7 @@ def serialize_plan(
         growth: tokens by which tails may grow before another plan is loaded.
         group: query heads of a KV head.
         kv_heads: KV heads.
-        warp_blocks: CTAs of the launch whose warps take work tiles of their own.
+        warp_ctas: CTAs of the launch whose warps take work tiles of their own.
 
     Raises:
         OverflowError: more than 2^31 - 1 KV slots.
@@ -140,7 +140,15 @@ class StepAddresses:
     """Device buffers of a step; sizes in csrc/cuda/kernel_params.h."""
 
     def __init__(
-        self, *, words: int, items: int, query_position: int, kv_slots: int, tickets: int, arrivals: int
+        self,
+        *,
+        words: int,
+        items: int,
+        query_position: int,
+        kv_slots: int,
+        tile_counters: int,
+        semaphores: int,
+        hidden: int,
     ) -> None: ...
 
 class LaunchSize:
@@ -159,13 +167,17 @@ def cuda_prepare(
     req_to_token_stride: int,
     req_pool_indices: int,
     seq_lens: int,
-    blocks: int,
+    visible: int,
+    ctas: int,
     stream: int,
 ) -> None:
-    """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `blocks` CTAs."""
+    """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `ctas` CTAs."""
 
-def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, stream: int) -> None:
-    """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call."""
+def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, trees: bool, stream: int) -> None:
+    """Launches one layer on a cudaStream_t. The parameters are copied: the object may change after the call.
+
+    trees: whether the step was prepared with masks of visible positions.
+    """
 
 class Forest:
     """Shared-prefix structure of a batch; nodes in depth-first preorder."""
@@ -229,24 +241,40 @@ class DeviceModel:
     ) -> None: ...
 
 class Plan:
-    """What one attention step executes; immutable. Entries are query tokens in packed order."""
+    """What one attention step executes; immutable. Entries are query tokens in packed order. Arrays are int32.
+
+    Attributes:
+        num_requests: requests of the batch.
+        num_queries: entries.
+        num_slots: partial slots; a slot holds every query head of one query.
+        kv_tokens_packed: KV positions that the items read, once per item.
+        kv_tokens_per_request: KV positions that request-wise attention reads.
+        kv_tokens_unique: KV positions of the batch, each once.
+        narrow_prevails: whether most of the work is in items that take only a part of a worker.
+        query_token: [num_queries] row of q and o.
+        query_request: [num_queries] batch index.
+        query_back: [num_queries] tokens of the request after this one.
+        merge_query: [merges] entries with more than one partial result.
+        merge_offset: [merges + 1] start of a merge in merge_slot.
+        merge_slot: partial slots in ascending KV position, the order of summation.
+        items: [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request
+            whose KV slots are read, first KV position, one past the last KV position (-1: up to each query's own),
+            first partial slot (-1: writes the output), rows of the tile.
+    """
 
     num_requests: int
     num_queries: int
-    num_slots: int  # partial slots; a slot holds every query head of one query
-    kv_tokens_packed: int  # KV positions that the items read, once per item
-    kv_tokens_per_request: int  # KV positions that request-wise attention reads
-    kv_tokens_unique: int  # KV positions of the batch, each once
-    narrow_prevails: bool  # whether most of the work is in items that take only a part of a worker
-    query_token: _Int32  # [num_queries] row of q and o
-    query_request: _Int32  # [num_queries] batch index
-    query_back: _Int32  # [num_queries] tokens of the request after this one
-    merge_query: _Int32  # [merges] entries with more than one partial result
-    merge_offset: _Int32  # [merges + 1] start of a merge in merge_slot
-    merge_slot: _Int32  # partial slots in ascending KV position, the order of summation
-    # [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request whose
-    # KV slots are read, first KV position, one past the last KV position (-1: up to each query's own), first partial
-    # slot (-1: writes the output), rows of the tile.
+    num_slots: int
+    kv_tokens_packed: int
+    kv_tokens_per_request: int
+    kv_tokens_unique: int
+    narrow_prevails: bool
+    query_token: _Int32
+    query_request: _Int32
+    query_back: _Int32
+    merge_query: _Int32
+    merge_offset: _Int32
+    merge_slot: _Int32
     items: _Int32
 
 class Machine:

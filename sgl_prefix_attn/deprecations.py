@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 SETTINGS = {"inner_backend": "stock_backend"}
 SETTING_VALUES = {"route": {"inner": "stock"}}
 PROFILE_KEYS = {"inner": "stock"}
+RESULT_KEYS = {"ways": "baselines"}
 ROUTE_COUNTS = {"inner": "stock"}
 SERVER_STATE_KEYS = {"inner_backend": "stock_backend"}
 # Command -> option or policy of its command line.
@@ -48,6 +49,28 @@ def renamed(values: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
             raise ValueError(conflict(f"{old!r}", f"{new!r}", where))
         warn(f"{old!r}", f"{new!r}", where)
         result[new] = result.pop(old)
+    return result
+
+
+def renamed_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], where: str) -> list[dict[str, Any]]:
+    """Rows under the new key names, with one warning for each key.
+
+    Args:
+        names: old key to new key.
+        where: start of each message, for example the file name.
+
+    Raises:
+        ValueError: a row has an old key and its new one.
+    """
+    result = [dict(row) for row in rows]
+    for old, new in names.items():
+        found = [row for row in result if old in row]
+        if any(new in row for row in found):
+            raise ValueError(conflict(f"{old!r}", f"{new!r}", where))
+        if found:
+            warn(f"{old!r}", f"{new!r}", where)
+        for row in found:
+            row[new] = row.pop(old)
     return result
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic.fields import FieldInfo
 
 from sgl_prefix_attn import deprecations
+from sgl_prefix_attn.routing import policy_names
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -82,6 +83,12 @@ class Settings(BaseModel):
         "auto",
         description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
     )
+    pack_verify: Literal["auto"] | bool = Field(
+        "auto",
+        description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
+        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where it is not "
+        "measured yet.",
+    )
     one_token_steps: bool = Field(
         False,
         description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
@@ -93,13 +100,16 @@ class Settings(BaseModel):
     gpu_kernels: Literal["auto", "native", "triton"] = Field(
         "auto",
         description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs with "
-        "compute capability 8.0 or higher. triton: for all other GPUs. auto: native where it runs.",
+        "compute capability 8.0 or higher and 113 KiB of shared memory for a CTA (not 8.6, 8.9, 12.x). triton: for all "
+        "other GPUs. auto: native where it runs.",
     )
-    route: Literal["auto", "packed", "stock"] = Field(
+    route: str = Field(
         "auto",
-        description="Where decode steps run. packed: on the packed kernels. stock: on the stock backend. auto on a "
-        "GPU: where the routing profile predicts the shorter time; without a profile for the GPU, by a conservative "
-        "rule. auto on a CPU: packed, unless route_profile is set.",
+        description="Where decode steps run: packed if all conditions of this policy hold, else on the stock backend. "
+        "cost, which is auto: the routing profile predicts packed to be faster; without a profile for the GPU, a "
+        "conservative rule; on a CPU true, unless route_profile is set. batch>=N: at least N requests run. reuse>=X: "
+        "each distinct KV token is read X times on average. packed: always. stock: never.",
+        json_schema_extra={"accepts": policy_names.FORMS},
     )
     route_margin: int | None = Field(
         None,
@@ -111,9 +121,14 @@ class Settings(BaseModel):
     )
     route_profile: str | None = Field(
         None,
-        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn route fit`. "
+        description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
         "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
+    )
+    live_tests: bool = Field(
+        False,
+        description="Serve POST, GET and DELETE /prefixpack/abtest, by which `python -m sgl_prefix_attn abtest live` "
+        "compares two routing policies on this server. It asks for SGLang's admin key. Off: no address.",
     )
     group_scheduling: bool = Field(
         False,
@@ -182,6 +197,17 @@ class Settings(BaseModel):
         if not isinstance(names, (list, tuple)) or any(name not in WRAPPABLE for name in names):
             raise ValueError("not a list of stock backends")
         return tuple(name for name in WRAPPABLE if name in names)
+
+    @field_validator("route")
+    @classmethod
+    def _policy(cls, value: str) -> str:
+        name = str(policy_names.parse(value))
+        return "auto" if name == "cost" else name
+
+    @property
+    def policy(self) -> policy_names.PolicyName:
+        """The routing policy that `route` names."""
+        return policy_names.parse(self.route)
 
     @field_validator("max_tile_rows")
     @classmethod

@@ -56,7 +56,7 @@ class Results:
             return "-"
         if lru is None or optimum is None or optimum <= lru:
             return f"{100 * saved:.2f}"
-        return f"{100 * saved:.2f} ({100 * (saved - lru) / (optimum - lru):.0f} %)"
+        return f"{100 * saved:.2f} ({100 * (saved - lru) / (optimum - lru):.0f}%)"
 
     def plot(self, path: Path) -> None:
         """Lines over pool sizes: limits dashed, real caches with marks."""

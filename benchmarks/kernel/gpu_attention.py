@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun, described
 from benchmarks.kernel.gpu_cases import select
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
-from benchmarks.kernel.gpu_timing import Timer, copy_bandwidth
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Timer, copy_bandwidth
 from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
@@ -43,19 +43,20 @@ Makers = dict[str, Callable[[torch.device], Baseline]]
 
 
 def makers(overrides: dict[str, Any]) -> Makers:
-    """Every way by name; making one raises what its import raises."""
-    from benchmarks.kernel import gpu_flashinfer, gpu_ours, gpu_sglang
+    """Every baseline by name; making one raises what its import raises."""
+    from benchmarks.kernel import gpu_flashinfer, gpu_sglang
+    from sgl_prefix_attn.calibration.kernels import packed, stock
 
     return {
-        OURS: lambda device: gpu_ours.PrefixPack(device, overrides),
-        "flashinfer_decode_cc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=False),
-        "flashinfer_decode_tc": lambda device: gpu_flashinfer.Decode(device, tensor_cores=True),
+        OURS: lambda device: packed.PrefixPack(device, overrides),
+        "flashinfer_decode_cc": lambda device: stock.Decode(device, tensor_cores=False),
+        "flashinfer_decode_tc": lambda device: stock.Decode(device, tensor_cores=True),
         "flashinfer_batch_attention": gpu_flashinfer.BatchAttention,
         "flashinfer_cascade": gpu_flashinfer.Cascade,
-        "fa3": gpu_sglang.Fa3,
+        "fa3": stock.Fa3,
         "fa3_two_pass": gpu_sglang.Fa3TwoPass,
-        "triton": gpu_sglang.TritonDecode,
-        OURS_TOO: lambda device: gpu_ours.PrefixPackTriton(device, overrides),
+        "triton": stock.TritonDecode,
+        OURS_TOO: lambda device: packed.PrefixPackTriton(device, overrides),
     }
 
 
@@ -63,7 +64,7 @@ def make_baselines(
     names: list[str], overrides: dict[str, Any], device: torch.device, kv_dtype: torch.dtype | None = torch.bfloat16
 ) -> tuple[list[Baseline], dict[str, str]]:
     """The baselines that are installed and take such KV (None: any), and why the others are left out."""
-    ways, absent = [], {}
+    baselines, absent = [], {}
     for name, make in makers(overrides).items():
         if name not in names:
             continue
@@ -71,11 +72,11 @@ def make_baselines(
             baseline = make(device)
             if kv_dtype is not None and kv_dtype not in baseline.kv_dtypes:
                 raise ValueError(f"takes no KV in {kv_dtype} with queries in bf16")
-            ways.append(baseline)
+            baselines.append(baseline)
         except Exception as error:  # an import of another project's package may raise anything
             absent[name] = described(error)
             print(f"{name}: not available: {absent[name]}", file=sys.stderr)
-    return ways, absent
+    return baselines, absent
 
 
 def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
@@ -96,7 +97,9 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_cases(cases: list[Case], ways: list[Baseline], results: Results, timer: Timer, args: argparse.Namespace) -> int:
+def run_cases(
+    cases: list[Case], baselines: list[Baseline], results: Results, timer: Timer, args: argparse.Namespace
+) -> int:
     """Adds a row for each case; 3 if the device was lost on the way, else 0."""
     bandwidth = results.header["machine"]["copy_bandwidth"]
     begin = time.monotonic()
@@ -109,7 +112,7 @@ def run_cases(cases: list[Case], ways: list[Baseline], results: Results, timer: 
             print(f"stopping after {args.seconds:.0f} s; {len(cases) - done} cases left (--resume)", file=sys.stderr)
             break
         print(f"[{done + 1}/{len(cases)} {time.monotonic() - begin:.0f}s] {case.key}", file=sys.stderr, flush=True)
-        run = CaseRun(case, ways, pool, timer, bandwidth)
+        run = CaseRun(case, baselines, pool, timer, bandwidth)
         results.add(run.row())
         if run.device_lost:
             print(f"{case.key} left the device unusable; go on with --resume", file=sys.stderr)
@@ -145,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
         help="head settings for every case (default: those its family is published with)",
     )
     result.add_argument(
+        "--baselines",
         "--ways",
         nargs="+",
         default=list(makers({})),
@@ -194,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     timer = Timer(device)
-    ways, absent = make_baselines(args.ways, dict(args.device_model), device, kv_dtype)
+    baselines, absent = make_baselines(args.baselines, dict(args.device_model), device, kv_dtype)
     header = {
         "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
         "kv_dtype": args.kv_dtype, "absent": absent,
@@ -211,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser().error(str(error))
     with torch.inference_mode():
-        status = run_cases([case for case in cases if not results.done(case.key)], ways, results, timer, args)
+        status = run_cases([case for case in cases if not results.done(case.key)], baselines, results, timer, args)
     print(table(results.rows))
     print("\n".join(summary_lines(results.rows)))
     for name, reason in absent.items():

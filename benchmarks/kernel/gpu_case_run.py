@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture, KvPool, relative_error
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS
-from benchmarks.kernel.gpu_timing import Timer
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture, KvPool, relative_error
+from sgl_prefix_attn.calibration.kernels.timing import Timer
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.workloads.case import Case
 
@@ -23,8 +23,8 @@ SAMPLED_REQUESTS = 3
 class CaseRun:
     """One case, with the tensors all baselines share."""
 
-    def __init__(self, case: Case, ways: list[Baseline], pool: KvPool, timer: Timer, bandwidth: float) -> None:
-        self.case, self.ways, self.timer = case, ways, timer
+    def __init__(self, case: Case, baselines: list[Baseline], pool: KvPool, timer: Timer, bandwidth: float) -> None:
+        self.case, self.baselines, self.timer = case, baselines, timer
         self.fixture = Fixture(case, pool, timer.device)
         self.limits = limits(case, bandwidth, kv_bytes=pool.k.dtype.itemsize)
         last = len(case.seq_lens) - 1
@@ -35,11 +35,11 @@ class CaseRun:
 
     def row(self) -> dict[str, Any]:
         case = self.case
-        ways: dict[str, dict[str, Any]] = {}
-        for baseline in self.ways:
+        baselines: dict[str, dict[str, Any]] = {}
+        for baseline in self.baselines:
             result = None if self.device_lost else self.measure(baseline)
             if result is not None:
-                ways[baseline.name] = result
+                baselines[baseline.name] = result
         return {
             "key": case.key, "case": case.name, "heads": f"{case.heads[0]}/{case.heads[1]}",
             "q_heads": case.heads[0], "kv_heads": case.heads[1], "requests": len(case.seq_lens),
@@ -51,11 +51,11 @@ class CaseRun:
                 name: round(getattr(self.limits, name), 3)
                 for name in ("unique_us", "leafmerge_us", "mma_us", "per_request_us", "limit_us")
             },
-            "ways": ways,
+            "baselines": baselines,
         }  # fmt: skip
 
     def measure(self, baseline: Baseline) -> dict[str, Any] | None:
-        """Times and error of a way, or why there are none; None if the case is not for it."""
+        """Times and error of a baseline, or why there are none; None if the case is not for it."""
         try:
             options = baseline.bind(self.fixture)
             if not options:

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks.kernel.gpu_attention import machine_facts, make_baselines, override
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
 from benchmarks.kernel.gpu_drawn_report import drawn_lines, drawn_summary, row_line
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, KvPool, pool_elements
 from benchmarks.kernel.gpu_limits import limits
 from benchmarks.kernel.gpu_report import OURS, Results
-from benchmarks.kernel.gpu_timing import Effort, Timer
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
 from sgl_prefix_attn.workloads import ALL_FAMILIES, Case, draw_set
 from sgl_prefix_attn.workloads.draw import USUAL_SET
 
@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
                         help=f"default: all of {', '.join(ALL_FAMILIES)}")  # fmt: skip
     result.add_argument("--cases", type=int, default=USUAL_SET, help=f"size of the set (default {USUAL_SET})")
     result.add_argument("--heads", nargs="+", metavar="Q/KV", help="only cases with these heads, e.g. 32/8 8/1")
-    result.add_argument("--ways", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="NAME",
+    result.add_argument("--baselines", "--ways", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="NAME",
                         help=f"default: all of {', '.join(BASELINES)}")  # fmt: skip
     result.add_argument("--jit", action="store_true", help="let FlashInfer compile kernels of other shapes")
     result.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     timer = Timer(device, effort=EFFORT)
-    baselines, absent = make_baselines(args.ways, dict(args.device_model), device, None)
+    baselines, absent = make_baselines(args.baselines, dict(args.device_model), device, None)
     if not args.jit:
         absent["flashinfer, other types and head sizes than bf16 and 128"] = "compiled at first use: --jit"
     header = {

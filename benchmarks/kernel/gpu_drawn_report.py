@@ -51,7 +51,9 @@ def drawn_summary(rows: list[Row]) -> dict[str, Any]:
         "bf16_by_heads": grouped(wide, lambda row: str(row["heads"])),
         "bf16_by_head_dim": grouped(wide, lambda row: str(row["head_dim"])),
         "fp8": figures(row for row in rows if row["kv_dtype"] != "bf16"),
-        "failed": [f"{row['key']}: {row['ways'][OURS]['failed']}" for row in rows if "failed" in row["ways"][OURS]],
+        "failed": [
+            f"{row['key']}: {row['baselines'][OURS]['failed']}" for row in rows if "failed" in row["baselines"][OURS]
+        ],
     }
 
 

@@ -10,59 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
-from benchmarks.kernel.gpu_fixture import Fixture
 from benchmarks.kernel.gpu_flatten import Cuts, Level, candidates, levels_of
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import Fixture
+from sgl_prefix_attn.calibration.kernels.stock import BF16, host_ints, paged, workspace
 
-WORKSPACE_BYTES = 4 << 30
 MOST_CUTS = 4
 TENSOR_CORE_GROUP = 4  # SGLang's rule for decoding with tensor cores
 RANK_BANDWIDTH = 4.3e12  # for ranking flattenings only
-BF16 = torch.bfloat16
-_workspaces: dict[torch.device, torch.Tensor] = {}
-
-
-def workspace(device: torch.device) -> torch.Tensor:
-    """One buffer for all wrappers: they run one after the other on one stream."""
-    if device not in _workspaces:
-        _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return _workspaces[device]
-
-
-def host_ints(values: object) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=torch.int32)
-
-
-def paged(fixture: Fixture) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as pages of one token: [slots, 1, kv_heads, head_dim]."""
-    return fixture.k.unsqueeze(1), fixture.v.unsqueeze(1)
-
-
-class Decode(Baseline):
-    """BatchDecodeWithPagedKVCacheWrapper, with CUDA cores or with tensor cores."""
-
-    def __init__(self, device: torch.device, tensor_cores: bool) -> None:
-        import flashinfer
-
-        self.name = f"flashinfer_decode_{'tc' if tensor_cores else 'cc'}"
-        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace(device), "NHD", use_tensor_cores=tensor_cores
-        )
-
-    def bind(self, fixture: Fixture) -> list[Any]:
-        self.fixture = fixture
-        self.indptr, self.last = fixture.kv_indptr.cpu(), host_ints([1] * len(fixture.case.seq_lens))
-        return [None]
-
-    def plan(self) -> None:
-        q_heads, kv_heads = self.fixture.heads
-        self.wrapper.plan(
-            self.indptr, self.fixture.kv_indices, self.last, q_heads, kv_heads, self.fixture.head_dim, 1,
-            q_data_type=BF16, kv_data_type=self.fixture.kv_dtype,
-        )  # fmt: skip
-
-    def run(self) -> torch.Tensor:
-        return self.wrapper.run(self.fixture.q, paged(self.fixture), out=self.fixture.out)
 
 
 class BatchAttention(Baseline):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn import deprecations
+
 OURS = "prefixpack"
 OURS_TOO = "prefixpack_triton"  # measured beside it, no baseline
 MULTI_LEVEL = ("flashinfer_cascade", "fa3_two_pass")
@@ -35,7 +37,7 @@ class Results:
             before = json.loads(path.read_text(encoding="utf-8"))
             if kv_dtype(before) != kv_dtype(header):
                 raise ValueError(f"{path} holds times over KV in {kv_dtype(before)}, not {kv_dtype(header)}")
-            self.rows = before["rows"]
+            self.rows = deprecations.renamed_rows(before["rows"], deprecations.RESULT_KEYS, f"{path}: ")
 
     def done(self, key: str) -> bool:
         return any(row["key"] == key for row in self.rows)
@@ -61,15 +63,15 @@ def kv_dtype(header: dict[str, Any]) -> str:
 
 def time_of(row: Row, baseline: str, timing: str = "cold_us") -> float | None:
     """Microseconds of a baseline in a row; None where it was not measured."""
-    return row["ways"].get(baseline, {}).get(timing)
+    return row["baselines"].get(baseline, {}).get(timing)
 
 
-def best_of(row: Row, ways: Iterable[str] | None = None, timing: str = "cold_us") -> tuple[str, float] | None:
-    """Name and time of the fastest baseline, of `ways` or of all."""
+def best_of(row: Row, baselines: Iterable[str] | None = None, timing: str = "cold_us") -> tuple[str, float] | None:
+    """Name and time of the fastest baseline, of `baselines` or of all."""
     measured = [
         (name, result[timing])
-        for name, result in row["ways"].items()
-        if name not in (OURS, OURS_TOO) and timing in result and (ways is None or name in ways)
+        for name, result in row["baselines"].items()
+        if name not in (OURS, OURS_TOO) and timing in result and (baselines is None or name in baselines)
     ]
     return min(measured, key=lambda entry: entry[1], default=None)
 
@@ -79,9 +81,9 @@ def fraction_of_limit(row: Row) -> float | None:
     return row["limits"]["limit_us"] / ours if ours else None
 
 
-def ratio(row: Row, ways: Iterable[str] | None = None, timing: str = "cold_us") -> float | None:
-    """Time of the fastest of the baselines `ways` over ours: above 1, ours is faster."""
-    best, ours = best_of(row, ways, timing), time_of(row, OURS, timing)
+def ratio(row: Row, baselines: Iterable[str] | None = None, timing: str = "cold_us") -> float | None:
+    """Time of the fastest of the baselines `baselines` over ours: above 1, ours is faster."""
+    best, ours = best_of(row, baselines, timing), time_of(row, OURS, timing)
     return best[1] / ours if best and ours else None
 
 
@@ -111,14 +113,14 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "worst_over_best_baseline": min(timed, default=None),
         "worst_over_best_baseline_where_sharing_saves_1.3x": min(saving, default=None),
         "bandwidth_fraction_no_sharing": {
-            row["key"]: row["limits"]["unique_us"] / row["ways"][OURS]["cold_us"]
+            row["key"]: row["limits"]["unique_us"] / row["baselines"][OURS]["cold_us"]
             for row in rows
             if row["reuse"] == 1 and time_of(row, OURS)
         },
         "wrong_or_failed": [
             f"{row['key']}: {baseline}: {result['failed']}"
             for row in rows
-            for baseline, result in row["ways"].items()
+            for baseline, result in row["baselines"].items()
             if "failed" in result
         ],
     }
@@ -146,7 +148,7 @@ def table(rows: list[Row], timing: str = "cold_us") -> str:
 
 
 def failure_note(row: Row) -> str:
-    failed = row["ways"].get(OURS, {}).get("failed")
+    failed = row["baselines"].get(OURS, {}).get("failed")
     return f"  OURS: {failed[:80]}" if failed else ""
 
 

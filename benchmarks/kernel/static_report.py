@@ -35,6 +35,8 @@ def readable(symbol: str) -> str:
     element = "bf16" if "BFloat16" in symbol else "fp16"
     if "Fp8Kv" in symbol:
         element += " over fp8"
+    if "WithTrees" in symbol:
+        element += ", trees"
     tile = re.search(r"TileILi(\d+)ELi(\d+)E", symbol)
     if tile:
         return f"tile {tile.group(2):>3} of {tile.group(1)} {element}"

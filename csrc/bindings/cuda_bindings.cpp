@@ -20,16 +20,16 @@ namespace prefixpack {
 namespace {
 
 py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
-                   int32_t group, int32_t kv_heads, int32_t warp_blocks) {
+                   int32_t group, int32_t kv_heads, int32_t warp_ctas) {
   if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
   }
-  if (kv_heads < 1 || warp_blocks < 0) {
-    throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_blocks " +
-                                std::to_string(warp_blocks) + "; they have to be at least 1 and 0");
+  if (kv_heads < 1 || warp_ctas < 0) {
+    throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_ctas " +
+                                std::to_string(warp_ctas) + "; they have to be at least 1 and 0");
   }
-  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_blocks);
+  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);
 }
@@ -43,23 +43,24 @@ T* pointer(uintptr_t address) {
 
 // Device addresses of a plan and of what the preparation kernel makes of it.
 struct StepAddresses {
-  uintptr_t words, items, query_position, kv_slots, tickets, arrivals;
+  uintptr_t words, items, query_position, kv_slots, tile_counters, semaphores, hidden;
 
-  void fill(KernelParams& params) const {
+  void fill(KernelParams& params, bool trees) const {
     params.plan.words = pointer<const int32_t>(words);
-    params.step = {pointer<ItemRecord>(items), pointer<int32_t>(query_position), pointer<int32_t>(kv_slots),
-                   pointer<int32_t>(tickets), pointer<int32_t>(arrivals)};
+    params.step = {pointer<ItemRecord>(items),   pointer<int32_t>(query_position),
+                   pointer<int32_t>(kv_slots),   pointer<int32_t>(tile_counters),
+                   pointer<int32_t>(semaphores), trees ? pointer<uint64_t>(hidden) : nullptr};
   }
 };
 
 void bind_launches(py::module_& m) {
   py::class_<StepAddresses>(m, "StepAddresses")
       .def(py::init([](uintptr_t words, uintptr_t items, uintptr_t query_position, uintptr_t kv_slots,
-                       uintptr_t tickets, uintptr_t arrivals) {
-             return StepAddresses{words, items, query_position, kv_slots, tickets, arrivals};
+                       uintptr_t tile_counters, uintptr_t semaphores, uintptr_t hidden) {
+             return StepAddresses{words, items, query_position, kv_slots, tile_counters, semaphores, hidden};
            }),
            py::kw_only(), py::arg("words"), py::arg("items"), py::arg("query_position"), py::arg("kv_slots"),
-           py::arg("tickets"), py::arg("arrivals"));
+           py::arg("tile_counters"), py::arg("semaphores"), py::arg("hidden"));
   py::class_<LaunchSize>(m, "LaunchSize")
       .def_readonly("ctas", &LaunchSize::ctas)
       .def_readonly("few_ctas", &LaunchSize::few_ctas)
@@ -75,28 +76,30 @@ void bind_launches(py::module_& m) {
   m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
-         uintptr_t seq_lens, int32_t blocks, uintptr_t stream) {
+         uintptr_t seq_lens, uintptr_t visible, int32_t ctas, uintptr_t stream) {
         KernelParams params{};
-        step.fill(params);
+        step.fill(params, visible != 0);
+        params.attention.visible = pointer<const uint64_t>(visible);
         params.attention.req_to_token = pointer<const int32_t>(req_to_token);
         params.attention.req_to_token_stride = req_to_token_stride;
         params.attention.req_pool_indices = pointer<const int64_t>(req_pool_indices);
         params.attention.seq_lens = pointer<const int64_t>(seq_lens);
-        launch_prepare(params, blocks, pointer<void>(stream));
+        launch_prepare(params, ctas, pointer<void>(stream));
       },
       py::arg("step"), py::kw_only(), py::arg("req_to_token"), py::arg("req_to_token_stride"),
-      py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("blocks"), py::arg("stream"),
+      py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("visible"), py::arg("ctas"), py::arg("stream"),
       "Launches the preparation of a step. See sgl_prefix_attn.core.cuda_step.GpuStep.prepare.");
   m.def(
       "cuda_attend",
-      [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, uintptr_t stream) {
+      [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, bool trees,
+         uintptr_t stream) {
         KernelParams params{};
-        step.fill(params);
+        step.fill(params, trees);
         params.attention = attention;
         params.heads = heads_of(attention.q_heads, attention.kv_heads);
         launch_attention(params, size, pointer<void>(stream));
       },
-      py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("stream"),
+      py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("trees"), py::arg("stream"),
       "Launches packed attention of one layer. See sgl_prefix_attn.core.cuda_step.GpuStep.attend.");
 }
 
@@ -121,9 +124,9 @@ void bind_devices(py::module_& m) {
 
 void bind_cuda(py::module_& m) {
   m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
-        py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_blocks") = 0,
+        py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_ctas") = 0,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
-  m.def("units_of_group", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
+  m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("tile_counters") = kTileCounters;
   m.attr("plan_item_words") = kPlanItemWords;

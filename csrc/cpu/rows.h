@@ -48,7 +48,6 @@ PREFIXPACK_INLINE int32_t last_visible(const ItemTask& task, int32_t query) { re
 
 // Positions up to its own that a query does not see although they are in its window: other branches of a tree of
 // drafts.
-constexpr int32_t kMaskedPositions = 64;
 PREFIXPACK_INLINE uint64_t visible_mask(const ItemTask& task, int32_t query) {
   const uint64_t* visible = task.params->visible;
   return visible == nullptr ? ~uint64_t{0} : visible[task.plan->query_token[query]];

@@ -89,7 +89,7 @@ struct PlanReader {
 struct ItemRecord {
   int32_t query_begin, query_count;  // as in WorkItem
   int32_t kv_begin, kv_end;          // KV positions
-  int32_t lowest;                    // position of the earliest query
+  int32_t lowest;                    // position of the earliest query; in a tree, up to which all queries see all
   int32_t highest;                   // position of the latest query
   int32_t slot_begin;                // as in WorkItem
   int32_t list;                      // combine list of the first query; those of the other queries follow
@@ -111,6 +111,7 @@ struct StepState {
   int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs that have finished, next deferred row
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
+  uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts
 };
 
 // All parameters of a launch.

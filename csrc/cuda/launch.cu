@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
 
 // Calls run.operator()<HeadDim, Format>() for the matching instantiation.
 template <class Format, class Run>
-auto dispatch(int32_t head_dim, const Run& run) {
+auto dispatch_head_dim(int32_t head_dim, const Run& run) {
   switch (head_dim) {
     case 64:
       return run.template operator()<64, Format>();
@@ -29,15 +30,20 @@ auto dispatch(int32_t head_dim, const Run& run) {
   throw std::runtime_error("no kernel for head_dim " + std::to_string(head_dim) + ", only for 64, 128 and 256");
 }
 
+template <class Format, class Run>
+auto dispatch(int32_t head_dim, bool trees, const Run& run) {
+  return trees ? dispatch_head_dim<WithTrees<Format>>(head_dim, run) : dispatch_head_dim<Format>(head_dim, run);
+}
+
 template <class Run>
-auto dispatch(int32_t head_dim, DType dtype, DType kv_dtype, const Run& run) {
+auto dispatch(int32_t head_dim, DType dtype, DType kv_dtype, bool trees, const Run& run) {
   const bool float8 = kv_dtype == DType::kFloat8E4M3;
   if (!float8 && kv_dtype != dtype) throw std::runtime_error("no kernel for KV of another type than queries, but fp8");
   if (dtype == DType::kBFloat16) {
-    return float8 ? dispatch<BFloat16WithFloat8Kv>(head_dim, run) : dispatch<BFloat16Kv>(head_dim, run);
+    return float8 ? dispatch<BFloat16WithFloat8Kv>(head_dim, trees, run) : dispatch<BFloat16Kv>(head_dim, trees, run);
   }
   if (dtype == DType::kFloat16) {
-    return float8 ? dispatch<Float16WithFloat8Kv>(head_dim, run) : dispatch<Float16Kv>(head_dim, run);
+    return float8 ? dispatch<Float16WithFloat8Kv>(head_dim, trees, run) : dispatch<Float16Kv>(head_dim, trees, run);
   }
   throw std::runtime_error("no kernel for queries that are neither bf16 nor fp16");
 }
@@ -62,7 +68,10 @@ struct Launch {
 }  // namespace
 
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
-  return dispatch(head_dim, dtype, kv_dtype, Size{});
+  const LaunchSize size = dispatch(head_dim, dtype, kv_dtype, false, Size{});
+  const LaunchSize with_trees = dispatch(head_dim, dtype, kv_dtype, true, Size{});
+  return {std::min(size.ctas, with_trees.ctas), std::min(size.few_ctas, with_trees.few_ctas),
+          std::min(size.warp_ctas, with_trees.warp_ctas), size.overlap};
 }
 
 void launch_prepare(const KernelParams& params, int32_t ctas, void* stream) {
@@ -75,7 +84,7 @@ void launch_attention(const KernelParams& params, LaunchSize size, void* stream)
     if (stride > INT32_MAX / 2) throw std::runtime_error("KV slots lie further apart than 2^31 - 1 bytes");
   }
   const AttentionParams& attention = params.attention;
-  dispatch(attention.head_dim, attention.dtype, attention.kv_dtype,
+  dispatch(attention.head_dim, attention.dtype, attention.kv_dtype, params.step.hidden != nullptr,
            Launch{params, size, static_cast<cudaStream_t>(stream)});
 }
 

@@ -16,13 +16,13 @@ struct LaunchSize {
   bool overlap;       // the warp kernel starts beside the CTA kernel (programmatic dependent launch, sm_90)
 };
 
-// For the current device. Queries the driver; call it once.
+// For the current device; of all kernels of these types. Queries the driver; call it once.
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);
 
 void launch_prepare(const KernelParams& params, int32_t ctas, void* stream);
 
-// One layer: two kernels that run concurrently. head_dim 64, 128 or 256; bf16 and fp16; KV in the same dtype or fp8
-// e4m3.
+// One layer: two kernels that run concurrently; those for trees of drafts if params.step.hidden is not nullptr.
+// head_dim 64, 128 or 256; bf16 and fp16; KV in the same dtype or fp8 e4m3.
 void launch_attention(const KernelParams& params, LaunchSize size, void* stream);
 
 }  // namespace prefixpack

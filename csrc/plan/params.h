@@ -7,6 +7,9 @@ namespace prefixpack {
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8E4M3 = 3 };  // the last: KV only
 
+// Positions, ending with a query's own, that AttentionParams::visible tells apart.
+constexpr int32_t kMaskedPositions = 64;
+
 struct AttentionParams {
   const void* q;                          // [num_tokens, q_heads, head_dim], dtype `dtype`
   const void* k;                          // [num_slots, kv_heads, head_dim], dtype `kv_dtype`

@@ -69,14 +69,19 @@ Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max
 
 bool Planner::reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
                        const int64_t* query_lens) {
-  if (forest != forest_ || plan_ == nullptr || query_lens != nullptr) return false;
-  int64_t grown = 0;
+  if (forest != forest_ || plan_ == nullptr || (query_lens == nullptr) != planned_query_lens_.empty()) return false;
+  if (query_lens != nullptr && !std::equal(planned_query_lens_.begin(), planned_query_lens_.end(), query_lens)) {
+    return false;
+  }
+  int64_t grown = 0, grown_reads = 0;
   for (size_t request = 0; request < planned_lens_.size(); ++request) {
     const int64_t growth = seq_lens[request] - planned_lens_[request];
     if (growth < 0 || growth > growth_limit_) return false;
     grown += growth;
+    grown_reads += growth * tail_reads_[request];
   }
-  kv_tokens_ = {plan_->kv_tokens_packed + grown, plan_->kv_tokens_per_request + grown, plan_->kv_tokens_unique + grown};
+  kv_tokens_ = {plan_->kv_tokens_packed + grown_reads, plan_->kv_tokens_per_request + grown_reads,
+                plan_->kv_tokens_unique + grown};
   return true;
 }
 
@@ -93,7 +98,11 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
   Schedule schedule = make_schedule(*forest, lens, pack_forest(*forest, lens, cost_), cost_);
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
-  forest_ = query_lens == nullptr ? forest : nullptr;
+  forest_ = forest;
+  planned_query_lens_.clear();
+  if (query_lens != nullptr) planned_query_lens_.assign(query_lens, query_lens + forest->num_requests);
+  tail_reads_.assign(forest->num_requests, 0);
+  for (const WorkItem& item : plan_->items) tail_reads_[item.request] += item.kv_end == kOpenEnd;
   growth_limit_ = std::min(schedule.growth_limit, max_growth_);
   planned_lens_.assign(seq_lens, seq_lens + forest->num_requests);
   kv_tokens_ = {plan_->kv_tokens_packed, plan_->kv_tokens_per_request, plan_->kv_tokens_unique};

@@ -1,4 +1,4 @@
-// Forest -> plan, and the reuse of a plan over decode steps.
+// Forest -> plan, and the reuse of a plan over decode or verify steps.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,8 @@ class Planner {
   Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth);
 
   // query_lens nullptr: one token a request. Returns the last plan while the forest is the same object, every
-  // request brings one token and no tail has grown beyond what keeps the workers balanced (PAT's lazy update).
+  // request brings as many tokens as then and no tail has grown beyond what keeps the workers balanced (PAT's lazy
+  // update).
   // Throws std::invalid_argument on lengths that do not fit the forest.
   std::shared_ptr<const Plan> plan(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
                                    const int64_t* query_lens);
@@ -42,6 +43,8 @@ class Planner {
   std::shared_ptr<const Forest> forest_;
   std::shared_ptr<const Plan> plan_;
   std::vector<int64_t> planned_lens_;
+  std::vector<int64_t> planned_query_lens_;  // empty: one new token each
+  std::vector<int32_t> tail_reads_;          // by request: items that grow with its tail
   int32_t growth_limit_ = -1;
   int64_t plans_made_ = 0, plans_reused_ = 0;
   double plan_seconds_ = 0;

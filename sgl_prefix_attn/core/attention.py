@@ -88,17 +88,19 @@ def packed_attention(
 
     Args:
         q: [tokens, q_heads, head_dim], float32, bfloat16 or float16; on the CPU or a GPU, as all other tensors.
-        k_cache, v_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn,
-            the last without rounding of queries, weights or sums to eight bits. q_heads is a multiple of kv_heads;
-            head_dim a multiple of 16 up to 256. The innermost stride is 1, as for q, out and sinks; others are free.
+        k_cache: [slots, kv_heads, head_dim], float32, bfloat16, float16 (need not be q's) or float8_e4m3fn, the last
+            without rounding of queries, weights or sums to eight bits. q_heads is a multiple of kv_heads; head_dim a
+            multiple of 16 up to 256. The innermost stride is 1, as for q, out and sinks; others are free.
+        v_cache: as k_cache.
         plan: of the batch, made by `Planner`. A plan for another device gives the same result and costs time. On a GPU
             a plan whose tiles are not those of `DeviceModel.gpu` runs on Triton's kernels.
         req_to_token: int32 [rows, context], KV slot of a request's position.
         req_pool_indices: int64 [requests], row of req_to_token by batch index.
         seq_lens: int64 [requests], KV length with this step's own tokens.
         scale: factor of q.k before the softmax.
-        k_scale, v_scale: positive factors of all stored keys and values, as for an 8-bit cache that was divided by
-            them; allowed with every type.
+        k_scale: positive factor of all stored keys, as for an 8-bit cache that was divided by it; allowed with every
+            type.
+        v_scale: positive factor of all stored values.
         out: written and returned; default a new tensor. Rows that the plan does not name stay as they are.
         lse: float32 [tokens, q_heads] to be filled, or None: natural logarithm of the softmax denominator, the sink
             included (as FlashInfer and FlashAttention 3 count it).
@@ -106,7 +108,8 @@ def packed_attention(
         window_left: positions before its own that a query sees; negative for all.
         sinks: float32 [q_heads], a logit per head that takes part in the denominator only.
         visible: int64 [tokens], 64 bits for each query: bit j is set if it sees the position j before its own. It sees
-            all positions before these. For trees of drafts; on the CPU only. None: all positions up to its own.
+            all positions before these. For trees of drafts; not with Triton's kernels. None: all positions up to its
+            own.
         workspace: reused between calls, so that they allocate nothing; default a new one.
         threads: of the CPU executor; default torch.get_num_threads().
         isa: of the CPU executor, one of `sgl_prefix_attn._native.cpu_isas()`, for tests and measurements; default the
@@ -162,8 +165,8 @@ def packed_attention(
         sinks_address = sinks.data_ptr()
     if visible is not None:
         _check_indices("visible", visible, torch.int64, 1, device)
-        if device.type != "cpu" or visible.shape[0] != num_tokens:
-            raise ValueError(f"visible has {visible.shape[0]} entries on {device}; expected {num_tokens}, on the CPU")
+        if visible.shape[0] != num_tokens:
+            raise ValueError(f"visible has {visible.shape[0]} entries; expected {num_tokens}")
         visible_address = visible.data_ptr()
     if not logit_cap >= 0.0:
         raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
@@ -178,7 +181,7 @@ def packed_attention(
             q, k_cache, v_cache, out, plan,
             req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
             scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1),
-            sinks=sinks,
+            sinks=sinks, visible=visible,
         )  # fmt: skip
         return out
     if threads is None:

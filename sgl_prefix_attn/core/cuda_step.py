@@ -65,22 +65,25 @@ class GpuStep(StepBuffers):
                 head_dim=shape.head_dim, dtype=DTYPES[dtype], kv_dtype=KV_DTYPES[kv_dtype]
             )
         super().__init__(shape, device, limits)
-        self.warp_blocks = self.launch_size.warp_ctas
+        self.warp_ctas = self.launch_size.warp_ctas
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
         self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size.ctas))
-        self._tickets = self._ints(_native.tile_counters)
+        self._tile_counters = self._ints(_native.tile_counters)
         # A semaphore for each combine list: one a query, and one for each group of two KV splits or more.
         lists = limits.queries + limits.partial_slots // 2
-        self._arrivals = self._ints(lists * shape.kv_heads * _native.units_of_group(shape.group))
+        self._semaphores = self._ints(lists * shape.kv_heads * _native.head_splits(shape.group))
+        self._hidden = torch.zeros(limits.queries, dtype=torch.int64, device=device)
+        self._trees = False
         self._addresses = _native.StepAddresses(
             words=self._words.data_ptr(),
             items=self._items.data_ptr(),
             query_position=self._positions.data_ptr(),
             kv_slots=self._kv_slots.data_ptr(),
-            tickets=self._tickets.data_ptr(),
-            arrivals=self._arrivals.data_ptr(),
+            tile_counters=self._tile_counters.data_ptr(),
+            semaphores=self._semaphores.data_ptr(),
+            hidden=self._hidden.data_ptr(),
         )
         self._params = _native.AttentionParams(
             q_heads=shape.q_heads,
@@ -112,25 +115,37 @@ class GpuStep(StepBuffers):
             raise PlanTooLarge(problem)
         super().load(plan, seq_lens, growth)
 
-    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def prepare(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> None:
         """Gathers the step's KV slots, ends and positions, so that the layers read nothing of the scheduler's.
 
         Args:
             req_to_token: int32 [rows, context] on the device.
             req_pool_indices: int64 [num_requests] on the device.
             seq_lens: int64 [num_requests] on the device, the step's own tokens included.
+            visible: int64 [tokens] on the device, see `packed_attention`; None: no trees of drafts. A graph that was
+                captured after a `prepare` with masks is replayed after one with masks only, and likewise without.
 
         Raises:
             ValueError: a tensor of the wrong type, layout or device.
         """
         self._check_tables(req_to_token, req_pool_indices, seq_lens)
+        if visible is not None and (visible.dtype is not torch.int64 or visible.device != self.device):
+            raise ValueError(f"visible is {visible.dtype} on {visible.device}; expected int64 on {self.device}")
+        self._trees = visible is not None
         _native.cuda_prepare(
             self._addresses,
             req_to_token=req_to_token.data_ptr(),
             req_to_token_stride=req_to_token.stride(0),
             req_pool_indices=req_pool_indices.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
-            blocks=self.launch_size.ctas,
+            visible=0 if visible is None else visible.data_ptr(),
+            ctas=self.launch_size.ctas,
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )
 
@@ -195,4 +210,4 @@ class GpuStep(StepBuffers):
         params.lse = 0 if lse is None else lse.data_ptr()
         params.sinks = 0 if sinks is None else sinks.data_ptr()
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        _native.cuda_attend(self._addresses, params, self.launch_size, stream=stream)
+        _native.cuda_attend(self._addresses, params, self.launch_size, trees=self._trees, stream=stream)

@@ -7,6 +7,8 @@ import torch
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 OLDEST_CAPABILITY = (8, 0)
+# With 99 KiB of shared memory for a CTA. The CTA kernel takes kLaunchSharedBytes (csrc/cuda/kernel/kernel_traits.cuh).
+LITTLE_SHARED_MEMORY = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
 
 
 def head_dim_fits(head_dim: int) -> bool:
@@ -22,4 +24,7 @@ def unsupported_gpu(device: torch.device) -> str | None:
     if capability < OLDEST_CAPABILITY:
         needed, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
         return f"the native kernels need compute capability {needed}, the GPU has {found}"
+    if capability in LITTLE_SHARED_MEMORY:
+        found = ".".join(map(str, capability))
+        return f"the native kernels need 113 KiB of shared memory per CTA, compute capability {found} has 99 KiB"
     return None

@@ -38,7 +38,7 @@ class StepLimits:
 
 
 def serialize_plan(
-    plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_blocks: int = 0
+    plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_ctas: int = 0
 ) -> tuple[npt.NDArray[np.int32], int]:
     """A plan as the device reads it (csrc/cuda/serialize_plan.h).
 
@@ -47,7 +47,7 @@ def serialize_plan(
         seq_lens: [num_requests] int64, the lengths the plan was made for.
         growth: tokens by which tails may grow.
         shape: attention shape.
-        warp_blocks: CTAs of the launch whose warps take work tiles of their own and deferred combines.
+        warp_ctas: CTAs of the launch whose warps take work tiles of their own and deferred combines.
 
     Returns:
         [words] int32, and the number of KV slots to reserve.
@@ -58,7 +58,7 @@ def serialize_plan(
     """
     try:
         return _native.serialize_plan(
-            plan, seq_lens, growth=growth, group=shape.group, kv_heads=shape.kv_heads, warp_blocks=warp_blocks
+            plan, seq_lens, growth=growth, group=shape.group, kv_heads=shape.kv_heads, warp_ctas=warp_ctas
         )
     except OverflowError as overflow:
         raise PlanTooLarge(str(overflow)) from overflow
@@ -76,7 +76,7 @@ class StepBuffers:
     def __init__(self, shape: ModelShape, device: torch.device, limits: StepLimits) -> None:
         self.shape, self.device, self.limits = shape, device, limits
         self._int_buffers: list[torch.Tensor] = []
-        self.warp_blocks = 0  # CTAs of a launch whose warps take work tiles of their own
+        self.warp_ctas = 0  # CTAs of a launch whose warps take work tiles of their own
         # Three words a query, two for its combine list, 16 and an entry of its list if its combine is deferred, and
         # the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come on top.
         num_words = (
@@ -121,7 +121,7 @@ class StepBuffers:
         Raises:
             PlanTooLarge: the buffers are unchanged.
         """
-        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_blocks)
+        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_ctas)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

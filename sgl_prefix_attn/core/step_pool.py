@@ -25,7 +25,13 @@ class Step(Protocol):
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None: ...
 
-    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None: ...
+    def prepare(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> None: ...
 
     def attend(
         self,
@@ -63,6 +69,7 @@ class StepPool:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
+        visible: torch.Tensor | None = None,
         **variant: Any,
     ) -> None:
         """Loads the plan, prepares the step and runs one layer; `packed_attention` has checked its arguments.
@@ -88,7 +95,7 @@ class StepPool:
             step = make_step(shape, q.dtype, q.device, limits, kv_dtype)
             self._steps[key] = limits, step
         step.load(plan, host_lens, 0)
-        step.prepare(req_to_token, req_pool_indices, seq_lens)
+        step.prepare(req_to_token, req_pool_indices, seq_lens, visible)
         step.attend(q, k_cache, v_cache, out, **variant)
 
 

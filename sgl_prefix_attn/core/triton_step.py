@@ -139,17 +139,26 @@ class TritonStep(StepBuffers):
             with torch.cuda.device(self.device):
                 yield
 
-    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def prepare(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> None:
         """Gathers the step's KV slots, ends and positions, so that the layers read nothing of the scheduler's.
 
         Args:
             req_to_token: int32 [rows, context] on the device.
             req_pool_indices: int64 [num_requests] on the device.
             seq_lens: int64 [num_requests] on the device, the step's own tokens included.
+            visible: None; these kernels have no masks of trees.
 
         Raises:
-            ValueError: a tensor of the wrong type, layout or device.
+            ValueError: a tensor of the wrong type, layout or device, or masks.
         """
+        if visible is not None:
+            raise ValueError("the Triton kernels take no masks of visible positions")
         self._check_tables(req_to_token, req_pool_indices, seq_lens)
         with self._on_device():
             triton_kernels.prepare_step[(self.blocks,)](

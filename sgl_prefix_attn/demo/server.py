@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import psutil
 
@@ -31,13 +31,39 @@ class ServerError(RuntimeError):
     """The server did not start, or answered with an error. The message ends with the relevant part of its log."""
 
 
+class ServerProcess(Protocol):
+    """The part of `subprocess.Popen` that a server needs. The process leads a session of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+Starter = Callable[[list[str], Mapping[str, str], BinaryIO], ServerProcess]
+
+
+def start_process(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """What to launch.
 
     model: folder or name, as SGLang takes it. backend: `--attention-backend`; None leaves the choice to SGLang.
     extra: more arguments for `sglang.launch_server`. environment: variables added to this process's.
-    start_seconds: how long the server may take until it is healthy.
+    start_seconds: how long the server may take until it is healthy. starter: how to start the process.
     """
 
     model: str
@@ -47,6 +73,7 @@ class ServerOptions:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     start_seconds: float = 300.0
     log_folder: Path | None = None
+    starter: Starter = start_process
 
     def command(self, port: int, nccl_port: int | None = None) -> list[str]:
         """Arguments of the process; without `nccl_port` SGLang takes one for its ranks to meet on."""
@@ -72,7 +99,7 @@ class ServerOptions:
 class Server:
     """A running server. Use `serve` to get one."""
 
-    def __init__(self, options: ServerOptions, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, options: ServerOptions, port: int, process: ServerProcess, log: Path) -> None:
         self.options = options
         self.url = f"http://127.0.0.1:{port}"
         self.process = process
@@ -136,14 +163,7 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
     log = _new_log(options)
     port = free_port()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            options.command(port, free_port()),
-            env=options.full_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = options.starter(options.command(port, free_port()), options.full_environment(), output)
     with _killed_with_us(process):
         server = Server(options, port, process, log)
         try:
@@ -155,7 +175,7 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
         log.unlink(missing_ok=True)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: ServerProcess) -> None:
     """End a server and everything it started: first as Ctrl-C does, then by force."""
     family = _family(process)
     process.send_signal(signal.SIGINT)
@@ -192,7 +212,7 @@ def log_tail(log: Path, lines: int = ERROR_LINES) -> str:
 
 
 @contextlib.contextmanager
-def _killed_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _killed_with_us(process: ServerProcess) -> Iterator[None]:
     """Have a bystander kill the process's group when this process ends without cleaning up.
 
     It waits for the end of a pipe whose other end only this process has.
@@ -236,7 +256,7 @@ def _wait_until_healthy(server: Server, on_wait: Callable[[float], None]) -> Non
         time.sleep(POLL_SECONDS)
 
 
-def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _family(process: ServerProcess) -> list[psutil.Process]:
     """The process, its descendants, and orphans of its session (SGLang's schedulers outlive a killed parent)."""
     members = {}
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -3,7 +3,7 @@
 
     python3 sgl_prefix_attn/installer/setup_env.py [--venv .venv] [--sglang 0.5.20] [--gpu auto|yes|no] [--list]
 
-Runs with the system's Python and imports the standard library only. Needs Linux, Python 3.10 to 3.12 with its venv
+Runs with the system's Python and imports the standard library only. Needs Linux, Python 3.10 to 3.13 with its venv
 module and headers, and a C++17 compiler. Each stage writes a digest of its inputs into the environment; a stage with
 an unchanged digest is skipped. With an NVIDIA GPU it installs sglang with the torch and kernels that sglang requires;
 the authors have not run that path.
@@ -45,7 +45,7 @@ TORCH_VERSION = "2.13.0"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD_VARIABLES = ("PREFIXPACK_CUDA", "PREFIXPACK_CUDA_ARCHS", "CXX")
 BUILD_TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.12")
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 SGLANG_NEEDS_PYTHON_311 = (0, 5, 22)
 HEARTBEAT_SECONDS = 15.0
 JOINS = "tools"  # the stage that waits for the one beside the others

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
-from sgl_prefix_attn.routing.compare import Outcome, Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.measured import read_results, stock_kernel
+from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, Route
-from sgl_prefix_attn.routing.profile import Fit, Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text, refusal, user_folder
 
-BACKENDS = ("fa3", "flashinfer", "triton")
 _EXAMPLES = """examples:
-  %(prog)s fit benchmarks/results/gpu_attention.json --out my-gpu.json
-      fit a profile to the results of `python -m benchmarks.kernel.gpu_attention`; set PREFIXPACK_ROUTE_PROFILE to it
-  %(prog)s compare benchmarks/results/gpu_attention.json packed shipped@0 shipped@20 --stock fa3
-      time of each policy over the measured steps, against an oracle and the stock backend
   %(prog)s explain --tree 1,10/4096,416 --heads 32/8 --stock flashinfer
       predicted times of a batch by term, and its route
 """
@@ -31,47 +25,37 @@ _EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Routing of decode steps between packed and stock kernels by predicted cost: fit the cost models, compare "
-        "policies over measured steps, and explain the route of a batch."
+        "Routing of decode steps between packed and stock kernels by predicted cost: explain the route of a batch, "
+        "and list the profiles."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    fit = commands.add_parser("fit", help="fit a profile to measured steps")
-    fit.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
-    fit.add_argument("--out", required=True, type=Path, metavar="PROFILE.json", help="file to write")
-    fit.set_defaults(act=_fit)
-
-    compare = commands.add_parser("compare", help="compare policies over measured steps")
-    compare.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
-    compare.add_argument(
-        "policies",
-        nargs="+",
-        metavar="POLICY",
-        help="packed or stock for every step; conservative: the rule without a profile; batch>=N or reuse>=X: packed "
-        "from N requests on, or if a KV token is read X times on average; PROFILE[@MARGIN]: a profile's file, or "
-        "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
-        "by a profile fitted on all others",
-    )
-    compare.add_argument("--families", action="store_true", help="a row for each family of cases as well")
-    _add_kernels(compare)
-    compare.set_defaults(act=_compare)
-
     explain = commands.add_parser("explain", help="predicted times and route of a batch")
     explain.add_argument("--tree", required=True, metavar="NODES/TOKENS", help="as in `explain --tree`")
-    explain.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
-    explain.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
-    explain.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
+    _add_shape(explain)
     explain.add_argument("--profile", metavar="FILE", help="default: the package's, of an NVIDIA H200")
     explain.add_argument("--margin", type=int, metavar="PERCENT", help="default: the profile's own")
     _add_kernels(explain)
     explain.set_defaults(act=_explain, partial_dtype=None)
 
+    profiles = commands.add_parser("profiles", help="list the profiles, and the one that a server would take")
+    _add_shape(profiles)
+    profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
+    _add_kernels(profiles)
+    profiles.set_defaults(act=_profiles, partial_dtype=None)
+
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packed", default="native", metavar="KERNELS", help="native (default) or triton")
     parser.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", default="32/8", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="default 128")
+    parser.add_argument("--kv-dtype", default="bf16", choices=("bf16", "fp16", "fp8"), help="default bf16")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,67 +65,6 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _fit(args: argparse.Namespace) -> None:
-    profile = fit_profile(read_results(args.results))
-    try:
-        profile.save(args.out)
-    except OSError as error:
-        raise ValueError(f"{args.out}: cannot write the profile: {error.strerror}") from error
-    kv = f"{8 * profile.kv_bytes}-bit KV"
-    print(f"{args.out}: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
-    print("error: root mean square of log(predicted / measured), of the fit and of each family left out of it")
-    for kind, fits in (("packed", profile.packed), ("stock", profile.stock)):
-        for kernel, fitted in fits.items():
-            print(_fit_line(f"{kind} {kernel}", fitted))
-    print("margins: percent by which packed must be predicted to be faster, from families left out of the fit")
-    for packed, margins in profile.margins.items():
-        print(f"  packed {packed:15} {'  '.join(f'{stock} {margin}' for stock, margin in margins.items())}")
-
-
-def _fit_line(name: str, fitted: Fit) -> str:
-    families = "  ".join(f"{family} {error:.2f}" for family, error in fitted.error_left_out.items())
-    return f"  {name:22} {fitted.cases:4} cases  {fitted.error:.3f}   left out: {families}"
-
-
-def _compare(args: argparse.Namespace) -> None:
-    results = read_results(args.results)
-    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
-    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
-    rows: list[tuple[str, ...]] = [header]
-    for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
-        rows.append(_row(text, judge(steps)))
-        if args.families:
-            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(
-        "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
-        "step"
-    )
-
-
-def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
-    return (
-        name,
-        str(verdict.steps),
-        str(verdict.packed),
-        str(verdict.wrong),
-        f"{verdict.regret:+.2%}",
-        f"{verdict.mean_regret:+.2%}",
-        f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
-        f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
-    )
-
-
-def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for step in steps:
-        found.setdefault(step.case.family, []).append(step)
-    return found
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -166,6 +89,43 @@ def _explain(args: argparse.Namespace) -> None:
     close = decision.route is Route.STOCK and packed_us < stock_us
     why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
     print(f"route:   {decision.route.value}{why}")
+
+
+def _profiles(args: argparse.Namespace) -> None:
+    shape = model_shape(args)
+    gpu, capability = _this_gpu()
+    packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed
+    stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
+    dtype = "fp32" if packed == "cpu" else "bf16"
+    if args.gpu is not None:
+        gpu, capability = args.gpu, ""
+    facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)
+    store = ProfileStore.read()
+    found = store.find(facts)
+    print(f"server:  {facts_as_text(facts)}")
+    print(f"folder:  {user_folder()}")
+    for stored in store.profiles:
+        taken = found is not None and stored is found.stored
+        why = "taken" if taken else f"not taken: {refusal(stored.profile, facts) or 'another one fits better'}"
+        heads = ", ".join(stored.profile.head_shapes) or "drawn"
+        kv = f"{8 * stored.profile.kv_bytes}-bit KV"
+        print(f"{stored}: {stored.profile.machine}, heads {heads}, {kv}, {stored.profile.measured}: {why}")
+    for message in store.unreadable:
+        print(message)
+    if found is None:
+        rule = "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.RULE}"
+        print(f"no profile fits, so {rule}")
+    elif found.borrowed:
+        print(f"borrowed: it was measured with {found.borrowed}")
+
+
+def _this_gpu() -> tuple[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu", ""
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name(), f"{major}.{minor}"
 
 
 def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:

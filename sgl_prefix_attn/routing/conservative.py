@@ -1,6 +1,6 @@
 """The rule for a GPU without a routing profile: packed only where the gain is large on every GPU.
 
-The bounds come from the shipped H200 measurements; `python -m sgl_prefix_attn route compare RESULTS.json conservative`
+The bounds come from the shipped H200 measurements; `python -m sgl_prefix_attn abtest steps RESULTS.json conservative`
 shows what they cost. Tensor-parallel ranks have the same steps and shapes, so they decide alike.
 """
 

@@ -15,6 +15,8 @@ from sgl_prefix_attn.routing.features import StepFeatures
 Kind = Literal["packed", "stock"]
 Term = Callable[[StepFeatures, ModelShape], float]
 
+SMS = 132  # of the GPU that the terms were chosen on; a fit on another GPU scales their coefficients
+
 
 def _kv_megabytes(tokens: int, shape: ModelShape) -> float:
     """MB of K and V of one layer, all KV heads."""
@@ -24,6 +26,31 @@ def _kv_megabytes(tokens: int, shape: ModelShape) -> float:
 def _gigaflop(tokens: int, shape: ModelShape) -> float:
     """Gflop of both products of one query with `tokens` positions, all query heads."""
     return 4e-9 * tokens * shape.q_heads * shape.head_dim
+
+
+def _head_megabytes(tokens: float, shape: ModelShape) -> float:
+    """MB of K and V of one layer, one KV head: what one CTA reads."""
+    return 2e-6 * tokens * shape.head_dim * shape.kv_bytes
+
+
+def _longest_split_mb(step: StepFeatures, shape: ModelShape, ctas_of_sm: int) -> float:
+    """MB that the busiest CTA reads of one request.
+
+    Kernels with split-KV cut requests evenly until the CTAs are full. A grid full of requests is not split, and the
+    longest request takes the time of one CTA.
+    """
+    ctas = ctas_of_sm * SMS
+    requests = step.requests * shape.kv_heads
+    if requests >= ctas:
+        return _head_megabytes(step.longest_request, shape)
+    even = step.tokens * shape.kv_heads / (ctas - 0.5 * requests)
+    return _head_megabytes(min(step.longest_request, even), shape)
+
+
+def _unsplit_mb(step: StepFeatures, shape: ModelShape) -> float:
+    """MB of the longest request, weighted by how full two CTAs on each SM are of requests."""
+    full = min(1.0, step.requests * shape.kv_heads / (2 * SMS))
+    return _head_megabytes(step.longest_request, shape) * full**8
 
 
 # Packed kernels read every position once, multiply shared positions with many rows and combine partial results.
@@ -46,6 +73,7 @@ PACKED_TERMS: dict[str, tuple[str, Term]] = {
         lambda s, shape: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
     ),
     "longest_range": ("thousand tokens of the longest range", lambda s, shape: 1e-3 * s.longest_range),
+    "shares": ("a step that shares KV", lambda s, shape: float(s.nodes > 0)),
 }
 # Stock kernels read the positions of each request; repeated reads may hit the L2 cache.
 STOCK_TERMS: dict[str, tuple[str, Term]] = {
@@ -58,6 +86,9 @@ STOCK_TERMS: dict[str, tuple[str, Term]] = {
     "gflop": ("Gflop", lambda s, shape: _gigaflop(s.tokens, shape)),
     "requests": ("thousand requests times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
     "longest_request": ("thousand tokens of the longest request", lambda s, shape: 1e-3 * s.longest_request),
+    "split_2": ("MB of the longest split, two CTAs on each SM", lambda s, shape: _longest_split_mb(s, shape, 2)),
+    "split_4": ("MB of the longest split, four CTAs on each SM", lambda s, shape: _longest_split_mb(s, shape, 4)),
+    "unsplit": ("MB of the longest request where requests fill the CTAs", lambda s, shape: _unsplit_mb(s, shape)),
 }
 TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
-# Way in the results -> kernel in a profile.
-PACKED_WAYS = {"prefixpack": "native", "prefixpack_triton": "triton"}
-# Way in the results -> SGLang backend and whether it uses tensor cores.
-STOCK_WAYS: dict[str, tuple[str, bool | None]] = {
+# Baseline in the results -> kernel in a profile.
+PACKED_BASELINES = {"prefixpack": "native", "prefixpack_triton": "triton", "prefixpack_cpu": "cpu"}
+# Baseline in the results -> SGLang backend and whether it uses tensor cores.
+STOCK_BASELINES: dict[str, tuple[str, bool | None]] = {
     "fa3": ("fa3", None),
     "flashinfer_decode_tc": ("flashinfer", True),
     "flashinfer_decode_cc": ("flashinfer", False),
     "triton": ("triton", None),
+    "torch_native": ("torch_native", None),
 }
+GPU_KERNELS = ("fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mha")
+BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_BASELINES.values()))
 # KV type in the results -> bytes of an element.
-KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
+KV_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp16": 2, "fp32": 4}
 # In a model the L2 cache holds none of a layer's KV when the layer starts.
 TIME = "cold_us"
 
@@ -52,7 +56,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file."""
+    """A results file. capability, head_shapes, dtype: as in a profile."""
 
     source: str
     machine: str
@@ -60,6 +64,9 @@ class Results:
     measured: str
     kv_bytes: int
     cases: list[MeasuredCase]
+    capability: str = ""
+    head_shapes: tuple[str, ...] = ()
+    dtype: str = ""
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
@@ -85,7 +92,8 @@ def read_results(path: str | Path) -> Results:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        machine, rows = data["machine"], data["rows"]
+        machine = data["machine"]
+        rows = deprecations.renamed_rows(data["rows"], deprecations.RESULT_KEYS, f"{path}: ")
         head_dim = int(data.get("head_dim", 128))
         kv_bytes = KV_BYTES[data.get("kv_dtype", "bf16")]
         for row in rows:
@@ -97,27 +105,34 @@ def read_results(path: str | Path) -> Results:
             _case(row, row.get("head_dim", head_dim), KV_BYTES[row["kv_dtype"]] if "kv_dtype" in row else kv_bytes)
             for row in rows
         ]
-        return Results(Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases)
+        return Results(
+            Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases,
+            str(machine.get("capability", "")), tuple(data.get("head_shapes", ())), str(data.get("dtype", "")),
+        )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path}: not JSON: {error}") from error
+    except ResultsError:
+        raise
+    except ValueError as error:  # an old key beside its new one
+        raise ResultsError(str(error)) from error
     except (KeyError, TypeError) as error:
         raise ResultsError(f"{path}: not a results file of benchmarks.kernel.gpu_attention: {error!r}") from error
 
 
 def _case(row: dict[str, Any], head_dim: int, kv_bytes: int) -> MeasuredCase:
     shape = ModelShape(row["q_heads"], row["kv_heads"], head_dim, kv_bytes)
-    times = {way: result[TIME] for way, result in row["ways"].items() if TIME in result}
+    times = {baseline: result[TIME] for baseline, result in row["baselines"].items() if TIME in result}
     return MeasuredCase(
         key=row["key"],
         family=row["case"].partition("/")[0],
         shape=shape,
         step=StepFeatures(**row["step"]),
-        packed={kernel: times[way] for way, kernel in PACKED_WAYS.items() if way in times},
+        packed={kernel: times[baseline] for baseline, kernel in PACKED_BASELINES.items() if baseline in times},
         stock={
-            stock_kernel(backend, shape, tensor_cores): times[way]
-            for way, (backend, tensor_cores) in STOCK_WAYS.items()
-            if way in times
+            stock_kernel(backend, shape, tensor_cores): times[baseline]
+            for baseline, (backend, tensor_cores) in STOCK_BASELINES.items()
+            if baseline in times
         },
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.policy_names import PolicyName
 
 
 class Route(enum.Enum):
@@ -62,6 +63,64 @@ class CostPolicy:
         stock_us = self.stock.microseconds(step, self.shape)
         bound = stock_us if before is Route.PACKED else stock_us / (1.0 + self.margin)
         return Decision(Route.PACKED if packed_us < bound else Route.STOCK, packed_us, stock_us)
+
+
+@dataclass(frozen=True)
+class ThresholdPolicy:
+    """Packed from a number of requests, or of reads of each distinct KV token, on. No predicted times."""
+
+    feature: Literal["batch", "reuse"]
+    bound: float
+
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The decision for a step; the route of the last one has no influence."""
+        holds = step.requests >= self.bound
+        if self.feature == "reuse":
+            holds = step.tokens >= self.bound * step.unique_tokens
+        return Decision(Route.PACKED if holds else Route.STOCK)
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """The same route for every step."""
+
+    route: Route
+
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The decision for any step."""
+        return Decision(self.route)
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Packed if all policies say so. Predicted times are those of the first policy that has them."""
+
+    policies: tuple[Policy, ...]
+
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The decision for a step that follows one with the route `before`."""
+        found = [policy.decide(step, before) for policy in self.policies]
+        packed = all(decision.route is Route.PACKED for decision in found)
+        times = next((decision for decision in found if decision.packed_us is not None), Decision(Route.STOCK))
+        return Decision(Route.PACKED if packed else Route.STOCK, times.packed_us, times.stock_us)
+
+
+def policy_of(name: PolicyName, cost: Policy, conservative: Policy) -> Policy:
+    """The policy behind a name.
+
+    Args:
+        cost: decides for `cost`.
+        conservative: decides for `conservative`.
+    """
+    made: list[Policy] = []
+    for condition in name.conditions:
+        if condition.kind == "batch" or condition.kind == "reuse":
+            made.append(ThresholdPolicy(condition.kind, condition.bound))
+        elif condition.kind == "packed" or condition.kind == "stock":
+            made.append(FixedPolicy(Route(condition.kind)))
+        else:
+            made.append(cost if condition.kind == "cost" else conservative)
+    return made[0] if len(made) == 1 else AllOf(tuple(made))
 
 
 class Router:

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sgl_prefix_attn import deprecations
+from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 
 VERSION = 1
@@ -22,6 +23,11 @@ Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class ProfileError(ValueError):
     """A profile cannot be used: the message names the file, the place and what is wrong there."""
+
+
+def head_shape(shape: ModelShape) -> str:
+    """A head shape as profiles name it: query heads/KV heads/head_dim."""
+    return f"{shape.q_heads}/{shape.kv_heads}/{shape.head_dim}"
 
 
 class Fit(BaseModel):
@@ -52,6 +58,10 @@ class Profile(BaseModel):
             triton_gqa (groups of query heads), triton_mha.
         source: results file of the fit.
         kv_bytes: size of a KV element of the measured steps, in bytes.
+        capability: compute capability of the GPU, for example "9.0"; "": not recorded.
+        head_shapes: "query heads/KV heads/head_dim" of a rank in the measured steps; none: many, drawn.
+        dtype: of the queries: bf16, fp16 or fp32; "": not recorded.
+        kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
     """
 
@@ -63,7 +73,11 @@ class Profile(BaseModel):
     measured: str
     source: str
     method: str
-    kv_bytes: Annotated[int, Field(ge=1, le=2)] = 2
+    kv_bytes: Annotated[int, Field(ge=1, le=4)] = 2
+    capability: str = ""
+    head_shapes: list[str] = []
+    dtype: str = ""
+    kernels_version: int = 1
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
@@ -113,7 +127,7 @@ def load_profile(path: str | Path) -> Profile:
         ProfileError: the file cannot be read or is not a profile.
     """
     try:
-        return _parsed(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+        return parse_profile(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ProfileError(f"{path}: cannot read the profile: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -127,7 +141,7 @@ def shipped_profile(kv_bytes: int = 2) -> Profile:
         kv_bytes: size of a KV element in bytes, 2 or 1.
     """
     name = SHIPPED[kv_bytes]
-    return _parsed(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
+    return parse_profile(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
 
 
 def shipped_profile_of(packed: str, stock: str, kv_bytes: int) -> Profile:
@@ -137,17 +151,15 @@ def shipped_profile_of(packed: str, stock: str, kv_bytes: int) -> Profile:
     return profile if known else shipped_profile()
 
 
-def shipped_profile_for(gpu: str, packed: str, stock: str, kv_bytes: int) -> Profile | None:
-    """As `shipped_profile_of`, for this GPU; None if the package has no profile of it.
+def parse_profile(text: str, name: str) -> Profile:
+    """A profile from the text of a file.
 
     Args:
-        gpu: CUDA's device name. Variants of a GPU ("NVIDIA H200 NVL", a MIG slice) have names and costs of their own.
+        name: of the file, for messages.
+
+    Raises:
+        ProfileError: not a profile.
     """
-    profile = shipped_profile_of(packed, stock, kv_bytes)
-    return profile if profile.machine == gpu else None
-
-
-def _parsed(text: str, name: str) -> Profile:
     try:
         content = json.loads(text)
         if isinstance(content, dict):

@@ -80,21 +80,23 @@ def register_hooks(settings: Settings, version: str) -> None:
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
     if settings.handover == "hooks" or not versions.has_native_seam():
-        wanted += hook_table.HANDOVER_HOOKS
+        wanted += hook_table.handover_hooks(state.handover_hooks)
     elif settings.one_token_steps:
-        wanted += hook_table.ONE_TOKEN_HOOKS
+        wanted += hook_table.one_token_hooks(state.handover_hooks)
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
-    elif settings.route == "auto":
+    elif settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     hooks.register(wanted + registration.hooks_for(settings, state))
 
 
 def register_pinning_addresses(settings: Settings) -> None:
-    """Adds the HTTP addresses of pinning, if the settings ask for them."""
+    """Adds the HTTP addresses of pinning and of live tests, if the settings ask for them."""
+    from sgl_prefix_attn.sglang_plugin.backend import live_address
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     registration.add_addresses(settings, in_scheduler=in_scheduler_process())
+    live_address.add_address(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

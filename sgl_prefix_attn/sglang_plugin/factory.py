@@ -42,7 +42,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     state, missing = connect(runner, settings, name)
     log_missing(missing, version)
     backend = PrefixPackBackend(runner, build_stock(runner, name), state)
-    hook_verify_steps(runner, backend, settings)
+    hook_verify_steps(runner, backend, state)
     return backend
 
 
@@ -62,9 +62,9 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
         reason = eligibility.wrap_refusal(runner, name, stock, settings)
         if reason is None:
             state, missing = connect(runner, settings, name, wraps=True)
-            if not set(missing) & set(hook_table.HANDOVER_HOOKS):
+            if not set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
                 backend = PrefixPackBackend(runner, stock, state, wraps=name)
-                hook_verify_steps(runner, backend, settings)
+                hook_verify_steps(runner, backend, state)
                 logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
                 return backend
             reason = fallback_reasons.HOOKS_MISSING
@@ -105,17 +105,18 @@ def connect(
     state = plugin_state.of_process(settings, version)
     handover = state.serve(handover_kind(settings, version, runner), runner)
     kind = handover.kind
-    wanted = hook_table.OTHER_HOOKS + (hook_table.HANDOVER_HOOKS if kind == "hooks" else ())
+    wanted = hook_table.OTHER_HOOKS
+    wanted += hook_table.handover_hooks(state.handover_hooks) if kind == "hooks" else ()
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
         if settings.one_token_steps and runs_one_token_steps(runner):
             handover.run_one_token_steps()
-            wanted += hook_table.ONE_TOKEN_HOOKS if kind == "patch" else ()
+            wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
-    elif not is_cpu(runner) and settings.route == "auto":
+    elif not is_cpu(runner) and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
@@ -134,13 +135,12 @@ def connect(
     return state, missing
 
 
-def hook_verify_steps(runner: Any, backend: PrefixPackBackend, settings: Settings) -> None:
+def hook_verify_steps(runner: Any, backend: PrefixPackBackend, state: plugin_state.PluginState) -> None:
     """Makes paths reach verify steps that run in graphs, where the backend packs such steps."""
-    version = versions.installed_version()
     if not versions.speculates(runner) or not backend.checks_drafts_in_graphs:
         return
-    if handover_kind(settings, version, runner) == "hooks":
-        log_missing(hooks.ensure_applied(hook_table.VERIFY_HOOKS), version)
+    if handover_kind(state.settings, state.sglang_version, runner) == "hooks":
+        log_missing(hooks.ensure_applied(hook_table.verify_hooks(state.handover_hooks)), state.sglang_version)
 
 
 def log_missing(missing: list[hooks.Hook], version: str) -> None:

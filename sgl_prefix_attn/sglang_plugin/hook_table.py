@@ -10,16 +10,8 @@ from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
-from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 
-HANDOVER_HOOKS: tuple[Hook, ...] = (
-    Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "no step runs packed"),
-    Hook(targets.MODEL_RUNNER_FORWARD, HOOKS.around_forward, "AROUND", "no step runs packed"),
-)
-# For servers with the setting one_token_steps whose paths come through the patch.
-ONE_TOKEN_HOOKS: tuple[Hook, ...] = (
-    Hook(targets.FORWARD_BATCH_INIT, HOOKS.after_forward_batch_init, "AFTER", "one-token steps run as prefill"),
-)
 OTHER_HOOKS: tuple[Hook, ...] = (
     Hook(targets.INTERNAL_STATE, server_info.after_get_internal_state, "AFTER", "GET /server_info lacks our state"),
     Hook(
@@ -45,10 +37,6 @@ GRAPH_HOOKS: tuple[Hook, ...] = (
         "all steps of decode graphs run packed",
     ),
 )
-# For servers that check drafts in packed graphs.
-VERIFY_HOOKS: tuple[Hook, ...] = (
-    Hook(targets.LOAD_BATCH, HOOKS.around_forward, "AROUND", "drafts in decode graphs are checked without sharing"),
-)
 # For models whose images have attention masks of their own, over the stock backend that reads them.
 IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -58,6 +46,28 @@ IMAGE_MASK_HOOKS: tuple[Hook, ...] = (
         "tokens of an image do not see those that come after them",
     ),
 )
+
+
+def handover_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
+    """Hooks for servers whose paths do not come through the patch."""
+    return (
+        Hook(targets.FORWARD_BATCH_INIT, hooks.after_forward_batch_init, "AFTER", "no step runs packed"),
+        Hook(targets.MODEL_RUNNER_FORWARD, hooks.around_forward, "AROUND", "no step runs packed"),
+    )
+
+
+def one_token_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
+    """Hooks for servers with the setting one_token_steps whose paths come through the patch."""
+    return (
+        Hook(targets.FORWARD_BATCH_INIT, hooks.after_forward_batch_init, "AFTER", "one-token steps run as prefill"),
+    )
+
+
+def verify_hooks(hooks: HandoverHooks) -> tuple[Hook, ...]:
+    """Hooks for servers that check drafts in packed graphs."""
+    return (
+        Hook(targets.LOAD_BATCH, hooks.around_forward, "AROUND", "drafts in decode graphs are checked without sharing"),
+    )
 
 
 def group_hooks(scheduler: GroupScheduler) -> tuple[Hook, ...]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.kernel.gpu_ours import device_model
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.calibration.kernels.packed import device_model
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner

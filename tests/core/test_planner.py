@@ -61,6 +61,26 @@ def test_what_ends_the_reuse_of_a_plan() -> None:
     assert planner.plan(forest, lens - 1) is not plan
 
 
+@pytest.mark.parametrize("drafts", [2, 4, 70])
+def test_a_plan_of_verify_steps_is_reused(drafts: int) -> None:
+    """Each request grows by the drafts that were accepted; 70 drafts fill several tiles."""
+    forest = PrefixForest.from_paths([[(1, 0, 300)], [(1, 0, 300)], []])
+    lens, new = np.array([420, 430, 90]), np.full(3, drafts, dtype=np.int64)
+    planner = Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132, head_dim=64, group=4), max_growth=12)
+    plan = planner.plan(forest, lens, new)
+    grown = np.array([0, 12, 5])
+    assert planner.plan(forest, lens + grown, new) is plan
+    check_plan(plan, forest, lens + grown, new)
+    reused = planner.kv_tokens
+    assert planner.plan(forest, lens + grown, new + 1) is not plan
+    fresh = Planner(planner.shape, planner.device)
+    fresh.plan(forest, lens + grown, new)
+    assert reused.unique == fresh.kv_tokens.unique
+    assert reused.per_request == fresh.kv_tokens.per_request
+    plan = planner.plan(forest, lens, new)
+    assert planner.plan(forest, lens + 13, new) is not plan
+
+
 def test_balance_ends_the_reuse_of_a_plan_before_the_growth_limit_does() -> None:
     # One worker's tail is dearer than the even share long before 10,000 tokens have been added to each of three tails.
     forest = PrefixForest.from_paths([[], [], []])

@@ -22,6 +22,7 @@ class Case:
 
     planned_lens: what the plan was made for; the step's own lengths are `pool.seq_lens`.
     expected: (out, lse) of dense fp64 attention.
+    visible: [tokens] int64 masks of a tree of drafts, see `packed_attention`; None: each query sees all before it.
     """
 
     plan: Plan
@@ -31,6 +32,7 @@ class Case:
     planned_lens: np.ndarray
     variant: dict[str, Any]
     expected: Result
+    visible: torch.Tensor | None = None
 
 
 def make_case(
@@ -53,11 +55,13 @@ def make_case(
     sink_offset: float = 0.0,
     eager: bool = True,
     bandwidth: float | None = None,
+    trees: bool = False,
     batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
 ) -> Case:
     """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer.
 
     kv_dtype: None for dtype. bandwidth: of the device that is planned for, in bytes per second; None for its own.
+    trees: new tokens are random trees of drafts, with at most 64 tokens a request.
     """
     rng = np.random.default_rng(seed)
     paths, planned_lens, query_lens = batch or random_paths(
@@ -87,6 +91,7 @@ def make_case(
         "window_left": window_left,
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
+    visible = torch.cat([random_tree(rng, int(count)) for count in query_lens]) if trees else None
     expected = reference_attention(
         q,
         pool.k_cache,
@@ -95,9 +100,20 @@ def make_case(
         req_pool_indices=pool.req_pool_indices,
         seq_lens=pool.seq_lens,
         query_lens=torch.from_numpy(query_lens),
+        visible=visible,
         **variant,
     )
-    return Case(plan, shape, q, pool, planned_lens, variant, expected)
+    return Case(plan, shape, q, pool, planned_lens, variant, expected, visible)
+
+
+def random_tree(rng: np.random.Generator, drafts: int) -> torch.Tensor:
+    """Masks of drafts of which each sees itself, its ancestors and the committed KV; parents stand before children."""
+    words: list[int] = []
+    for draft in range(drafts):
+        back = int(rng.integers(1, draft + 1)) if draft else 0  # of the parent
+        committed = 2**64 - (1 << draft + 1)
+        words.append((1 | (words[draft - back] << back if draft else 0) | committed) & 2**64 - 1)
+    return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
 
 
 def check(case: Case, result: Result) -> None:

@@ -37,7 +37,11 @@ def emulate(
     """
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
-    pool, sinks = case.pool, case.variant["sinks"]
+    pool = case.pool
+    of_arrays = {
+        name: None if tensor is None else tensor.numpy()
+        for name, tensor in (("sinks", case.variant["sinks"]), ("visible", case.visible))
+    }
     emulation.attention(
         case.plan,
         bits(case.q),
@@ -56,7 +60,7 @@ def emulate(
         warps_first=warps_first,
         fan_in=fan_in,
         warp_ctas=warp_ctas,
-        **{**case.variant, "sinks": None if sinks is None else sinks.numpy()},
+        **{**case.variant, **of_arrays},
     )
     return out, lse
 

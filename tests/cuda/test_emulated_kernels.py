@@ -35,7 +35,7 @@ def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
     batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
-    of_blocks = case.plan.items[:, 6] > 8 * _native.units_of_group(group)
+    of_blocks = case.plan.items[:, 6] > 8 * _native.head_splits(group)
     assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to merge"
     assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     out, lse = emulate(emulation, case)
@@ -123,8 +123,7 @@ def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, **op
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=head_dim, batch=batch, **options)
     assert case.plan.items[:, 6].max() > 8
-    # With head_dim 256 a CTA has one warpgroup: the planner cuts tiles of 64 rows.
-    return case if head_dim > 128 else with_tile_rows(case, 128)
+    return with_tile_rows(case, 64 if head_dim > 128 else 128)  # with head_dim 256 a CTA has one warpgroup
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -299,3 +298,48 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
 def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
     """On an H200, with 264 blocks of eight warps."""
     assert emulation.active_warps(units, tokens, 264) == warps
+
+
+def verify_case(drafts: int, heads: tuple[int, int], **options: Any) -> Case:
+    """A verify step: two pairs of requests that share a prefix, and one with nothing but drafts."""
+    paths = [[(0, 0, 90), (1, 90, 150)], [(0, 0, 90), (1, 90, 150)], [(0, 0, 90)], [(0, 0, 90)], []]
+    committed = np.array([163, 150, 97, 90, 0])
+    batch = (paths, committed + drafts, np.full(5, drafts, dtype=np.int64))
+    return make_case(drafts, heads=heads, batch=batch, **options)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("drafts", [2, 3, 4, 8, 17, 33, 63, 64])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)], ids=str)
+def test_verify_steps(emulation: ModuleType, heads: tuple[int, int], drafts: int, trees: bool) -> None:
+    case = verify_case(drafts, heads, trees=trees)
+    check(case, emulate(emulation, case, late_copies=drafts % 2 == 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128},
+        {"head_dim": 256},
+        {"head_dim": 128, "kv_dtype": torch.float8_e4m3fn},
+        {"multiprocessors": 60},  # splits among the drafts
+        {"with_sinks": True, "logit_cap": 3.0},
+        {"grown": GROWTH},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", [5, 40])
+def test_variants_of_trees(emulation: ModuleType, drafts: int, options: dict[str, Any]) -> None:
+    case = verify_case(drafts, (8, 2), trees=True, **options)
+    check(case, emulate(emulation, case))
+
+
+def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
+    case = with_tile_rows(verify_case(16, (8, 1), head_dim=128, trees=True), 128)
+    check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
+    case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
+    check(case, emulate(emulation, case))

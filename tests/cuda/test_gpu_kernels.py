@@ -37,6 +37,7 @@ class OnGpu:
         self.req_to_token = pool.req_to_token.to(self.device)
         self.rows = pool.req_pool_indices.to(self.device)
         self.seq_lens = pool.seq_lens.to(self.device)
+        self.visible = None if case.visible is None else case.visible.to(self.device)
         self.out = torch.full_like(self.q, torch.nan)
         self.lse = torch.full(self.q.shape[:2], torch.nan, device=self.device)
         self.variant = {
@@ -52,7 +53,10 @@ class OnGpu:
 
     def prepare(self) -> None:
         self.step.load(self.case.plan, self.case.planned_lens, GROWTH)
-        self.step.prepare(self.req_to_token, self.rows, self.seq_lens)
+        self.prepare_at(self.seq_lens)
+
+    def prepare_at(self, seq_lens: torch.Tensor) -> None:
+        self.step.prepare(self.req_to_token, self.rows, seq_lens, self.visible)
 
     def attend(self) -> None:
         self.step.attend(self.q, self.k_cache, self.v_cache, self.out, lse=self.lse, **self.variant)
@@ -112,6 +116,41 @@ def test_random_ragged_forests(seed: int) -> None:
     check(case, OnGpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
 
 
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("drafts", [2, 3, 4, 8, 16, 31, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_verify_steps(drafts: int, trees: bool, head_dim: int) -> None:
+    """48 samples of three prompts, in a captured graph, for which a plan with shorter tails was loaded."""
+    rng = np.random.default_rng(drafts)
+    paths = [[(prompt, 0, 700)] for prompt in range(3) for _ in range(16)]
+    lens = 700 + drafts + rng.integers(0, 300, len(paths))
+    batch = (paths, lens, np.full(len(paths), drafts, dtype=np.int64))
+    case = make_case(
+        drafts, heads=(32, 8), head_dim=head_dim, batch=batch, multiprocessors=132, grown=GROWTH, trees=trees
+    )
+    on_gpu = OnGpu(case)
+    check(case, on_gpu.run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_gpu.attend()
+    on_gpu.prepare_at(on_gpu.seq_lens - GROWTH)
+    graph.replay()
+    on_gpu.prepare_at(on_gpu.seq_lens)
+    graph.replay()
+    torch.cuda.synchronize()
+    check(case, (on_gpu.out, on_gpu.lse))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("seed", range(6))
+def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
+    case = make_case(
+        seed, heads=(32, 8), head_dim=128, kv_dtype=kv_dtype, requests=60, levels=4, tokens=300, max_new_tokens=64,
+        multiprocessors=132, trees=True,
+    )  # fmt: skip
+    check(case, OnGpu(case).run())
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
 def test_lengths(length: int) -> None:
     batch = ([[], []], np.array([length, 1], dtype=np.int64), np.ones(2, dtype=np.int64))
@@ -136,9 +175,9 @@ def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
         on_gpu.attend()
     on_gpu.out.fill_(torch.nan)
     # As if the step before had been a shorter one.
-    on_gpu.step.prepare(on_gpu.req_to_token, on_gpu.rows, on_gpu.seq_lens - GROWTH)
+    on_gpu.prepare_at(on_gpu.seq_lens - GROWTH)
     graph.replay()
-    on_gpu.step.prepare(on_gpu.req_to_token, on_gpu.rows, on_gpu.seq_lens)
+    on_gpu.prepare_at(on_gpu.seq_lens)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(on_gpu.out.view(torch.int16), eager[0].view(torch.int16))

@@ -85,16 +85,16 @@ def test_many_splits_of_an_item_form_groups() -> None:
         assert slot in lists_of_queries[parent]
 
 
-@pytest.mark.parametrize("warp_blocks", [0, 1, 264])
-def test_deferred_lists_have_one_entry_more_than_partials(warp_blocks: int) -> None:
+@pytest.mark.parametrize("warp_ctas", [0, 1, 264])
+def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> None:
     """So no arriver is the last one; the longest combines are deferred first."""
     tokens, requests = 1000, 16
     lens = tokens + np.arange(1, requests + 1)
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
     plan = make_case(1, heads=(8, 1), batch=batch, multiprocessors=10).plan
-    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_blocks=warp_blocks)
+    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
     count, at = words[DEFERRED : DEFERRED + 2]
-    assert count == {0: 0, 1: 0, 264: requests}[warp_blocks]  # one CTA's eight warps are too few for 128 rows
+    assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
     lists = combine_lists(words, len(plan.merge_query))
     records = words[at : at + 16 * count].reshape(-1, 16)
     deferred = {int(record[0]): record for record in records}
@@ -118,28 +118,24 @@ def test_few_splits_form_no_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "warp_blocks", "warps"),
+    ("tokens", "warp_ctas", "warps"),
     [
         (512, 4, 5),  # ten tails, two KV heads: one round of 20 warps and not of 32
         (512, 0, 8),  # a launch of unknown size
         (64, 4, 8),   # short units are bound by latency: the more at once the better
     ],
 )  # fmt: skip
-def test_words_say_how_many_warps_take_part(tokens: int, warp_blocks: int, warps: int) -> None:
+def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: int) -> None:
     alone = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
     case = make_case(1, batch=alone)
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
-    words, _ = _native.serialize_plan(
-        case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_blocks=warp_blocks
-    )
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas)
     assert words[HEADER] == warps
 
 
-@pytest.mark.parametrize(("kv_heads", "warp_blocks"), [(0, 4), (2, -1)])
-def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_blocks: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "warp_ctas"), [(0, 4), (2, -1)])
+def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_ctas: int) -> None:
     case = make_case(1)
-    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_blocks {warp_blocks}; they have to be"):
-        _native.serialize_plan(
-            case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_blocks=warp_blocks
-        )
+    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_ctas {warp_ctas}; they have to be"):
+        _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_ctas=warp_ctas)

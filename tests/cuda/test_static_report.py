@@ -27,7 +27,8 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     assert {(row["arch"], row["function"]) for row in kernels} == {
         (arch, f"{kernel} {head_dim} {element}")
         for arch in ("80", "90a")
-        for element in elements
+        for types in elements
+        for element in (types, f"{types}, trees")
         for kernel, head_dims in (("attention_ctas", (64, 128, 256)), ("attention_warps", (64, 128)))
         for head_dim in head_dims
     }

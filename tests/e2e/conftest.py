@@ -1,4 +1,4 @@
-"""Real servers for the end-to-end tests. Tests share them, because a start takes 10 to 25 seconds.
+"""Real servers for the end-to-end tests. Tests share them, because a start takes seconds (see `forked_server`).
 
 All tests compare with one `torch_native` server with SGLang's default schedule. Greedy tokens do not depend on the
 schedule of the server under test. `test_reference.py` checks the `torch_native` server itself.
@@ -23,6 +23,7 @@ from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_mo
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
 from tests.e2e.rollout import Rollout
+from tests.support import forked_server
 
 BACKEND = "prefixpack"
 STOCK = "torch_native"
@@ -120,6 +121,7 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
             extra=(*sizes, "--max-running-requests", "64", "--enable-metrics", *extra),
             environment=environment or {},
             log_folder=tmp_path_factory.mktemp("server"),
+            starter=forked_server.start,
         )
         return serve(options)
 

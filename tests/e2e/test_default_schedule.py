@@ -9,9 +9,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from examples.rollout_client import rollout
 from sgl_prefix_attn.demo.client import Sample, replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
@@ -20,6 +22,7 @@ from tests.e2e.conftest import Tokens, packing, replay_while_decoding, tokens_of
 
 pytestmark = pytest.mark.e2e
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Expected = Callable[[Sequence[Request]], Tokens]
 
 
@@ -148,12 +151,24 @@ def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabular
     json.dumps(state)
 
 
+def test_the_rollout_client_of_the_examples(server: Server, vocabulary: Vocabulary) -> None:
+    prompts = [request.prompt for request in workloads.samples(vocabulary)][:1]
+    sampling = {"max_new_tokens": 16, "ignore_eos": True}
+    with packing(server) as done:
+        samples = list(rollout(server.url, prompts, 6, 3, sampling))
+    assert [(sample.prompt, sample.tokens) for sample in samples] == [(0, 16)] * 6
+    assert sum(sample.cached_tokens >= len(prompts[0]) - 1 for sample in samples) >= 3
+    assert done.steps["decode"] > 0
+
+
 def test_metrics_join_those_of_sglang(server: Server, vocabulary: Vocabulary) -> None:
     replay(server.url, workloads.samples(vocabulary))
     state = server.packing_state()
     assert state is not None
     exported = _metrics(server.get("/metrics"))
-    assert "sglang:num_running_reqs" in exported
+    dashboard = (EXAMPLES / "grafana" / "prefixpack.json").read_text()
+    asked = {f"sglang:{name}" for name in re.findall(r"sglang\[:_\](\w+)", dashboard)}
+    assert {name for name in asked if "prefixpack" not in name} <= set(exported)
     for name, counter in (("plans_made", "plans_made"), ("kv_tokens_read", "kv_tokens_read")):
         assert exported[f"sglang:prefixpack_{name}_total"] == state["counters"][counter] > 0
     assert exported["sglang:prefixpack_kv_tokens_saved_total"] > 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sgl_prefix_attn.abtest.live import LiveClient, ServerRefusalError, report
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.routing.live_plan import LivePlan
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, Tokens, packing, tokens_of
 from tests.routing.profiles import write_profile
@@ -24,7 +29,9 @@ COSTS = {"packed": {"launch": 1.0}, "stock": {"requests": 3.0, "longest_request"
 @pytest.fixture(scope="module")
 def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = write_profile(tmp_path_factory.mktemp("route"), **COSTS, kernels="cpu", backend="torch_native")
-    environment = {"PREFIXPACK_ROUTE_PROFILE": path, "PREFIXPACK_ROUTE_MARGIN": "0"}
+    environment = {
+        "PREFIXPACK_ROUTE_PROFILE": path, "PREFIXPACK_ROUTE_MARGIN": "0", "PREFIXPACK_LIVE_TESTS": "1",
+    }  # fmt: skip
     with launch(BACKEND, environment=environment) as running:
         yield running
 
@@ -43,6 +50,48 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(
         assert taken["packed"] == done.steps["decode"]
         assert set(done.fallbacks) <= NOTHING_TO_PACK, "a step that was sent to the stock backend is no fallback"
         assert not both_routes or min(taken["packed"], taken["stock"]) > 3
+
+
+def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
+    server: Server, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """The arms take other routes; the test ends by itself, and the server then routes as before."""
+    client = LiveClient(server.url)
+    requests = workloads.diverging(vocabulary)
+    with pytest.raises(ServerRefusalError, match="no live test was started"):
+        client.read()
+    replay(server.url, requests[:2])
+    client.start(LivePlan(arms=("packed", "stock"), block_steps=16, warmup_steps=2, pairs=2))
+    with pytest.raises(ServerRefusalError, match="a live test is running"):
+        client.start(LivePlan(arms=("packed", "stock")))
+    for _ in range(3):
+        server.flush_cache()
+        assert tokens_of(replay(server.url, requests)) == expected(requests)
+        answer = client.read()
+    (copy,) = answer["copies"]
+    assert (copy["status"], copy["steps_done"]) == ("finished", 64)
+    order = np.repeat(LivePlan(**copy["plan"]).order(), 16)
+    assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
+    assert np.array(copy["packed"])[order == 0].sum() > 16
+    known = [us for us in copy["us"] if us is not None]
+    assert len(known) > 56
+    assert min(known) > 0
+    verdict = report(answer, 0.01, tmp_path / "ab")
+    assert verdict.pairs + verdict.dropped == 2
+    assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
+    assert "At least 8 pairs are needed" in (tmp_path / "ab.html").read_text()
+    state = server.packing_state()
+    assert state is not None
+    assert state["route"]["policy"] == "cost"
+    assert state["route"]["live"]["status"] == "finished"
+
+
+def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
+    client = LiveClient(server.url)
+    client.start(LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16))
+    replay(server.url, workloads.diverging(vocabulary))
+    (copy,) = client.read()["copies"]
+    assert (copy["status"], copy["steps_done"]) == ("expired", 16)
 
 
 def routed_steps(server: Server) -> Counter[str]:

@@ -8,11 +8,14 @@ prefixpack backend twice where nobody has registered hooks before, as in an acto
 from __future__ import annotations
 
 import json
+import re
 import sys
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "skip_tokenizer_init": True,
     "disable_cuda_graph": True, "grammar_backend": "none", "context_length": 2048, "max_total_tokens": 2048,
@@ -43,6 +46,8 @@ def engine(model: str) -> dict[str, Any]:
 
     from sgl_prefix_attn.sglang_plugin.pinning.client import EnginePins, PinningError
 
+    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "pinning.md").read_text(), re.DOTALL)
+
     started = sglang.Engine(model_path=model, **OPTIONS)
     try:
         pins = EnginePins(started)
@@ -55,7 +60,10 @@ def engine(model: str) -> dict[str, Any]:
             again = pins.release(made["pin"]["id"])
         except PinningError as error:
             again = error.kind
-        return {"made": made, "listed": listed, "released": released, "again": again}
+        names = {"engine": started}
+        exec(snippet, names)
+        documented = [names[name] for name in ("listed", "released")]
+        return {"made": made, "listed": listed, "released": released, "again": again, "documented": documented}
     finally:
         started.shutdown()
 

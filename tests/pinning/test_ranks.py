@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.server import Server, ServerOptions, Starter, serve, start_process
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.offline.batch_file import BatchRequest, CompletionBody
 from sgl_prefix_attn.offline.plan import Plan, Work
 from sgl_prefix_attn.offline.prompts import Prompts
 from tests.pinning import rank_recorder
 from tests.pinning.test_server import ask
+from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
 
@@ -60,11 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
-    """prefixpack and torch_native, with two ranks each. Both start at once: that is what takes the time."""
+    """prefixpack and torch_native, with two ranks each.
+
+    Ranks of the first are spawned: forks would have the same hash seed and addresses.
+    """
     rank_recorder.install(folder)
     path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
 
-    def options(backend: str, environment: dict[str, str]) -> ServerOptions:
+    def options(backend: str, environment: dict[str, str], starter: Starter) -> ServerOptions:
         sizes = ("--context-length", "2048", "--max-total-tokens", str(POOL), "--max-running-requests", "12")
         return ServerOptions(
             model=str(tiny_model()),
@@ -73,13 +77,14 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
             environment={**RANKS, **environment},
             start_seconds=600,
             log_folder=folder,
+            starter=starter,
         )
 
     recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
     with contextlib.ExitStack() as running, ThreadPoolExecutor(2) as starting:
         both = [
-            starting.submit(running.enter_context, serve(options("prefixpack", recorded))),
-            starting.submit(running.enter_context, serve(options("torch_native", {}))),
+            starting.submit(running.enter_context, serve(options("prefixpack", recorded, start_process))),
+            starting.submit(running.enter_context, serve(options("torch_native", {}, forked_server.start))),
         ]
         yield both[0].result(), both[1].result()
 

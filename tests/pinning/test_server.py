@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from examples import pins as examples_pins
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
         },
         log_folder=tmp_path_factory.mktemp("pins"),
+        starter=forked_server.start,
     )
     with serve(options) as running:
         yield running
@@ -106,6 +109,14 @@ def test_unusable_requests_are_answered_with_what_is_wrong(
     answered, answer = ask(server, method, body)
     assert answered == status
     assert message in answer["error"]["message"]
+    assert pins(server) == []
+
+
+def test_the_pins_of_the_examples(server: Server) -> None:
+    (made,) = examples_pins.ask(server.url, "POST", {"token_ids": prompt(1, 300), "label": "prompts.txt:1"})
+    generate(server, prompt(1, 300))
+    assert "prompts.txt:1: 300 of 300 cached" in examples_pins.listing(server.url)
+    examples_pins.ask(server.url, "DELETE", {"id": made["pin"]["id"]})
     assert pins(server) == []
 
 

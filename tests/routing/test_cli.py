@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-
-RESULTS = str(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json")
-
-
-def test_compare_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "compare", RESULTS, "packed", "stock", "conservative", "shipped@5", "--stock", "fa3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
-                                "stock"]  # fmt: skip
-    assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "conservative", "shipped@5"]
-    steps, packed = lines[2].split()[1:3]
-    assert steps == packed
-
-
-def test_compare_by_families(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "compare", RESULTS, "shipped", "--families"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
-    assert names == ["shipped", "pat", "fasttree", "random", "rl", "agents", "chat", "none"]
 
 
 def test_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,13 +35,6 @@ class TestDeprecatedNames:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", RESULTS, "batch>=many"], "'batch>=many': expected packed, stock, conservative"),
-        (["compare", RESULTS, "shipped@much"], "'shipped@much': expected packed, stock"),
-        (["compare", RESULTS, "nowhere.json"], "nowhere.json: cannot read the profile"),
-        (["compare", "nowhere.json", "packed"], "nowhere.json: cannot read the results"),
-        (["compare", RESULTS, "shipped", "--packed", "cpu"], "no cost of packed kernels 'cpu'; it has native, triton"),
-        (["compare", RESULTS, "packed", "--packed", "cpu"], "no measured step has both times"),
-        (["fit", RESULTS, "--out", "/nowhere/p.json"], "/nowhere/p.json: cannot write the profile"),
         (["explain", "--tree", "1,10"], "tree '1,10': expected NODES/TOKENS"),
         (["explain", "--tree", "4/8", "--head-dim", "-5"], "--head-dim -5: expected 1 or more"),
         (["explain", "--tree", "4/8", "--margin", "-5"], "--margin -5: expected a percentage from 0 to 1000"),

@@ -20,7 +20,6 @@ from sgl_prefix_attn.routing.profile import (
     ProfileError,
     load_profile,
     shipped_profile,
-    shipped_profile_for,
     shipped_profile_of,
 )
 from tests.routing.profiles import profile
@@ -134,13 +133,3 @@ class TestProfileFile:
         path.write_text(json.dumps(content | {"stock": content["inner"]}), encoding="utf-8")
         with pytest.raises(ProfileError, match="'inner' is the deprecated name of 'stock', and both are given"):
             load_profile(path)
-
-    @pytest.mark.parametrize(
-        ("gpu", "found"), [("NVIDIA H200", True), ("NVIDIA H200 NVL", False), ("NVIDIA H200 MIG 1g.18gb", False),
-                           ("NVIDIA H100 80GB HBM3", False), ("", False)],
-    )  # fmt: skip
-    @pytest.mark.parametrize("kv_bytes", [1, 2])
-    def test_the_packages_profiles_are_for_the_h200_alone(self, gpu: str, found: bool, kv_bytes: int) -> None:
-        shipped = shipped_profile_for(gpu, "native", "flashinfer_tc", kv_bytes)
-        assert (shipped is not None) == found
-        assert shipped is None or shipped.kv_bytes == kv_bytes

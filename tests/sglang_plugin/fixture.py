@@ -51,6 +51,21 @@ def hybrid_pool(size: int, dtype: torch.dtype, head_dim: int, device: str, windo
     return pool
 
 
+def tree_masks(mask: torch.Tensor, seq_lens: list[int], *, of_gpu: bool) -> torch.Tensor:
+    """SGLang's mask of a batch whose requests all have the same tree.
+
+    Args:
+        mask: [drafts, drafts] bool, which drafts a draft sees.
+        seq_lens: KV lengths, drafts included.
+        of_gpu: whether rows also have the columns of the committed KV, in a buffer with room for more.
+    """
+    if not of_gpu:
+        return mask.repeat(len(seq_lens), 1).flatten()
+    drafts = len(mask)
+    rows = [torch.cat([mask.new_ones(drafts, length - drafts), mask], dim=1).flatten() for length in seq_lens]
+    return torch.cat([*rows, mask.new_zeros(1000)])
+
+
 class Fixture:
     """Pools with random KV in which the batch's requests share slots as their paths say.
 

@@ -73,8 +73,15 @@ class HostStep:
     def reset(self) -> None:
         self._plan = None
 
-    def prepare(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def prepare(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> None:
         assert self._plan is not None
+        self._visible = visible
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64
         count = self._plan.num_requests
         self._rows, self._lens = req_to_token[req_pool_indices[:count]].clone(), seq_lens[:count].clone()
@@ -96,6 +103,7 @@ class HostStep:
                 req_to_token=self._rows,
                 req_pool_indices=torch.arange(len(self._lens)),
                 seq_lens=self._lens,
+                visible=visible_rows(self._visible, len(q)),
                 out=out,
                 **options,
             )
@@ -104,6 +112,13 @@ class HostStep:
             self.recording.append(launch)
         else:
             launch()
+
+
+def visible_rows(visible: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """Masks of a batch, with more behind them for the rows that a graph pads."""
+    if visible is None:
+        return None
+    return torch.cat([visible, visible.new_full((tokens - len(visible),), -1)])
 
 
 def host_kernels(make_step: Callable[..., Any] = HostStep) -> Kernels:
@@ -212,29 +227,32 @@ class GpuFixture(Fixture):
 class DecodeGraphs:
     """SGLang's decode graph runner in small: static inputs, padded batches, two warm-ups, capture, replay.
 
-    Graphs lie under the keys that our hooks make of SGLang's; `hooked` False: without the hooks.
+    Graphs lie under the keys that our hooks make of SGLang's; `hooked` False: without the hooks. Where the fixture's
+    batch is a verify step, so are the graphs.
     """
-
-    capture_forward_mode = ForwardMode.DECODE
 
     def __init__(self, fixture: GpuFixture, max_batch: int, *, hooked: bool = True) -> None:
         self.fixture, self.max_batch, self.hooked = fixture, max_batch, hooked
         self.attn_backend = fixture.backend
+        self.spec_info = fixture.batch.spec_info
+        self.width = 1 if self.spec_info is None else self.spec_info.draft_token_num
+        self.capture_forward_mode = ForwardMode.DECODE if self.spec_info is None else ForwardMode.TARGET_VERIFY
+        tokens = max_batch * self.width
         with torch.device(fixture.tensors):
             self.buffers = SimpleNamespace(
-                input_ids=torch.zeros(max_batch, dtype=torch.int64),
-                positions=torch.zeros(max_batch, dtype=torch.int64),
+                input_ids=torch.zeros(tokens, dtype=torch.int64),
+                positions=torch.zeros(tokens, dtype=torch.int64),
                 req_pool_indices=torch.zeros(max_batch, dtype=torch.int64),
                 seq_lens=torch.ones(max_batch, dtype=torch.int64),
                 seq_lens_cpu=torch.ones(max_batch, dtype=torch.int64, device="cpu"),
-                out_cache_loc=torch.zeros(max_batch, dtype=torch.int64),
+                out_cache_loc=torch.zeros(tokens, dtype=torch.int64),
                 mamba_track_indices=None,
             )
         layer = fixture.layers[0]
         width = layer.tp_q_head_num * layer.qk_head_dim
-        self.q = torch.zeros(len(fixture.layers), max_batch, width, dtype=DTYPE, device=fixture.tensors)
+        self.q = torch.zeros(len(fixture.layers), tokens, width, dtype=DTYPE, device=fixture.tensors)
         self.graphs: dict[ShapeKey, tuple[list[Callable[[], Any]], list[torch.Tensor]]] = {}
-        fixture.backend.init_cuda_graph_state(max_batch, max_batch)
+        fixture.backend.init_cuda_graph_state(max_batch, tokens)
 
     def graph(self, size: int) -> tuple[list[Callable[[], Any]], list[torch.Tensor]]:
         """The packed graph of a size: launches and outputs."""
@@ -255,26 +273,28 @@ class DecodeGraphs:
 
     def _capture_one_shape(self, size: int, **kwargs: Any) -> None:
         fixture, buffers = self.fixture, self.buffers
+        tokens = size * self.width
         batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=self.capture_forward_mode,
             batch_size=size,
-            input_ids=buffers.input_ids[:size],
+            input_ids=buffers.input_ids[:tokens],
             req_pool_indices=buffers.req_pool_indices[:size],
             seq_lens=buffers.seq_lens[:size],
             seq_lens_cpu=buffers.seq_lens_cpu[:size],
-            out_cache_loc=buffers.out_cache_loc[:size],
+            out_cache_loc=buffers.out_cache_loc[:tokens],
             seq_lens_sum=size,
+            spec_info=self.spec_info,
         )
         backend = fixture.backend
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
-        outputs = [torch.full_like(rows[:size], torch.nan) for rows in self.q]
+        outputs = [torch.full_like(rows[:tokens], torch.nan) for rows in self.q]
         recorded: list[Callable[[], Any]] | None = None
 
         def run_once() -> None:
             backend.init_forward_metadata_in_graph(batch)
             for i, layer in enumerate(fixture.layers):
-                out = backend.forward(self.q[i, :size], None, None, layer, batch, save_kv_cache=False, **kwargs)
+                out = backend.forward(self.q[i, :tokens], None, None, layer, batch, save_kv_cache=False, **kwargs)
                 # Whatever comes after attention in the model consumes its output before the next layer's.
                 consume = functools.partial(outputs[i].copy_, out)
                 if recorded is None:
@@ -309,17 +329,20 @@ class DecodeGraphs:
         batch = fixture.batch if batch is None else batch
         raw = batch.batch_size
         size = size or min(key.size for key in self.graphs if key.size >= raw)
+        rows = raw * self.width
         for name, filler in (("req_pool_indices", 0), ("seq_lens", 1), ("seq_lens_cpu", 1), ("out_cache_loc", 0)):
             buffer = getattr(buffers, name)
-            buffer[raw:size] = filler
             source = getattr(batch, name)
+            count = raw if source is None else len(source)
+            buffer[count : size * self.width] = filler
             if source is not None:
-                buffer[:raw] = source
+                buffer[:count] = source
         for i, layer in enumerate(fixture.layers):
             q, k, v = fixture.qkv(layer)
-            self.q[i, :raw] = q[:raw]
-            fixture.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc), k[:raw], v[:raw])
-        view = build_replay_fb_view(batch, buffers, size, raw, size, 1, ForwardMode.DECODE, False)
+            self.q[i, :rows] = q[:rows]
+            fixture.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc), k[:rows], v[:rows])
+        mode = self.capture_forward_mode
+        view = build_replay_fb_view(batch, buffers, size, raw, size * self.width, 1, mode, False)
         with fixture.handover.handed_over(fixture.handed if handed is None else handed):
             fixture.backend.init_forward_metadata_out_graph(view)
         table = fixture.rows.req_to_token.clone()
@@ -330,7 +353,7 @@ class DecodeGraphs:
         for launch in recorded:
             launch()
         fixture.rows.req_to_token.copy_(table)
-        return [output[:raw].clone() for output in outputs]
+        return [output[:rows].clone() for output in outputs]
 
 
 def decode(**options: Any) -> GpuFixture:

@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
 
@@ -118,7 +119,7 @@ class TestFactory:
         current = plugin_state.active()
         assert current is not None
         assert current.handover.kind == "hooks"
-        assert set(factory.hook_table.HANDOVER_HOOKS) <= set(asked)
+        assert set(factory.hook_table.handover_hooks(current.handover_hooks)) <= set(asked)
         if patched:
             with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
                 factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
@@ -137,7 +138,7 @@ class TestFactory:
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lost = factory.hook_table.HANDOVER_HOOKS[1]
+        lost = factory.hook_table.handover_hooks(HandoverHooks())[1]
         monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [lost])
         runner = new_runner()
         with caplog.at_level(logging.ERROR):
@@ -173,7 +174,7 @@ class TestFactory:
     ) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
         create_backend(self.text_runner(), Settings(metrics=False))
-        (hook,) = factory.hook_table.ONE_TOKEN_HOOKS
+        (hook,) = factory.hook_table.one_token_hooks(HandoverHooks())
         assert [wanted.target for wanted in asked].count(hook.target) == (0 if patched else 1)
         asked.clear()
         create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=True))
@@ -201,7 +202,9 @@ class TestFactory:
     ) -> None:
         monkeypatch.setattr(CpuExecutor, "runs_in_graphs", in_graphs)
         create_backend(new_runner(spec_algorithm=algorithm), Settings(metrics=False))
-        hooked = set(factory.hook_table.VERIFY_HOOKS) <= set(asked)
+        current = plugin_state.active()
+        assert current is not None
+        hooked = set(factory.hook_table.verify_hooks(current.handover_hooks)) <= set(asked)
         assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
 
     def test_with_speculation_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.compat import launchers
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
-from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels
@@ -71,6 +71,12 @@ def gpu_stock(name: str = "fa3") -> Any:
     return type(eligibility.STOCK_CLASSES[name], (), {})()
 
 
+def served() -> Handover | None:
+    """What the hooks of this process work for."""
+    state = plugin_state.active()
+    return None if state is None else state.handover_hooks.active
+
+
 @pytest.mark.usefixtures("asked")
 class TestWrapped:
     def test_the_wrapped_backend_computes_what_stock_does_and_packs(self) -> None:
@@ -102,7 +108,7 @@ class TestWrapped:
         fixture = new_fixture()
         factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         assert {hook.target for hook in asked} == {
-            hook.target for hook in hook_table.OTHER_HOOKS + hook_table.HANDOVER_HOOKS
+            hook.target for hook in hook_table.OTHER_HOOKS + hook_table.handover_hooks(HandoverHooks())
         }
 
     def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
@@ -204,7 +210,6 @@ class TestRefused:
             for _ in range(2):
                 assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
         assert plugin_state.active() is None
-        assert HOOKS.active is None
         assert not asked
         assert caplog.text.count(reasons.EXPLANATIONS[reason]) == 1
 
@@ -258,21 +263,21 @@ class TestRefused:
         monkeypatch.setattr(eligibility if place == "wrap_refusal" else factory, place, fail)
         for _ in range(2):
             assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
-        assert HOOKS.active is None
+        assert served() is None
         assert caplog.text.count("Traceback") == caplog.text.count("RuntimeError: a fault of ours") == 1
 
     def test_a_hook_that_cannot_be_applied(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [hook_table.HANDOVER_HOOKS[0]])
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [wanted[len(hook_table.OTHER_HOOKS)]])
         fixture = new_fixture()
         assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
-        assert HOOKS.active is None
+        assert served() is None
 
     def test_one_that_runs_wrapped_stays_when_another_is_refused(self, asked: list[Any]) -> None:
         fixture = new_fixture()
         wrapped = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         fixture.runner.is_draft_worker = True
         factory.wrap_backend(fixture.runner, "torch_native", fixture.make_stock(), WRAP)
-        assert HOOKS.active is not None
+        assert served() is not None
         assert isinstance(wrapped, PrefixPackBackend)
 
 

@@ -96,9 +96,8 @@ class Batch:
     global_num_tokens: list[int] | None = None
     dllm_config: Any = None
 
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self.seq_lens_cpu
+    def __post_init__(self) -> None:
+        self.seq_lens = self.seq_lens_cpu  # on the device
 
 
 TREES = ("objects", "node_by_id", "collect_path_info")

@@ -21,6 +21,7 @@ struct SameDtypeKv {
   using Output = OutputElement;
   using Product = OutputElement;
   static constexpr int kKvBytes = 2;
+  static constexpr bool kTrees = false;
   static constexpr int kStepsPerLoad = 1;  // MMA k-steps (16 dimensions) that one ldmatrix.x4 serves
 
   // Fragments of k-step `step` from the loaded matrices. A: first MMA operand (rows). B: second operand, two blocks of
@@ -51,6 +52,7 @@ struct Fp8Kv {
   using Output = OutputElement;
   using Product = ptx::Float16;
   static constexpr int kKvBytes = 1;
+  static constexpr bool kTrees = false;
   static constexpr int kStepsPerLoad = 2;
 
   static PREFIXPACK_DEVICE void key_b_fragments(const uint32_t (&loaded)[4], int step, uint32_t (&out)[4]) {
@@ -69,6 +71,13 @@ struct Fp8Kv {
     ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[step]), out[0], out[1]);
     ptx::fp8_to_fp16(ptx::even_bytes_first(loaded[2 + step]), out[2], out[3]);
   }
+};
+
+// For verify steps whose drafts are trees: kernels also mask what StepState::hidden says. Kernels of their own, because
+// the masks would not fit into the code that is fetched ahead.
+template <class Base>
+struct WithTrees : Base {
+  static constexpr bool kTrees = true;
 };
 
 // Whether dimensions are permuted as described at the top of this file.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/common/host_device.h"
+#include "plan/params.h"
 
 namespace prefixpack {
 
@@ -101,6 +102,30 @@ PREFIXPACK_BOTH VisibleKeys visible_keys(int32_t first, int32_t kv_end, int32_t 
   const int32_t end = kv_end <= position ? kv_end : position + 1;
   const int32_t begin = window_left < 0 ? 0 : position - window_left;
   return {begin > first ? begin - first : 0, end - first};
+}
+
+// Drafts of a tree: a query does not see all of the kMaskedPositions positions that end with its own. Bit 63 - j of
+// its `hidden` word: it does not see the position j before its own.
+PREFIXPACK_BOTH uint64_t hidden_word(uint64_t visible) {
+  uint64_t word = ~visible, reversed = 0;
+  for (int32_t i = 0; i < kMaskedPositions; ++i, word >>= 1) reversed = reversed << 1 | (word & 1);
+  return reversed;
+}
+
+// Last position up to which a query at `position` sees all.
+PREFIXPACK_BOTH int32_t last_unhidden(uint64_t hidden, int32_t position) {
+  if (hidden == 0) return position;
+  int32_t zeros = 0;  // behind the lowest set bit, which is of the earliest hidden position
+  while ((hidden >> zeros & 1) == 0) ++zeros;
+  return position - (kMaskedPositions - zeros);
+}
+
+// Bit i: whether the query does not see the i-th key. ahead: position of the query, from that of the first key. Keys
+// behind the query are not in it.
+PREFIXPACK_BOTH uint64_t hidden_keys(uint64_t hidden, int32_t ahead) {
+  const int32_t left = ahead - (kMaskedPositions - 1);
+  if (left <= -kMaskedPositions || left >= kMaskedPositions) return 0;
+  return left >= 0 ? hidden << left : hidden >> -left;
 }
 
 // First position that any query of the item attends to, rounded down to a multiple of `tile` from kv_begin.

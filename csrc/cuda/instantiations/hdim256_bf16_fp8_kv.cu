@@ -3,4 +3,5 @@
 
 namespace prefixpack {
 PREFIXPACK_INSTANTIATE(256, BFloat16WithFloat8Kv)
-}
+PREFIXPACK_INSTANTIATE(256, WithTrees<BFloat16WithFloat8Kv>)
+}  // namespace prefixpack

@@ -101,6 +101,11 @@ class CtaTile {
     return row < rows_ ? params_.step.query_position[item_.query_begin + query] : item_.highest;
   }
 
+  PREFIXPACK_DEVICE uint64_t hidden_of(int32_t row) const {
+    const int32_t query = params_.heads.group.quotient(row);
+    return row < rows_ ? params_.step.hidden[item_.query_begin + query] : 0;
+  }
+
   PREFIXPACK_DEVICE void clear_accumulators() {
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
@@ -121,7 +126,9 @@ class CtaTile {
       const int32_t first = begin_ + tile * TileT::kKeys + key_warp_ * TileT::kKeysPerWarp + thread % 4 * 2;
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        mask_scores(scores, half, first, item_.kv_end, position_of(fragment_row(thread, block, half)), window_);
+        const int32_t row = fragment_row(thread, block, half), position = position_of(row);
+        mask_scores(scores, half, first, item_.kv_end, position, window_);
+        if constexpr (Format::kTrees) mask_hidden(scores, half, hidden_of(row), position - first);
       }
     }
     softmax_.add(scores, softmax_state_[block], accumulators_[block]);

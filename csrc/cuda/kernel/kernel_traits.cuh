@@ -11,7 +11,7 @@ namespace prefixpack {
 constexpr int kCtasPerSm = 2;
 // Two CTAs share the 228 KiB of an sm_90 SM; 1 KiB per CTA is reserved by the system.
 constexpr int kSharedBytes = 112 * 1024;
-constexpr int kCtaStateBytes = 512;  // kSharedBytes leaves room for this and the reserved 1 KiB
+constexpr int kCtaStateBytes = 576;  // kSharedBytes leaves room for this and the reserved 1 KiB
 constexpr int kLaunchSharedBytes = kSharedBytes + kCtaStateBytes;
 constexpr int kMaxStages = 4;
 

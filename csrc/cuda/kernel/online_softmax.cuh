@@ -19,6 +19,28 @@ PREFIXPACK_DEVICE void mask_scores(float (&scores)[KeyBlocks][4], int32_t half, 
   }
 }
 
+// Masks the scores that a query of a tree does not see. ahead: its position, from that of the thread's first column.
+template <int KeyBlocks>
+PREFIXPACK_DEVICE void mask_hidden(float (&scores)[KeyBlocks][4], int32_t half, uint64_t hidden, int32_t ahead) {
+  const uint64_t keys = hidden_keys(hidden, ahead);
+#pragma unroll
+  for (int32_t i = 0; i < 2 * KeyBlocks; ++i) {
+    if (keys >> (i / 2 * 8 + i % 2) & 1) scores[i / 2][2 * half + i % 2] = kMinusInfinity;
+  }
+}
+
+// Masks the scores of a transposed fragment, whose columns are two queries. first: KV position of the first row.
+template <bool kTrees>
+PREFIXPACK_DEVICE void mask_transposed(float (&scores)[4], int32_t first, int32_t kv_end, const int32_t (&position)[2],
+                                       const uint64_t (&hidden)[2], int32_t window_left) {
+#pragma unroll
+  for (int32_t i = 0; i < 4; ++i) {
+    const int32_t kv_position = first + i / 2 * 8, query = position[i % 2];
+    const bool hides = kTrees && (hidden_keys(hidden[i % 2], query - kv_position) & 1) != 0;
+    if (hides || kv_position >= kv_end || !visible(kv_position, query, window_left)) scores[i] = kMinusInfinity;
+  }
+}
+
 // Packs the weights of 16 keys as the A operand of P*V.
 template <class Element, int KeyBlocks>
 PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_t step, uint32_t (&packed)[4]) {

@@ -17,9 +17,11 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const auto position_of = [&](int32_t query) {
     return static_cast<int32_t>(attention.seq_lens[plan.query_request(query)]) - 1 - plan.query_back(query);
   };
+  const auto hidden_of = [&](int32_t query) { return hidden_word(attention.visible[plan.query_token(query)]); };
   for (int32_t query = ptx::cta_index() * ptx::cta_size() + thread; query < plan.header.num_queries;
        query += ptx::grid_size() * ptx::cta_size()) {
     step.query_position[query] = position_of(query);
+    if (attention.visible != nullptr) step.hidden[query] = hidden_of(query);
   }
   for (int32_t index = ptx::cta_index(); index < plan.header.num_items; index += ptx::grid_size()) {
     const WorkItem item = plan.item(index);
@@ -29,7 +31,8 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
       int32_t lowest = INT32_MAX, highest = INT32_MIN;
       for (int32_t query = item.query_begin + thread; query <= last; query += 32) {
         const int32_t position = position_of(query);
-        lowest = position < lowest ? position : lowest;
+        const int32_t low = attention.visible == nullptr ? position : last_unhidden(hidden_of(query), position);
+        lowest = low < lowest ? low : lowest;
         highest = position > highest ? position : highest;
       }
       for (int32_t mask = 16; mask > 0; mask /= 2) {

@@ -334,21 +334,19 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     softmax_.transform(scores_);
     const int32_t kv_end = word(record_, kKvEnd), lowest = word(record_, kLowest);
     if (tile_begin_ + TileT::kKeys > kv_end || tile_begin_ + TileT::kKeys - 1 > lowest || window_ >= 0) {
-      int32_t position[2];
-      position[0] = position[1] = word(record_, kHighest);
+      int32_t position[2] = {word(record_, kHighest), word(record_, kHighest)};
+      uint64_t hidden[2] = {};
       const int32_t query_begin = word(record_, kQueryBegin), last = word(record_, kQueryCount) - 1;
       if (lowest != position[0]) {
 #pragma unroll
         for (int32_t j = 0; j < 2; ++j) {
-          const int32_t query = ptx::shuffle(query_, lane_ % 4 * 2 + j);
-          position[j] = params_.step.query_position[query_begin + (query < last ? query : last)];
+          const int32_t query = ptx::shuffle(query_, lane_ % 4 * 2 + j),
+                        index = query_begin + (query < last ? query : last);
+          position[j] = params_.step.query_position[index];
+          if constexpr (Format::kTrees) hidden[j] = params_.step.hidden[index];
         }
       }
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i) {
-        const int32_t kv_position = tile_begin_ + lane_ / 4 + i / 2 * 8;
-        if (kv_position >= kv_end || !visible(kv_position, position[i % 2], window_)) scores_[i] = kMinusInfinity;
-      }
+      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, kv_end, position, hidden, window_);
     }
     softmax_.add_transposed(scores_, state_, accumulators_);
     tile_begin_ += TileT::kKeys;

@@ -10,7 +10,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
+from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepPlanner
@@ -65,11 +67,23 @@ class PrefixPackBackend(AttentionBackend):
         never_packed = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))
-        router = StepRouter(state.settings, self._counters, self._executor, stock_name, stock)
+        router = StepRouter(
+            state.settings,
+            self._counters,
+            self._executor,
+            stock_name,
+            stock,
+            profiles_of_ranks(state.settings),
+            QUERY_TYPES.get(runner.dtype, "bf16"),
+        )
         mixes = graphs_share_metadata(stock_name)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
         self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.never_packs("verify") is None
+        # Verify steps are planned by bounds of their lengths.
+        self._reads_bounds = (
+            self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
+        )
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
         self._record = BackendRecord(
@@ -92,9 +106,11 @@ class PrefixPackBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:
         """Whether SGLang has to keep lengths in host memory, for which speculation waits for the device in each step.
 
-        The planner reads them. Where no step ever runs packed, the stock backend's needs are all there are.
+        The planner reads them, or bounds of them. Where no step ever runs packed, the stock backend's needs are all
+        there are.
         """
-        return self._planner.packs_some_steps or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
+        reads = self._planner.packs_some_steps and not self._reads_bounds
+        return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
     # Metadata -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +165,7 @@ class PrefixPackBackend(AttentionBackend):
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
         if not self._planner.graphs_may_be_packed:
             return
-        self._executor.reserve_graphs(max_bs)
+        self._executor.reserve_graphs(max_bs, max_num_tokens)
         if not self._layers.scanned:
             self._layers.scan_model()
         # The other ranks capture two graphs of each size, and captures have to stay in step.
@@ -176,7 +192,8 @@ class PrefixPackBackend(AttentionBackend):
         the stock backend's answer is right for both.
         """
         stock = self.stock.shared_read_ends(fm)
-        all_packed = self._planner.graph_is_packed(fm) and not self._layers.has_stock_layers
+        # After a verify step, the draft model reads the tables as well.
+        all_packed = fm.is_decode() and self._planner.graph_is_packed(fm) and not self._layers.has_stock_layers
         return type(stock).PRE_REPLAY if all_packed and not self.graph_variants.sizes else stock
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:

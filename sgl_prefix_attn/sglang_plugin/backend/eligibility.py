@@ -51,8 +51,6 @@ def server_refusal(runner: Any) -> str | None:
         return fallback_reasons.DECODE_CONTEXT_PARALLEL
     if versions.argument(runner, "enable_deterministic_inference") or versions.argument(runner, "rl_on_policy_target"):
         return fallback_reasons.DETERMINISTIC
-    if versions.speculates(runner) and not is_cpu(runner):
-        return fallback_reasons.SPECULATIVE
     if versions.argument(runner, "disable_radix_cache"):
         return fallback_reasons.NO_RADIX_CACHE
     if versions.argument(runner, "enable_two_batch_overlap"):
@@ -71,7 +69,10 @@ def unsupported_kv(runner: Any) -> str | None:
 
 def choose_executor(runner: Any, settings: Settings) -> Executor | str:
     """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing."""
-    return server_refusal(runner) or device_executor(runner, settings)
+    executor = server_refusal(runner) or device_executor(runner, settings)
+    if isinstance(executor, str) or is_cpu(runner) or not versions.speculates(runner):
+        return executor
+    return executor.packs("verify") or executor  # nearly all steps are of this kind
 
 
 def device_executor(runner: Any, settings: Settings) -> Executor | str:
@@ -126,7 +127,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
 
 def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
     """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
-    if mode == "decode" and settings.route == "stock":
+    if mode == "decode" and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED
     return executor.packs(mode)
 

@@ -14,7 +14,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
-from sgl_prefix_attn.sglang_plugin.prefix.handover import HOOKS, Handed, Handover, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks, Kind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
@@ -57,6 +57,7 @@ class PluginState:
         stock_backend: name of the stock backend of the target model.
         backends: the record of each backend, in the order of their creation, for as long as the backend lives.
         metrics_failures: updates of the Prometheus metrics that raised.
+        handover_hooks: bodies of the hooks that serve `handover`.
     """
 
     settings: Settings
@@ -67,6 +68,7 @@ class PluginState:
     stock_backend: str = ""
     backends: weakref.WeakKeyDictionary[Any, BackendRecord] = field(default_factory=weakref.WeakKeyDictionary)
     metrics_failures: int = 0
+    handover_hooks: HandoverHooks = field(default_factory=HandoverHooks)
     _owned: dict[type, Any] = field(default_factory=dict, repr=False)
     _steps: int = field(default=0, repr=False)
 
@@ -75,7 +77,7 @@ class PluginState:
         if self.handover is None:
             self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
             self.handover = Handover(kind, BatchTracker(), self.counters)
-            HOOKS.active = self.handover
+            self.handover_hooks.active = self.handover
         return self.handover
 
     def add(self, backend: Any, record: BackendRecord) -> None:
@@ -93,6 +95,11 @@ class PluginState:
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""
         return sorted({record.wraps for record in self.backends.values() if record.wraps is not None})
+
+    def routing_policies(self) -> list[str]:
+        """Names of the policies by which backends that may pack route their decode steps."""
+        records = [record for record in self.backends.values() if record.planner.never_packed is None]
+        return sorted({record.router.running for record in records})
 
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
@@ -125,7 +132,7 @@ class PluginState:
         if self.exporter is None:
             return
         try:
-            self.exporter.update(self.counters, self.wrapped())
+            self.exporter.update(self.counters, self.wrapped(), self.routing_policies())
         except Exception:  # the one guard of the metrics: their files can be full or gone, and serving goes on
             if not self.metrics_failures:
                 logger.exception("prefixpack: updating the Prometheus metrics failed; they may be wrong from now on")
@@ -151,11 +158,12 @@ def of_process(settings: Settings, sglang_version: str) -> PluginState:
 def leave() -> None:
     """Lets the hooks of this process do nothing unless a backend of ours lives here."""
     if _state is not None and not _state.backends:
-        _state.handover = HOOKS.active = None
+        _state.handover = _state.handover_hooks.active = None
 
 
 def reset() -> None:
     """Drops the state, so that the hooks of this process do nothing (tests)."""
     global _state
+    if _state is not None:
+        _state.handover_hooks.active = None
     _state = None
-    HOOKS.active = None

@@ -10,8 +10,10 @@ Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
      {"mode", "seq_lens", "query_lens", "paths": [[[id, start, end], ...], ...]},
      "running": fingerprints of the running requests' prompts; see `running_prompts`}
 
-`route` is {"setting": "auto"|"packed"|"stock", "profile": what it predicts by or null, "last": null or the last
-decision as {"route", "packed_us", "stock_us"}, "graph_sizes": batch sizes with a decode graph for either route}.
+`route` is {"setting": a policy, "policy": what decides (conservative where a profile is missing), "profile": machine
+and commit of the profile or null, "profile_from": its file, "borrowed": what it was not measured with or null,
+"margin": in percent or null, "last": null or the last decision as {"route", "packed_us", "stock_us"},
+"graph_sizes": batch sizes with a decode graph for either route}.
 The ids in `paths` number the nodes of that batch's forest; two requests share a segment if they name the same id.
 """
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.backend import live_commands, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.backend.running_prompts import RunningPrompts
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
@@ -76,6 +78,9 @@ def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **k
         return
     try:
         running = None if scheduler is None else state.own(RunningPrompts).state(scheduler.running_batch.reqs)
+        command = live_commands.command_of(args[0] if args else kwargs.get("recv_req"))
+        if command is not None:
+            result.internal_state[live_commands.ANSWER_KEY] = live_commands.answer(command, state)
         result.internal_state[KEY] = {**process_state(state), "running": running}
         state.flush_metrics()
     except Exception:  # the one guard of this hook: SGLang's own answer must arrive
@@ -88,6 +93,9 @@ def after_on_idle(result: Any, *args: Any, **kwargs: Any) -> None:
     if state is None or state.handover is None:
         return
     try:
+        for record in state.backends.values():
+            if record.router.live is not None:
+                record.router.live.idle()
         state.flush_metrics()
     except Exception:  # the one guard of this hook
         state.counters.hook_failed()

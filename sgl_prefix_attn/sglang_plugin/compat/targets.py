@@ -255,6 +255,7 @@ _BATCHES = (
         "return_logprob seq_lens seq_lens_cpu spec_algorithm tree_cache",
     ),
     *attributes_of("managers.schedule_batch.Req", "finished_reason last_node"),
+    *attributes_of("managers.schedule_batch.ReqKvInfo", "kv_committed_len", since="0.5.19"),
     *attributes_of("managers.scheduler.Scheduler", "running_batch"),
     *attributes_of(
         "model_executor.forward_batch_info.ForwardBatch",

@@ -5,11 +5,16 @@ Features are probed in the installed code. The version number only decides wheth
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import MutableMapping
+import operator
+from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from typing import Any, Final
 
+import numpy as np
+
+from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.sglang_plugin.compat import targets
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
@@ -123,6 +128,58 @@ def speculates(runner: Any) -> bool:
     """Whether the server uses speculative decoding."""
     algorithm = getattr(runner, "spec_algorithm", None)
     return algorithm is not None and not algorithm.is_none()
+
+
+def drafts_of(runner: Any) -> int:
+    """Draft tokens of each request in a verify step, the last accepted token included; 1 without speculation."""
+    return (argument(runner, "speculative_num_draft_tokens") or 1) if speculates(runner) else 1
+
+
+def has_draft_chains(runner: Any) -> bool:
+    """Whether the drafts of each request are a chain. NGRAM's need not be, whatever its breadth."""
+    return not runner.spec_algorithm.is_ngram() and (argument(runner, "speculative_eagle_topk") or 1) == 1
+
+
+def has_uniform_drafts(runner: Any) -> bool:
+    """Whether the server's verify steps are of a kind known here, with the same number of drafts in each step.
+
+    With an overlapped plan stream, metadata is made before the drafts are known. With two attention backends, either
+    may get the verify steps.
+    """
+    prefill, decode = backend_names(runner)
+    if prefill != decode:
+        return False
+    algorithm = runner.spec_algorithm
+    known = ("is_eagle", "is_standalone", "is_ngram", "is_dflash")
+    if not any(getattr(algorithm, name, bool)() for name in known) or drafts_of(runner) < 2:
+        return False
+    return not argument(runner, "speculative_adaptive") and not plans_on_another_stream()
+
+
+@functools.cache
+def keeps_committed_lens() -> bool:
+    """Whether requests keep their committed KV length in host memory, in a known place.
+
+    With overlap it lags by one verify step at most, so a request's KV is no longer than that and the drafts of a step.
+    """
+    info = getattr(importlib.import_module("sglang.srt.managers.schedule_batch"), "ReqKvInfo", None)
+    return "kv_committed_len" in getattr(info, "__dataclass_fields__", ())
+
+
+_COMMITTED_LEN = operator.attrgetter("kv.kv_committed_len")
+
+
+def committed_lens(requests: Sequence[Any]) -> Int64Array:
+    """[requests] committed KV lengths, where `keeps_committed_lens`."""
+    return np.fromiter(map(_COMMITTED_LEN, requests), np.int64, len(requests))
+
+
+def plans_on_another_stream() -> bool:
+    """Whether SGLang prepares verify steps on a stream of their own."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
+    return variable is not None and bool(variable.get())
 
 
 def has_multimodal_positions(runner: Any) -> bool:

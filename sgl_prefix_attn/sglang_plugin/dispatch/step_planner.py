@@ -19,7 +19,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
-from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_verify
+from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupported_verify
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
@@ -68,13 +68,23 @@ def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
     return StepDecision(Kind.STOCK, reason, is_graph_variant=is_graph_variant)
 
 
+def _requests(handed: Handed, forward_batch: Any) -> int:
+    """Requests of a step, without the padding of graphs where paths are known."""
+    return int(forward_batch.batch_size) if isinstance(handed.step, str) else handed.step.num_requests
+
+
+def _mode_of(forward_mode: Any) -> Mode:
+    """The kind of the steps of a decode graph runner."""
+    return "verify" if forward_mode.is_target_verify() else "decode"
+
+
 class StepPlanner:
     """Decides the steps of one backend and plans those that run packed.
 
     Args:
         executor: runs packed steps.
         layers: the model's attention layers.
-        router: routes decode steps that could run packed.
+        router: routes decode and verify steps that could run packed.
         counters: process totals.
         mixes_in_graphs: whether a size may have two graphs where some layers of the packed one are stock.
 
@@ -121,18 +131,23 @@ class StepPlanner:
         return (
             self._layers.never_packed is None
             and self._executor.runs_in_graphs
-            and self._executor.packs("decode") is None
+            and any(self._executor.packs(mode) is None for mode in _DECODES)
             and not self._router.always_stock
         )
 
     def graph_is_packed(self, forward_mode: Any) -> bool:
         """Whether SGLang's graphs of a forward mode hold packed layers: the same at capture and at replays."""
-        return forward_mode.is_decode() and bool(self._executor.planners) and self.graphs_may_be_packed
+        return (
+            (forward_mode.is_decode() or forward_mode.is_target_verify())
+            and bool(self._executor.planners)
+            and self.graphs_may_be_packed
+            and self._executor.packs(_mode_of(forward_mode)) is None
+        )
 
     def _wants_variants(self, forward_mode: Any) -> bool:
         # Packed graphs with stock layers have variants only where the stock backend can serve two graphs of a size.
         return (
-            self._router.may_change
+            self._router.may_change(_mode_of(forward_mode))
             and self.graph_is_packed(forward_mode)
             and (self._mixes_in_graphs or not self._layers.has_stock_layers)
         )
@@ -150,8 +165,12 @@ class StepPlanner:
         """
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
         may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
+        changed = self._router.watches_steps and self._router.live_step(
+            forward_batch.forward_mode.is_decode(), _requests(handed, forward_batch)
+        )
         step = last.step
-        if step is not None and handed.step is step.paths and step.continues_with(forward_batch, handed, in_graph):
+        steady = step is not None and not changed and handed.step is step.paths
+        if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
             self._executor.begin(step)
             self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
             if may_route:
@@ -184,18 +203,19 @@ class StepPlanner:
         if isinstance(paths, str):
             return paths
         planners = self._executor.planners
-        size = forward_batch.batch_size
+        size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
             return fallback_reasons.ROW_MISMATCH
         host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
         if paths.mode == "verify":
-            if self._router.always_stock:
-                return None
+            drafts = forward_batch.spec_info.draft_token_num
             assert paths.query_lens is not None
             host_lens += paths.query_lens
-        if may_route and paths.mode == "decode" and self._router.decide(paths, host_lens) is Route.STOCK:
+        if paths.mode in _DECODES and self._router.always_stock:
+            return None
+        if may_route and paths.mode in _DECODES and self._router.decide(paths, host_lens) is Route.STOCK:
             return None
         try:
             plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
@@ -203,7 +223,7 @@ class StepPlanner:
             self._counters.plan_refused()
             return fallback_reasons.PLAN_REFUSED
         tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
-        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph)
+        step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph, drafts=drafts)
         step.may_be_padded = self._executor.runs_in_graphs and paths.query_lens is not None
         if planners:
             step.kv_tokens = planners[0].kv_tokens
@@ -234,7 +254,7 @@ class StepPlanner:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:
             return fallback_reasons.TWO_BATCH_OVERLAP
         if paths.mode == "verify":
-            reason = unsupported_verify(forward_batch, self._executor.reads_trees)
+            reason = unsupported_verify(forward_batch, paths.num_requests, self._executor.reads_trees)
             if reason is not None:
                 return reason
         elif forward_batch.spec_info is not None:
@@ -254,7 +274,12 @@ class StepPlanner:
         # At least one row, even if all are padding (an idle rank that replays along): a plan cannot be empty.
         count = max(1, forward_batch.batch_size - getattr(forward_batch, "num_padding", 0))
         host_lens: Int64Array = np.maximum(lens[:count].numpy().astype(np.int64), 1)
-        plans: list[Plan] = self._executor.unshared(host_lens)
-        step = PackedStep.of(forward_batch, None, forward_batch.batch_size, host_lens, plans, in_graph=True)
+        drafts, query_lens = None, None
+        if forward_batch.forward_mode.is_target_verify():
+            drafts = forward_batch.spec_info.draft_token_num
+            host_lens, query_lens = lens_after(host_lens, drafts)
+        plans: list[Plan] = self._executor.unshared(host_lens, query_lens)
+        tokens = forward_batch.batch_size * (drafts or 1)
+        step = PackedStep.of(forward_batch, None, tokens, host_lens, plans, in_graph=True, drafts=drafts)
         self._executor.begin(step)
         return StepDecision(Kind.UNSHARED, reason, step)

@@ -1,7 +1,7 @@
-"""The route of each decode step that could run packed: packed, or as a whole on the stock backend.
+"""The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
-`sgl_prefix_attn.routing` predicts the time of both. This file selects the profile and the kernels for it, and keeps a
-route for some steps of a steady batch.
+`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady
+batch. No profile knows verify steps: where a policy predicts, the conservative rule decides them.
 """
 
 from __future__ import annotations
@@ -12,160 +12,213 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing import conservative
-from sgl_prefix_attn.routing.cost import CostModel, Kind
-from sgl_prefix_attn.routing.measured import stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_for
+from sgl_prefix_attn.routing.conservative import RULE, ConservativePolicy
+from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
+from sgl_prefix_attn.routing.policy_names import PolicyName
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
+from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
+class LiveTestError(ValueError):
+    """A live test cannot start: the message says why, and which setting to change."""
+
+
 class StepRouter:
-    """Routes decode steps of one backend, and counts them by route.
+    """Routes decode and verify steps of one backend, and counts them by route.
 
     Args:
         settings: settings in force.
         counters: totals of the process.
-        executor: runs packed steps; the attention shape of its first planner represents all layers.
+        executor: runs packed steps.
         stock_name: the stock backend's name.
         stock: the stock backend.
+        store: profiles to choose from; None: those of this machine.
+        dtype: of queries: bf16, fp16 or fp32.
 
     Raises:
         ProfileError: `route_profile` cannot be read or is invalid.
     """
 
-    def __init__(self, settings: Settings, counters: Counters, executor: Executor, stock_name: str, stock: Any) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        counters: Counters,
+        executor: Executor,
+        stock_name: str,
+        stock: Any,
+        store: ProfileStore | None = None,
+        dtype: str = "bf16",
+    ) -> None:
         self.setting = settings.route
-        self._own_margin = settings.route_margin
+        self.name: PolicyName = settings.policy
         self._counters = counters
-        self._executor = executor
-        self._stock_name, self._stock = stock_name, stock
-        self._own_profile: Profile | None = None
-        self._profile: Profile | None = None  # in use
+        if store is None:
+            store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
+        self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype)
         self._router: Router | None = None
+        self._verify_router: Router | None = None
         self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
         self._age = 0
-        if settings.route == "auto" and settings.route_profile is not None:
-            self._own_profile = load_profile(settings.route_profile)
-        self._decides = settings.route == "auto" and (self._own_profile is not None or executor.kernels != "cpu")
+        self._decides = self.name.fixed is None
+        self._decides_verify = self._decides and executor.kernels != "cpu"
+        self._executor = executor
+        self.live: LiveTest | None = None
+        self._arm: int | None = None  # of the present step in a live test
+
+    # Live tests -----------------------------------------------------------------------------------------------------
+
+    def start_live(self, plan: LivePlan) -> LiveTest:
+        """Starts an A/B test.
+
+        Raises:
+            LiveTestError: a test is running, or decode steps of this server cannot change routes.
+        """
+        if self.live is not None and self.live.status == RUNNING:
+            raise LiveTestError("a live test is running; wait for its end, or stop it")
+        if not self.policies.ready:
+            raise LiveTestError("no decode step has run yet: send the server a request first")
+        if self.always_stock or (self._executor.runs_in_graphs and not self.may_change("decode")):
+            raise LiveTestError(
+                f"decode steps of this server have one route (route = {self.setting}), and its graphs hold that one "
+                "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
+            )
+        first, second = (Router(self.policies.policy(name)) for name in plan.names())
+        self.live = LiveTest(plan, (first, second), StepClock(cuda=torch.cuda.is_available()))
+        return self.live
+
+    def live_step(self, is_decode: bool, requests: int) -> bool:
+        """A forward begins in a live test. Returns whether its policy is another than that of the last decode step."""
+        live = self.live
+        if live is None or live.status != RUNNING:
+            arm = None
+        else:
+            arm = live.step(is_decode, requests)
+            if not is_decode:
+                return False
+        changed = arm != self._arm
+        if changed:
+            self._arm, self._stock_paths = arm, None
+        return changed
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether `live_step` has to be called: a test runs, or its last arm has to be left."""
+        return self._arm is not None or (self.live is not None and self.live.status == RUNNING)
+
+    # Decisions ------------------------------------------------------------------------------------------------------
 
     @property
     def always_stock(self) -> bool:
-        """Whether no decode step ever runs packed."""
-        return self.setting == "stock"
+        """Whether no decode or verify step ever runs packed."""
+        return self.name.fixed == "stock"
+
+    def may_change(self, mode: Mode) -> bool:
+        """Whether steps of a kind, decode or verify, may go either way. Valid once the layers are known."""
+        return self._router_of(mode) is not None
 
     @property
-    def may_change(self) -> bool:
-        """Whether decode steps may go either way. Valid once the layers are known."""
-        return self._usable_router() is not None
+    def running(self) -> str:
+        """The policy that decides, by name."""
+        return self.policies.running(self.name)
 
     def state(self) -> dict[str, Any]:
-        """The setting, the profile in use and the last decision, as JSON-able values."""
-        last = None if self._router is None else self._router.last
+        """The setting, the policy and profile in use and the last decision, as JSON-able values."""
+        router = self._verify_router or self._router
+        last = None if router is None else router.last
         return {
             "setting": self.setting,
-            "profile": None if self._profile is None else f"{self._profile.machine}, commit {self._profile.commit}",
-            "last": last
-            and {
-                "route": last.route.value,
-                "packed_us": last.packed_us and round(last.packed_us, 2),
-                "stock_us": last.stock_us and round(last.stock_us, 2),
-            },
+            "policy": self.running,
+            **self.policies.state(),
+            "last": None if last is None else decision_state(last),
+            "live": None if self.live is None else self._live_state(self.live),
+        }
+
+    def _live_state(self, live: LiveTest) -> dict[str, Any]:
+        return {
+            "status": live.status,
+            "arms": list(live.plan.arms),
+            "running": [self.policies.running(name) for name in live.plan.names()],
+            "arm": self._arm,
+            "would": live.would,
+            "last": [None if router.last is None else decision_state(router.last) for router in live.routers],
         }
 
     def stays_packed(self) -> None:
         """Counts a step that could go either way and reuses the packed step before it."""
-        if self._router is not None:
-            self._counters.routed_steps["packed"] += 1
+        if self._router is not None or self._arm is not None:
+            self._count(Route.PACKED)
 
     def stays_stock(self, paths: StepPaths | str) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
-        if isinstance(paths, str) or paths.mode != "decode":
+        if isinstance(paths, str) or paths.mode not in ("decode", "verify"):
             return False
         if not self.always_stock:
             if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
                 return False
             self._age += 1
-        self._counters.routed_steps["stock"] += 1
+        self._count(Route.STOCK)
         return True
 
     def decide(self, paths: StepPaths, host_lens: Int64Array) -> Route:
-        """The route of a decode step.
+        """The route of a decode or verify step.
 
         Args:
-            host_lens: [requests] KV lengths.
+            host_lens: [requests] KV lengths, including the tokens of this step.
         """
         self._stock_paths = None
-        router = self._usable_router()
+        arm, live = self._arm if paths.mode == "decode" else None, self.live
+        router = self._router_of(paths.mode) if arm is None or live is None else live.routers[arm]
         if router is None:
             return Route.PACKED
         route = router.decide(paths.forest, host_lens)
-        self._counters.routed_steps[route.value] += 1
+        if arm is not None and live is not None:
+            live.decided(paths.forest, host_lens, arm, route)
+        self._count(route)
         if route is Route.STOCK:
             self._stock_paths, self._age = paths, 0
         return route
 
+    def _count(self, route: Route) -> None:
+        self._counters.routed_steps[route.value] += 1
+        if self._arm is not None and self.live is not None:
+            self.live.took(route is Route.PACKED)
+            self._counters.arm_steps["AB"[self._arm]] += 1
+
+    def _router_of(self, mode: Mode) -> Router | None:
+        if mode != "verify":
+            return self._usable_router()
+        if self._verify_router is None and self._decides_verify and self._executor.planners:
+            shape = self._executor.planners[0].shape
+            predicts = self.name.predicts
+            self._verify_router = Router(ConservativePolicy(shape) if predicts else self.policies.policy(self.name))
+            if predicts:
+                logger.info("prefixpack: a verify step runs packed only if %s", RULE)
+        return self._verify_router
+
     def _usable_router(self) -> Router | None:
-        if self._router is None and self._decides and self._executor.planners:
-            self._router = self._make_router(self._executor.planners[0].shape)
+        """The router; None while the layers are unknown, and for good if every step runs packed."""
+        if self._router is None and self._decides and self.policies.ready:
+            policy = self.policies.policy(self.name)
+            if isinstance(policy, FixedPolicy):
+                self._decides = False
+            else:
+                self._router = Router(policy)
         return self._router
 
-    def _make_router(self, shape: ModelShape) -> Router | None:
-        """The router; None, for good, if the profile has no cost of the kernels."""
-        kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
-        gpu = _gpu_name()
-        profile = self._own_profile or shipped_profile_for(gpu, self._executor.kernels, kernel, shape.kv_bytes)
-        if profile is None:
-            logger.warning(
-                "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; measure the GPU with "
-                "`python -m benchmarks.kernel.gpu_attention`, fit a profile with `python -m sgl_prefix_attn route fit` "
-                "and set route_profile",
-                gpu,
-                conservative.RULE,
-            )
-            return Router(conservative.ConservativePolicy(shape))
-        packed = self._cost(profile, "packed", self._executor.kernels)
-        stock = self._cost(profile, "stock", kernel)
-        if packed is None or stock is None:
-            self._decides = False
-            return None
-        self._profile = profile
-        own, found = self._own_margin, profile.margin(self._executor.kernels, kernel)
-        margin = found if own is None else own
-        logger.info(
-            "prefixpack: decode steps go where they are predicted to be faster, by a profile of %s (commit %s), margin "
-            "%d %%",
-            profile.machine,
-            profile.commit,
-            margin,
-        )
-        if shape.kv_bytes != profile.kv_bytes:
-            logger.info(
-                "prefixpack: the profile was measured with %d-bit KV; of %d bits, predictions know the bytes alone",
-                8 * profile.kv_bytes,
-                8 * shape.kv_bytes,
-            )
-        return Router(CostPolicy(packed, stock, shape, margin / 100))
 
-    def _cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
-        cost = profile.cost(kind, kernel)
-        if cost is None:
-            logger.warning(
-                "prefixpack: the routing profile has no cost of %s kernel %r, so all decode steps run packed; fit one "
-                "with `python -m sgl_prefix_attn route fit`, or set route to packed or stock",
-                kind,
-                kernel,
-            )
-        return cost
-
-
-def _gpu_name() -> str:
-    """CUDA's name of the current GPU; that of an H200 where interpreted kernels replace one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
+def decision_state(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON-able values."""
+    return {
+        "route": decision.route.value,
+        "packed_us": decision.packed_us and round(decision.packed_us, 2),
+        "stock_us": decision.stock_us and round(decision.stock_us, 2),
+    }

@@ -61,7 +61,7 @@ def _unset(*keys: str) -> tuple[str, ...]:
 
 _WRAP_ALL = ((variable_name("wrap"), "1"),)
 _OTHER_BACKEND = f"Start with --attention-backend {', '.join(WRAPPABLE[:-1])} (GPU) or {WRAPPABLE[-1]} (CPU)"
-_CHANGES: dict[str, Change] = {
+CHANGES: dict[str, Change] = {
     NOT_WRAPPED: Change("Set PREFIXPACK_WRAP=1 in the environment of the server's process.", variables=_WRAP_ALL),
     NOT_WRAPPABLE: Change(f"{_OTHER_BACKEND}, and PREFIXPACK_WRAP=1."),
     reasons.UNKNOWN_STOCK: Change("Remove the plug-in that replaces SGLang's attention backend."),
@@ -77,7 +77,8 @@ _CHANGES: dict[str, Change] = {
     reasons.PDMUX: Change("Leave out --enable-pdmux, and measure.", without=("--enable-pdmux",)),
     reasons.DECODE_CONTEXT_PARALLEL: Change("Leave out --dcp-size, and measure.", without=("--dcp-size",)),
     reasons.SPECULATIVE: Change(
-        "Leave out the options of speculative decoding, and measure: speculation may gain more than packing.",
+        "Set pack_verify to true, which is not measured yet; or leave out the options of speculative decoding, and "
+        "measure: speculation may gain more than packing.",
         without=("--speculative-",),
     ),
     reasons.DISABLED: Change(
@@ -100,7 +101,7 @@ _CHANGES: dict[str, Change] = {
 
 def change_for(reason: str) -> Change:
     """What to change about a reason. For a property of the model the answer is: nothing."""
-    known = _CHANGES.get(reason)
+    known = CHANGES.get(reason)
     if known is None:
         known = Change(f"Nothing: a property of this model or device ({explained(reason)}).")
     return Change(known.text, reason, known.variables, known.unset, known.without)

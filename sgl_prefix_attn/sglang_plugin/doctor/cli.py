@@ -40,14 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say which steps and layers of a server would run packed, which would not and why, and what to change. "
         "Reads SGLang's launch arguments and the environment; starts no server and loads no weights."
     )
-    parser.usage = "%(prog)s [-h] [--json] [launch arguments of SGLang ...]"
+    parser.usage = "%(prog)s [-h] [--json] [--reasons] [launch arguments of SGLang ...]"
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--reasons", action="store_true", help="print every fallback reason and what to do about it")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.reasons:
+        from sgl_prefix_attn.sglang_plugin.doctor import reference
+
+        print(reference.markdown())
+        return 0
     arguments = [argument for argument in args.more if argument != "--"]
     if importlib.util.find_spec("sglang") is None:
         return _unusable("SGLang is not installed in this environment")

@@ -15,12 +15,13 @@ import torch
 
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.measured import stock_kernel
-from sgl_prefix_attn.routing.profile import shipped_profile_for
+from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
 from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales, stock_name
+from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import gpu_name
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
@@ -155,21 +156,25 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
 
 def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
     reason = eligibility.never_packs(executor, settings, mode)
-    routed = mode == "decode" and reason is None and settings.route == "auto" and executor.kernels != "cpu"
+    fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
+    routed = mode == "decode" and reason is None and not fixed
     return Answer(reason, _route(executor, runner, settings, decode) if routed else "")
 
 
 def _route(executor: Executor, runner: Any, settings: Settings, decode: str | None) -> str:
     """What decides about each decode step on a GPU."""
+    if settings.route != "auto":
+        return f"if {settings.route}"
     if settings.route_profile is not None:
         return f"where the profile {settings.route_profile} predicts the shorter time"
     name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
-    gpu = torch.cuda.get_device_name()
+    gpu, capability = gpu_name()
     shape = next((layer_shape(layer, runner.kv_cache_dtype) for layer in runner.model), None)
     if shape is not None:
-        kernel = stock_kernel(name, shape, None)
-        if shipped_profile_for(gpu, executor.kernels, kernel, shape.kv_bytes) is not None:
-            return f"where the profile of the {gpu} predicts the shorter time"
+        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, stock_kernel(name, shape, None))
+        found = ProfileStore.read().find(facts)
+        if found is not None:
+            return f"where the {found.stored} of the {gpu} predicts the shorter time"
     return f"without a routing profile for the {gpu}: if {conservative.RULE}"
 
 

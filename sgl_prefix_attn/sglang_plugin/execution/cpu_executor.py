@@ -37,12 +37,14 @@ class CpuExecutor:
         self._req_to_token_pool = runner.req_to_token_pool
         self._workspace = PartialWorkspace()
 
-    def reserve_graphs(self, max_batch: int) -> None:
+    def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Nothing to reserve: no graph holds CPU layers."""
 
     def packs(self, mode: Mode) -> str | None:
-        setting = "decode" if mode == "verify" else mode
-        return None if getattr(self._settings, f"pack_{setting}") else fallback_reasons.DISABLED
+        wanted = getattr(self._settings, f"pack_{mode}")
+        if mode == "verify" and wanted == "auto":
+            wanted = self._settings.pack_decode
+        return None if wanted else fallback_reasons.DISABLED
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
         return None
@@ -67,7 +69,7 @@ class CpuExecutor:
             return None
         return np.array(forward_batch.seq_lens.numpy(), dtype=np.int64)
 
-    def unshared(self, host_lens: Int64Array) -> list[Plan]:
+    def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
         raise NotImplementedError("CPU steps are never part of a captured graph")
 
     def begin(self, step: PackedStep) -> None:

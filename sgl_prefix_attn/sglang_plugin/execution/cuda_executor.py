@@ -24,6 +24,8 @@ from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import (
@@ -53,7 +55,7 @@ class _ShapeState:
         unshared: plans batches without sharing.
         no_split: as `unshared`, but never splits the KV of a request; needs the smallest buffers.
         loaded: the plan on the device. The reference keeps its identity unique.
-        graph_out: [largest graph batch, q heads * head dim] output of the layers of captured graphs.
+        graph_out: [rows of the largest graph, q heads * head dim] output of the layers of captured graphs.
     """
 
     shape: ModelShape
@@ -77,11 +79,13 @@ class CudaExecutor:
     """
 
     runs_in_graphs = True
-    reads_trees = False
 
     def __init__(self, runner: Any, settings: Settings, kernels: Kernels) -> None:
         self.planners: list[Planner] = []
         self.kernels = kernels.name
+        self.reads_trees = kernels.reads_trees
+        self._drafts = versions.drafts_of(runner)
+        self._no_verify = unsupported_server(runner, kernels.reads_trees)
         self._settings = settings
         self._kernels = kernels
         self._model_dtype = runner.dtype
@@ -90,26 +94,28 @@ class CudaExecutor:
         # Tokens that a tail may grow under one plan: the planner replans at `replan_growth`, but sees few steps.
         self._growth = settings.replan_growth + STEPS_BETWEEN_PLANS
         self._graph_batch = 0
+        self._graph_tokens = 0
         self._shapes: list[_ShapeState] = []
         self._sealed = False
         self._unshared_forests: dict[int, PrefixForest] = {}
 
     # Before the first step ------------------------------------------------------------------------------------------
 
-    def reserve_graphs(self, max_batch: int) -> None:
-        if max_batch <= self._graph_batch:
+    def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
+        if max_batch <= self._graph_batch and max_tokens <= self._graph_tokens:
             return
-        self._graph_batch = max_batch
+        self._graph_batch = max(max_batch, self._graph_batch)
+        self._graph_tokens = max(max_tokens, self._graph_tokens)
         # SGLang captures all its graphs after this, so no graph holds the addresses of earlier buffers.
         for state in self._shapes:
             self._reallocate(state)
 
     def packs(self, mode: Mode) -> str | None:
-        if mode == "verify":
-            return fallback_reasons.SPECULATIVE  # no kernel takes the rows of several drafts
         wanted = getattr(self._settings, f"pack_{mode}")
         if wanted == "auto":
-            return fallback_reasons.COMPUTE_BOUND
+            return fallback_reasons.SPECULATIVE if mode == "verify" else fallback_reasons.COMPUTE_BOUND
+        if wanted and mode == "verify":
+            return self._no_verify
         return None if wanted else fallback_reasons.DISABLED
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
@@ -165,13 +171,13 @@ class CudaExecutor:
     def _buffers(
         self, shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> tuple[Any, torch.Tensor]:
-        limits = self._limits()
+        limits = self._limits(shape)
         step = self._kernels.make_step(shape, dtype, device, limits, kv_dtype)
         # No plan has the padded rows of a graph's batch, so no kernel writes them. They must be finite nevertheless:
         # a per-tensor quantization in a later layer would spread NaN to all rows. So all layers and graphs share one
         # output that starts with zeros and at worst holds old results. Sharing is safe because the next layer's
         # attention runs after the consumer of this layer's output.
-        graph_out = torch.zeros(self._graph_batch, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
+        graph_out = torch.zeros(self._graph_tokens, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
         size = 4 * (limits.kv_slots + limits.partial_slots * shape.q_heads * (shape.head_dim + 1))
         logger.info(
             "prefixpack: %s kernels; buffers for %s: %s, about %.0f MiB",
@@ -182,22 +188,26 @@ class CudaExecutor:
         )
         return step, graph_out
 
-    def _limits(self) -> StepLimits:
+    def _limits(self, shape: ModelShape) -> StepLimits:
         """Capacity of the buffers.
 
-        A graph has no fallback, so a `no_split` plan of the largest graph must always fit. It has one work tile a
-        request, no partial results, and at most the whole context of each request as KV slots.
+        A graph has no fallback, so a `no_split` plan of the largest graph must always fit. It has no partial results,
+        as many work tiles a request as its rows fill, and for each at most the whole context as KV slots.
         """
         rows, context = self._req_to_token_pool.req_to_token.shape
         batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
-        queries = max(batch, rows) + self._prefill_tokens
+        tokens = self._graph_tokens or batch * self._drafts
+        most_rows = min(self._settings.max_tile_rows, self._kernels.max_tile_rows)
+        widest = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group, max_tile_rows=most_rows).tile_rows[-1]
+        tiles = -(-self._drafts // max(1, widest // shape.group))
+        queries = max(tokens, rows) + self._prefill_tokens
         return StepLimits(
             queries=queries,
             items=4 * queries + 8192,
-            kv_slots=batch * (context + self._growth),
+            kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
-            # only small batches need many splits.
-            partial_slots=6 * batch + 4096 + 2 * self._prefill_tokens,
+            # only small batches need many splits. Drafts make partial results large.
+            partial_slots=(6 if self._drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------
@@ -205,15 +215,21 @@ class CudaExecutor:
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
         return lens_of_batch(forward_batch, handed, count)
 
-    def unshared(self, host_lens: Int64Array) -> list[Plan]:
+    def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
         forest = self._unshared_forest(len(host_lens))
         plans = []
         for state in self._shapes:
-            plan = state.unshared.plan(forest, host_lens)
+            plan = state.unshared.plan(forest, host_lens, query_lens)
             limits = state.step.limits
-            too_large = len(plan.items) > limits.items or plan.num_slots > limits.partial_slots
+            most_slots = plan.kv_tokens_packed + len(plan.items) * self._growth
+            too_large = (
+                len(plan.items) > limits.items
+                or plan.num_slots > limits.partial_slots
+                # Without drafts each request is read once, for which there is always room.
+                or (query_lens is not None and most_slots > limits.kv_slots)
+            )
             if too_large or unmergeable(plan) is not None:
-                plan = state.no_split.plan(forest, host_lens)
+                plan = state.no_split.plan(forest, host_lens, query_lens)
             plans.append(plan)
         return plans
 
@@ -232,7 +248,7 @@ class CudaExecutor:
                 state.loaded = None  # load may raise
                 state.step.load(plan, step.host_lens, self._growth)
                 state.loaded = plan
-            state.step.prepare(table, rows, seq_lens)
+            state.step.prepare(table, rows, seq_lens, step.visible)
 
     def memory_resumed(self) -> None:
         for state in self._shapes:

@@ -32,8 +32,8 @@ class Executor(Protocol):
     runs_in_graphs: bool
     reads_trees: bool
 
-    def reserve_graphs(self, max_batch: int) -> None:
-        """Called once, before `shape_index`, if graphs of up to `max_batch` requests will be captured."""
+    def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
+        """Called once, before `shape_index`, if graphs of so many requests and tokens at most will be captured."""
 
     def packs(self, mode: Mode) -> str | None:
         """The reason why steps of this kind do not run packed, None if they do."""
@@ -57,8 +57,13 @@ class Executor(Protocol):
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
         """[count] copy of the lengths of the first `count` requests; None if the batch is not the one handed over."""
 
-    def unshared(self, host_lens: Int64Array) -> list[Plan]:
-        """Plans without sharing, one for each shape index: every request reads its own KV."""
+    def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
+        """Plans without sharing, one for each shape index: every request reads its own KV.
+
+        Args:
+            host_lens: [requests] KV lengths.
+            query_lens: [requests] new tokens; None: one each.
+        """
 
     def begin(self, step: PackedStep) -> None:
         """Makes a step ready for its layers.

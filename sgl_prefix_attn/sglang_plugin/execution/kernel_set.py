@@ -31,6 +31,7 @@ class Kernels:
         head_dims: supported head sizes; None: all that `layer_support` accepts.
         max_tile_rows: largest row tile of a plan.
         whole_words: whether rows must be aligned to, and a multiple of, 16 bytes.
+        reads_trees: whether the kernels read masks of visible drafts.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kernels:
     head_dims: tuple[int, ...] | None
     max_tile_rows: int
     whole_words: bool
+    reads_trees: bool = False
 
     def unsupported_reason(self, head_dim: int, cache: torch.Tensor) -> str | None:
         """The reason why these kernels cannot run layers with this head size and K or V buffer, None if they can."""
@@ -64,7 +66,15 @@ class Kernels:
 
 
 def native_kernels() -> Kernels:
-    return Kernels("native", GpuStep, tuple(cuda_step.DTYPES), cuda_step.HEAD_DIMS, max_tile_rows=128, whole_words=True)
+    return Kernels(
+        "native",
+        GpuStep,
+        tuple(cuda_step.DTYPES),
+        cuda_step.HEAD_DIMS,
+        max_tile_rows=128,
+        whole_words=True,
+        reads_trees=True,
+    )
 
 
 def triton_kernels() -> Kernels:

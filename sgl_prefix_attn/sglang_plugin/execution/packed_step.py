@@ -64,13 +64,14 @@ class PackedStep:
         plans: list[Plan],
         *,
         in_graph: bool,
+        drafts: int | None = None,
     ) -> PackedStep:
-        """The step of a ForwardBatch."""
+        """The step of a ForwardBatch. drafts: of each request, in a verify step."""
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         step = cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
-        if paths is not None and paths.mode == "verify":
-            step.seq_lens = seq_lens + num_tokens // paths.num_requests
-            step.visible = visible_positions(forward_batch.spec_info)
+        if drafts is not None:
+            step.seq_lens = seq_lens + drafts
+            step.visible = visible_positions(forward_batch.spec_info, seq_lens[: len(host_lens)])
         return step
 
     def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:
@@ -119,10 +120,12 @@ class PackedStep:
 def lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
     """Host lengths of the first `count` requests without a device access; None if the batch is another one.
 
-    Lengths identify the requests. The ForwardBatch is a copy of the batch that was handed over, perhaps with padding
-    behind it, and a step must not read device tensors.
+    Lengths identify the requests, unless they are bounds. The ForwardBatch is a copy of the batch that was handed over,
+    perhaps with padding behind it, and a step must not read device tensors.
     """
     lens = forward_batch.seq_lens_cpu
+    if lens is None and handed.bounds:
+        lens = handed.seq_lens
     if lens is None or handed.seq_lens is None or lens.shape[0] < count or handed.seq_lens.shape[0] != count:
         return None
     # A copy, because SGLang writes the lengths of the next step to the same memory.

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, int64_array
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import Known, TreeMirror
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Unreadable, reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -212,10 +213,13 @@ class BatchTracker:
         if useless is not None:
             self._decode = None
             return useless
-        if batch.seq_lens_cpu is None:
-            return fallback_reasons.NO_HOST_LENGTHS
         requests = list(batch.reqs)
-        prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
+        if batch.seq_lens_cpu is not None:
+            prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
+        elif drafts is not None and versions.keeps_committed_lens():
+            prefix_lens = versions.committed_lens(requests)
+        else:
+            return fallback_reasons.NO_HOST_LENGTHS
         if drafts is None:
             prefix_lens -= 1  # lengths of a verify batch have none of the step's tokens
         state = self._continued(requests, drafts, prefix_lens, mirror)

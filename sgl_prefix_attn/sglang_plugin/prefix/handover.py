@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -33,11 +36,13 @@ class Handed(NamedTuple):
         step: the paths, or a key of `fallback_reasons.EXPLANATIONS`.
         rows: the batch's req_pool_indices, which identify the batch.
         seq_lens: the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
+        bounds: whether SGLang keeps no lengths in host memory, and `seq_lens` are upper bounds of a verify batch.
     """
 
     step: StepPaths | str
     rows: Any = None
     seq_lens: Any = None
+    bounds: bool = False
 
 
 NOTHING = Handed(fallback_reasons.NO_PATHS)
@@ -84,7 +89,12 @@ class Handover:
         """Reads a batch's paths; never raises."""
         start = time.perf_counter()
         try:
-            handed = Handed(self._tracker.step(batch), batch.req_pool_indices, batch.seq_lens_cpu)
+            step = self._tracker.step(batch)
+            handed = Handed(step, batch.req_pool_indices, batch.seq_lens_cpu)
+            if batch.seq_lens_cpu is None and not isinstance(step, str) and step.query_lens is not None:
+                # The verify step before may still run, and commit as many tokens as this one at most.
+                lens = versions.committed_lens(batch.reqs) + step.query_lens
+                handed = handed._replace(seq_lens=torch.from_numpy(lens), bounds=True)
         except Exception:  # the guard of the hook bodies: the step uses the stock backend
             self._counters.hook_failed()
             handed = Handed(fallback_reasons.HOOK_FAILED)
@@ -118,7 +128,7 @@ class Handover:
 
 
 class HandoverHooks:
-    """Hook bodies that hand over the paths of this process's steps.
+    """Hook bodies that hand over the paths of this process's steps. SGLang has them before a backend exists.
 
     Attributes:
         active: what the hooks work for; None where no prefixpack backend exists: then they do nothing.
@@ -145,7 +155,3 @@ class HandoverHooks:
             return original(runner, *args, **kwargs)
         with self.active.handed_over(handed):
             return original(runner, *args, **kwargs)
-
-
-# One per process: SGLang's hooks are registered before a backend exists, and stay.
-HOOKS = HandoverHooks()

@@ -25,6 +25,7 @@ class Counters:
         one_token_steps: prefill (extend) and mixed steps with one token a request that ran as decode steps.
         routed_steps: decode steps that could run packed or on the stock backend, by where they were sent (packed,
             stock). Those sent to the stock backend are no fallbacks.
+        arm_steps: routed decode steps of live A/B tests, by arm (A, B).
         fallbacks: by reason; a step that went to the stock backend counts once, and so does, in a packed step, each
             layer that did, and a step of a packed graph that ran without sharing.
     """
@@ -36,6 +37,7 @@ class Counters:
     steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0, verify=0))
     one_token_steps: Counter[str] = field(default_factory=lambda: Counter(extend=0, mixed=0))
     routed_steps: Counter[str] = field(default_factory=lambda: Counter(packed=0, stock=0))
+    arm_steps: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
@@ -110,6 +112,7 @@ class Counters:
             "steps_packed": dict(self.steps_packed),
             "one_token_steps": dict(self.one_token_steps),
             "routed_steps": dict(self.routed_steps),
+            "arm_steps": dict(self.arm_steps),
             "fallbacks": dict(self.fallbacks),
         }
 

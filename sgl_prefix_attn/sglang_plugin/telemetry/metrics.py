@@ -116,6 +116,7 @@ METRICS = (
         "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
         label="route",
     ),
+    Metric("arm_steps_total", "Routed decode steps of live A/B tests, by arm: A or B.", label="arm"),
     Metric("fallbacks_total", "Steps, or layers of packed steps, on the stock backend, by reason.", label="reason"),
     Metric(
         "kv_read_ratio",
@@ -123,6 +124,7 @@ METRICS = (
         kind="gauge",
     ),
     Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
+    Metric("route_policy", "1 for each routing policy that decides decode steps, by name.", "gauge", "policy"),
 )
 
 
@@ -138,6 +140,7 @@ class MetricsExporter:
     labels: dict[str, str]
     registry: Any = None
     _last_read: tuple[int, int] = field(default=(0, 0), repr=False)
+    _policies: set[str] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         self._metrics = MetricSet(METRICS, self.labels, self.registry)
@@ -162,11 +165,12 @@ class MetricsExporter:
             labels["dp_rank"] = str(dp_rank)
         return cls(labels)
 
-    def update(self, counters: Counters, wrapped: Sequence[str] = ()) -> None:
+    def update(self, counters: Counters, wrapped: Sequence[str] = (), policies: Sequence[str] = ()) -> None:
         """Brings the metrics up to date. Takes some microseconds, so it is not called in every step.
 
         Args:
             wrapped: names of the stock backends that run wrapped.
+            policies: names of the routing policies in use.
         """
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
@@ -174,6 +178,7 @@ class MetricsExporter:
         routed = counters.routed_steps
         old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
         values["routed_steps_total"] = {**routed, **old}
+        values["arm_steps_total"] = dict(counters.arm_steps)
         values["fallbacks_total"] = dict(counters.fallbacks)
         read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request
         read_before, per_request_before = self._last_read
@@ -181,6 +186,8 @@ class MetricsExporter:
             values["kv_read_ratio"] = (read - read_before) / (per_request - per_request_before)
         self._last_read = (read, per_request)
         values["wrapped"] = dict.fromkeys(wrapped, 1.0)
+        values["route_policy"] = {**dict.fromkeys(self._policies, 0.0), **dict.fromkeys(policies, 1.0)}
+        self._policies.update(policies)
         self._metrics.update(values)
 
 

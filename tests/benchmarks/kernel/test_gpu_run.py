@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
 from benchmarks.kernel.gpu_case_run import CaseRun
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture, KvPool, pool_elements
 from benchmarks.kernel.gpu_report import OURS, Results, best_of, fraction_of_limit, ratio
-from benchmarks.kernel.gpu_timing import Times
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture, KvPool, pool_elements
+from sgl_prefix_attn.calibration.kernels.timing import Times
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.measured import read_results
 from sgl_prefix_attn.testing.reference import reference_attention
@@ -74,10 +74,10 @@ def case() -> Case:
     return make_case("random/small", (8, 2), *random_forest(0, 12, 3, 20, 10))
 
 
-def run_case(case: Case, *ways: Baseline, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def run_case(case: Case, *baselines: Baseline, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     torch.manual_seed(0)
     pool = KvPool(pool_elements([case]), CPU, kv_dtype)
-    return CaseRun(case, list(ways), pool, FakeTimer(), 4e12).row()  # type: ignore[arg-type]
+    return CaseRun(case, list(baselines), pool, FakeTimer(), 4e12).row()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
@@ -102,9 +102,9 @@ def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case)
         DenseBaseline("triton", [1.0], broken=(1.0,)), DenseBaseline("flashinfer_decode_cc", [8.0]),
         DenseBaseline("flashinfer_cascade", []),
     )  # fmt: skip
-    assert "wrong result" in row["ways"]["fa3"]["failed"]
-    assert row["ways"]["triton"]["failed"] == "NotImplementedError: no kernel for 1.0"
-    assert "flashinfer_cascade" not in row["ways"]
+    assert "wrong result" in row["baselines"]["fa3"]["failed"]
+    assert row["baselines"]["triton"]["failed"] == "NotImplementedError: no kernel for 1.0"
+    assert "flashinfer_cascade" not in row["baselines"]
     assert best_of(row) == ("flashinfer_decode_cc", 8.0)
     assert ratio(row) == 8.0 / 5.0
     assert fraction_of_limit(row) == row["limits"]["limit_us"] / 5.0

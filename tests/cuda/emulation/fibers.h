@@ -16,6 +16,7 @@ namespace emulation {
 
 constexpr int kMaxBlockThreads = 256;
 constexpr int kWarpThreads = 32;
+constexpr size_t kStackBytes = 128 * 1024;
 
 // When asynchronous copies land: at once, or at the wait. Correct code gives the same result for both.
 enum class Copies { kEarly, kLate };
@@ -45,7 +46,6 @@ struct Fiber {
   ucontext_t context;  // of its begin; later switches go by jumps, which make no system calls
   jmp_buf place;
   bool begun = false;
-  std::vector<char> stack;
   // What the fiber waits for: a counter of the emulation, or a semaphore of the kernels, that is at least `least`.
   const uint64_t* counter = nullptr;
   const int32_t* semaphore = nullptr;
@@ -87,6 +87,7 @@ struct Block {
 struct Machine {
   Copies copies = Copies::kLate;
   std::vector<std::unique_ptr<Block>> blocks;
+  size_t fibers = 0;
   Fiber* current = nullptr;
   jmp_buf scheduler;
   std::string failure;
@@ -145,6 +146,7 @@ inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6]
   warp.lines[set][fiber.thread % kWarpThreads] = line;
   ++warp.arrived[set];
   wait_at_least(&warp.arrived[set], kWarpThreads * (number / 2 + 1));
+  if (fiber.thread % kWarpThreads != 0) return warp.words[set];  // the first lane compares for all
   for (int other : warp.lines[set]) {
     if (other != line) fail("lanes of a warp meet at lines " + std::to_string(line) + " and " + std::to_string(other));
   }
@@ -189,6 +191,13 @@ inline void fiber_main() {
   yield();
 }
 
+// Stacks are kept for the next launch: fresh memory costs a page fault per page.
+inline char* stack_of(size_t fiber) {
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() <= fiber) stacks.emplace_back(new char[kStackBytes]);
+  return stacks[fiber].get();
+}
+
 inline void add_block(Machine& machine, const Launch& launch, int index) {
   auto block = std::make_unique<Block>();
   block->launch = &launch;
@@ -198,12 +207,11 @@ inline void add_block(Machine& machine, const Launch& launch, int index) {
   block->hidden.assign(block->shared.size() / 16, false);
   for (int thread = 0; thread < launch.threads; ++thread) {
     auto fiber = std::make_unique<Fiber>();
-    fiber->stack.resize(128 * 1024);
     fiber->block = block.get();
     fiber->thread = thread;
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.data();
-    fiber->context.uc_stack.ss_size = fiber->stack.size();
+    fiber->context.uc_stack.ss_sp = stack_of(machine.fibers++);
+    fiber->context.uc_stack.ss_size = kStackBytes;
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, fiber_main, 0);
     block->fibers.push_back(std::move(fiber));

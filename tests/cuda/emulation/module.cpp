@@ -79,13 +79,13 @@ void run_head_dim(const KernelParams& params, const Run& run) {
 }
 
 // q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
-// seq_lens: lengths of the step. fan_in, warp_ctas: see serialize_plan.
+// seq_lens: lengths of the step. visible: see AttentionParams, or None. fan_in, warp_ctas: see serialize_plan.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
-               const py::object& sinks, bool bfloat16, int ctas, bool late_copies, bool warps_first, int fan_in,
-               int warp_ctas) {
+               const py::object& sinks, const py::object& visible, bool bfloat16, int ctas, bool late_copies,
+               bool warps_first, int fan_in, int warp_ctas) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   const auto head_dim = static_cast<int32_t>(q.shape(2));
@@ -98,6 +98,8 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
   std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
+  const auto visible_words = visible.is_none() ? Array<int64_t>(0) : visible.cast<Array<int64_t>>();
+  std::vector<uint64_t> hidden(plan.num_queries, ~uint64_t{0});
 
   KernelParams params{};
   AttentionParams& attention = params.attention;
@@ -118,6 +120,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.req_pool_indices = req_pool_indices.data();
   attention.seq_lens = seq_lens.data();
   attention.sinks = sinks.is_none() ? nullptr : sink_values.data();
+  attention.visible = visible.is_none() ? nullptr : reinterpret_cast<const uint64_t*>(visible_words.data());
   attention.partial_o = partial_o.data();
   attention.partial_lse = partial_lse.data();
   attention.q_heads = q_heads;
@@ -129,10 +132,14 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.v_scale = v_scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
-  params.step = {items.data(), positions.data(), slots.data(), tile_counters.data(), semaphores.data()};
+  params.step = {items.data(), positions.data(), slots.data(), tile_counters.data(), semaphores.data(), hidden.data()};
   const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
   const bool float8 = k.itemsize() == 1;
-  if (bfloat16) {
+  if (!visible.is_none()) {
+    if (!bfloat16) throw std::invalid_argument("trees are emulated with bf16 only");
+    float8 ? run_head_dim<WithTrees<Fp8Kv<ptx::BFloat16>>>(params, run)
+           : run_head_dim<WithTrees<SameDtypeKv<ptx::BFloat16>>>(params, run);
+  } else if (bfloat16) {
     float8 ? run_head_dim<Fp8Kv<ptx::BFloat16>>(params, run) : run_head_dim<SameDtypeKv<ptx::BFloat16>>(params, run);
   } else {
     float8 ? run_head_dim<Fp8Kv<ptx::Float16>>(params, run) : run_head_dim<SameDtypeKv<ptx::Float16>>(params, run);
@@ -151,8 +158,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
-        py::arg("window_left"), py::arg("sinks"), py::arg("bfloat16"), py::arg("blocks"), py::arg("late_copies"),
-        py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
+        py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("blocks"),
+        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
   m.def(
       "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
       py::arg("dividend"), py::arg("number"));

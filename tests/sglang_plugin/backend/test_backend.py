@@ -14,7 +14,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegated_members
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import Fixture, tree_masks
 
 SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
 LENGTHS = [300, 265, 205, 9]
@@ -76,15 +76,16 @@ class TestVerifySteps:
         assert batch is not None
         assert (batch["mode"], batch["seq_lens"], batch["query_lens"]) == ("verify", LENGTHS, [drafts] * 4)
 
+    @pytest.mark.parametrize("of_gpu", [False, True], ids=["mask of drafts", "mask of all positions"])
     @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 3), tuple(range(-1, 63))])
-    def test_a_draft_of_a_tree_sees_its_ancestors(self, parents: tuple[int, ...]) -> None:
+    def test_a_draft_of_a_tree_sees_its_ancestors(self, parents: tuple[int, ...], of_gpu: bool) -> None:
         drafts = len(parents)
         lengths = [length + drafts for length in LENGTHS]
         fixture = Fixture(SHARED, lengths, [drafts] * len(lengths))
         mask = torch.eye(drafts, dtype=torch.bool)
         for draft, parent in enumerate(parents[1:], 1):
             mask[draft] |= mask[parent]
-        fixture.verify(topk=2, custom_mask=mask.repeat(len(lengths), 1).flatten())
+        fixture.verify(topk=2, custom_mask=tree_masks(mask, fixture.seq_lens, of_gpu=of_gpu))
         packed = fixture.run()
         assert fixture.fallbacks == {}
         for ours, layer in zip(packed, fixture.layers, strict=True):

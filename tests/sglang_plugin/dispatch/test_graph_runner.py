@@ -20,7 +20,10 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind
+from sgl_prefix_attn.sglang_plugin.prefix import handover
 from tests.routing.profiles import write_profile
+from tests.sglang_plugin.execution.test_verify_graphs import Verify
 from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture
 
 # What the runner of one version or another looks at.
@@ -181,3 +184,25 @@ def test_without_paths_the_stock_graph_is_replayed(runner: Runner) -> None:
     runner.execute(SimpleNamespace(**vars(runner.fixture.batch), needs_forward_metadata_init=lambda: True))
     assert runner.backend.replayed[-1].variant_label == graph_variants.LABEL
     assert runner.fixture.stock.graph_calls[-1] == "replay"
+
+
+def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang loads the batch outside of ModelRunner.forward, and replays without asking for metadata again."""
+    fixture = Verify(3)
+    fixture.backend.init_cuda_graph_state(4, 12)
+    verify = Runner(fixture)
+    verify.capture_forward_mode = ForwardMode.TARGET_VERIFY
+    verify.captured_req_width = verify.num_tokens_per_bs = 3
+    capture(verify)
+    assert fixture.stock.layer_calls == 0
+    batch = fixture.batch
+    setattr(batch, handover._ATTRIBUTE, fixture.handed)
+    monkeypatch.setattr(handover.HOOKS, "active", fixture.handover)
+    handover.HOOKS.around_forward(module.DecodeCudaGraphRunner.load_batch, verify, batch)
+    assert fixture.backend.decision.kind is Kind.PACKED
+    batch.mark_forward_metadata_ready()
+    verify.execute(batch)
+    assert fixture.backend.decision.kind is Kind.PACKED
+    assert verify.backend.replayed == verify.backend.captured
+    assert fixture.state.counters.steps_packed["verify"] == 1
+    assert fixture.fallbacks == {}

@@ -74,11 +74,24 @@ class TestCapture:
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert bool(fixture.steps) == (route == "packed"), "a server that never runs packed needs no buffers"
 
-    def test_a_server_whose_kernels_the_profile_does_not_know_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
-        fixture = GpuFixture(SHARED, LENGTHS, stock_backend="torch_native", graphs=4)
+    def test_a_server_whose_kernels_its_own_profile_does_not_know_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 2.0}, kernels="native", backend="fa3")
+        settings = Settings(metrics=False, route_profile=path)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="torch_native", graphs=4)
         fixture.graphs.capture(4)
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
         assert "no cost of stock kernel 'torch_native', so all decode steps run packed" in caplog.text
+
+    @pytest.mark.parametrize(("route", "packed"), [("batch>=3", True), ("batch>=5", False)])
+    def test_policies_without_a_profile_have_both_graphs(self, route: str, packed: bool) -> None:
+        settings = Settings(metrics=False, route=route)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="torch_native", graphs=4)
+        fixture.graphs.capture(4)
+        assert len(fixture.graphs.graphs) == 2
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert routes(fixture) == {"packed": int(packed), "stock": int(not packed)}
 
     def test_without_the_hook_on_keys_there_is_no_second_graph(
         self, routed: Routed, caplog: pytest.LogCaptureFixture
@@ -239,7 +252,12 @@ def test_state_tells_how_steps_are_routed(routed: Routed) -> None:
     state = process_state(fixture.state)["route"]
     assert state == {
         "setting": "auto",
+        "policy": "cost",
         "profile": "made by hand, commit none",
+        "profile_from": f"setting profile {routed.folder / 'profile.json'}",
+        "borrowed": None,
+        "margin": 0,
+        "live": None,
         "last": {"route": "stock", "packed_us": 27.0, "stock_us": 26.4},
         "graph_sizes": [4],
     }

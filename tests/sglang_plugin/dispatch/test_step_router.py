@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.routing.profile import shipped_profile
+from sgl_prefix_attn.routing.profile import SHIPPED, ProfileError, shipped_profile
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.dispatch import step_router
+from sgl_prefix_attn.sglang_plugin.compat import rank_profiles
+from sgl_prefix_attn.sglang_plugin.dispatch import live_policy
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.routing.profiles import write_profile
@@ -32,9 +35,10 @@ def test_the_profile_is_of_the_servers_kv(
     planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
     executor: Any = SimpleNamespace(kernels="native", planners=[planner])
     routes = StepRouter(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
-    assert routes.may_change
+    assert routes.may_change("decode")
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
+    assert routes.state()["profile_from"] == f"shipped profile {SHIPPED[profile_of]}"
     assert ("measured with 16-bit KV; of 8 bits" in caplog.text) == (kv_bytes != profile_of)
 
 
@@ -43,7 +47,7 @@ def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: 
     caplog.set_level("INFO")
     executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
     settings = Settings(metrics=False, route_margin=set_by_user)
-    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change
+    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change("decode")
     expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
     assert f"margin {expected} %" in caplog.text
 
@@ -53,7 +57,7 @@ class TestWithoutAProfileForTheGpu:
 
     @pytest.fixture(params=["NVIDIA B200", "NVIDIA H200 NVL"])
     def gpu(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setattr(step_router, "_gpu_name", lambda: request.param)
+        monkeypatch.setattr(live_policy, "gpu_name", lambda: (request.param, "9.0"))
         return str(request.param)
 
     @staticmethod
@@ -63,7 +67,7 @@ class TestWithoutAProfileForTheGpu:
         )
         stock = SimpleNamespace()
         routes = StepRouter(Settings(metrics=False, **settings), Counters(), executor, "flashinfer", stock)
-        assert routes.may_change
+        assert routes.may_change("decode")
         paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
         return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
 
@@ -88,10 +92,71 @@ class TestWithoutAProfileForTheGpu:
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
         assert f"no routing profile for {gpu}, so a decode step runs packed only if at least 64" in record.getMessage()
         state = routes.state()
+        assert state["policy"] == "conservative"
         assert (state["profile"], state["last"]) == (None, {"route": "packed", "packed_us": None, "stock_us": None})
+
+    @pytest.mark.parametrize(
+        ("route", "running", "requests", "expected"),
+        [
+            ("batch>=3", "batch>=3", 2, Route.STOCK),
+            ("batch>=3", "batch>=3", 3, Route.PACKED),
+            ("reuse>=2 and batch>=3", "reuse>=2 and batch>=3", 3, Route.PACKED),
+            ("reuse>=2 and batch>=3", "reuse>=2 and batch>=3", 2, Route.STOCK),
+            ("cost and batch>=3", "conservative and batch>=3", 63, Route.STOCK),
+            ("cost and batch>=3", "conservative and batch>=3", 64, Route.PACKED),
+        ],
+    )
+    def test_other_policies(self, gpu: str, route: str, running: str, requests: int, expected: Route) -> None:
+        taken, routes = self.routed(requests, 4096, 100, route=route)
+        assert taken is expected
+        state = routes.state()
+        assert (state["setting"], state["policy"], state["last"]["route"]) == (route, running, expected.value)
 
     def test_the_users_own_profile_is_used_on_any_gpu(self, gpu: str, tmp_path: Path) -> None:
         path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 9.0}, kernels="native", backend="flashinfer_tc")
         route, routes = self.routed(1, 16, 16, route_profile=path)
         assert route is Route.PACKED
         assert routes.state()["profile"] == "made by hand, commit none"
+
+
+@pytest.mark.parametrize(
+    ("route", "requests", "expected"),
+    [("auto", 1, Route.PACKED), ("batch>=2", 1, Route.STOCK), ("cost and batch>=2", 2, Route.PACKED)],
+)
+def test_on_a_cpu_without_a_profile_cost_is_no_condition(route: str, requests: int, expected: Route) -> None:
+    executor: Any = SimpleNamespace(kernels="cpu", planners=[SimpleNamespace(shape=ModelShape(4, 2, 16, kv_bytes=4))])
+    routes = StepRouter(Settings(metrics=False, route=route), Counters(), executor, "torch_native", SimpleNamespace())
+    assert routes.may_change == (route != "auto")
+    paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * requests))
+    assert routes.decide(paths, np.full(requests, 9, dtype=np.int64)) is expected
+
+
+class Group:
+    """Two tensor-parallel ranks in one process: what rank 0 sends is what rank 1 gets."""
+
+    world_size = 2
+    sent: Any = None
+
+    def __init__(self, rank: int) -> None:
+        self.rank_in_group = rank
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        assert src == 0
+        if self.rank_in_group == 0:
+            Group.sent = json.loads(json.dumps(obj))
+        return Group.sent
+
+
+def test_ranks_take_the_profiles_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def store(rank: int, **settings: Any) -> ProfileStore:
+        monkeypatch.setattr(rank_profiles, "_group", lambda: Group(rank))
+        return rank_profiles.profiles_of_ranks(Settings(**settings))
+
+    path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 9.0}, kernels="native", backend="flashinfer_tc")
+    first = store(0, route_profile=path)
+    second = store(1, route_profile="only on the other host.json")
+    assert second.profiles == first.profiles
+    with pytest.raises(ProfileError, match="cannot read the profile"):
+        store(0, route_profile="nowhere.json")
+    with pytest.raises(ProfileError, match=r"nowhere\.json: cannot read the profile"):
+        store(1, route_profile=path)

@@ -31,10 +31,14 @@ class TestKernels:
         assert choose("auto").name == choose("native").name == "native"
         assert choose("triton").name == "triton"
 
-    def test_triton_for_an_old_gpu(self, h200: pytest.MonkeyPatch) -> None:
-        h200.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    @pytest.mark.parametrize(
+        ("capability", "message"),
+        [((7, 5), "the GPU has 7.5"), ((8, 6), "8.6 has 99 KiB"), ((8, 9), "8.9 has 99 KiB"), ((12, 0), "12.0 has")],
+    )
+    def test_triton_for_other_gpus(self, h200: pytest.MonkeyPatch, capability: tuple[int, int], message: str) -> None:
+        h200.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         assert choose("auto").name == "triton"
-        assert "the GPU has 7.5" in kernel_set.choose_kernels("native", self.GPU)
+        assert message in kernel_set.choose_kernels("native", self.GPU)
 
     def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
         h200.setattr(kernel_set._native, "built_with_cuda", False)

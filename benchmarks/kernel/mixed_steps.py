@@ -1,0 +1,281 @@
+"""Steps with several query rows a request on a GPU: mixed steps, and verify steps of speculative decoding.
+
+    python -m benchmarks.kernel.mixed_steps --list
+    python -m benchmarks.kernel.mixed_steps --seed 1 --cases 40 --out build/mixed_steps.json
+    python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
+
+Mixed cases are drawn as the papers on POD and PackInfer do: chunks of 512 to 4,096 tokens beside 16 to 256 decodes of
+1K to 32K tokens, shared or not; and short suffixes over long cached prefixes. Verify cases are those of
+`sgl_prefix_attn.workloads.draw_set` with n drafts a request. Ways:
+
+    ours        all rows in one plan
+    ours_split  decode rows packed, prefill rows by FA3 (mixed steps)
+    fa3         all rows in one call, as SGLang runs a mixed or a verify step
+    fa3_split   FA3 in two calls, one for prefill rows and one for decode rows (mixed steps)
+    flashinfer  BatchAttention over all rows
+
+FlashInfer's POD is absent: its wrapper takes the keys of the chunk as a tensor of their own. --list predicts `ours`
+with the makespan simulator and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
+from sgl_prefix_attn.calibration.kernels.packed import device_model
+from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
+from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.planner import Plan, Planner
+from sgl_prefix_attn.core.step_pool import limits_of
+from sgl_prefix_attn.simulator import makespan
+from sgl_prefix_attn.workloads import Case, draw_set
+
+H200_SMS = 132
+BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured, for the limit
+HEADS = (32, 8)
+EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
+MOST_SECONDS = 560.0
+CHECKED_ROWS = 8
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """A step. query_lens: [requests] new tokens; num_prefill: requests that prefill, which stand in front."""
+
+    case: Case
+    query_lens: Int64Array
+    num_prefill: int
+
+    @property
+    def limit_us(self) -> float:
+        """No kernel is faster: each KV position, query and output once through memory, and all products."""
+        q_heads, _ = self.case.heads
+        row_bytes = 4 * int(self.query_lens.sum()) * q_heads * self.case.head_dim
+        new, lens = self.query_lens, self.case.lengths
+        seen = float((new * lens - new * (new - 1) / 2).sum())
+        flops = 4.0 * q_heads * self.case.head_dim * seen
+        return max((self.case.kv_bytes() + row_bytes) / BANDWIDTH, flops / FLOPS) * 1e6
+
+    def plan(self, requests: slice) -> tuple[Plan, Int64Array, Any]:
+        """Plan of a part of the requests, their lengths, and the device that it is for."""
+        lens, new = self.case.lengths[requests].copy(), self.query_lens[requests].copy()
+        forest = PrefixForest.from_paths(self.case.paths[requests], prefix_lens=(lens - new).tolist())
+        device = device_model(H200_SMS, self.case.shape)
+        return Planner(self.case.shape, device).plan(forest, lens, new), lens, device
+
+
+def draw_mixed(seed: int, count: int) -> list[RowsCase]:
+    rng = np.random.default_rng(seed)
+    cases = []
+    for index in range(count):
+        kind = ("chunk", "chunk_shared", "suffixes")[index % 3]
+        decodes = int(2 ** rng.uniform(4, 8))
+        chunk = int(2 ** rng.uniform(9, 12))
+        context = (2 ** rng.uniform(10, 15, decodes)).astype(np.int64)
+        shared = int(2 ** rng.uniform(10, 14))
+        if kind == "suffixes":  # of requests over one long prefix, whose samples also decode
+            prefills = int(rng.integers(2, 17))
+            new = np.maximum(1, np.full(prefills, chunk // 8 // prefills))
+        else:
+            prefills = int(rng.integers(1, 4))
+            new = np.maximum(1, (rng.dirichlet(np.ones(prefills)) * chunk).astype(np.int64))
+        cached = (2 ** rng.uniform(0, 13, prefills)).astype(np.int64)
+        paths: list[tuple[tuple[int, int, int], ...]] = [()] * (prefills + decodes)
+        lens = np.concatenate([cached + new, context])
+        if kind != "chunk":
+            first = 0 if kind == "suffixes" else prefills
+            for request in range(first, len(paths)):
+                paths[request] = ((0, 0, shared),)
+                own = int(rng.integers(1, 512))
+                lens[request] = shared + (int(new[request]) if request < prefills else own)
+        query_lens = np.concatenate([new, np.ones(decodes, dtype=np.int64)])
+        detail = f"{prefills} prefills of {int(new.sum())} tokens, {decodes} decodes"
+        case = Case(f"{kind}/{seed}-{index}", HEADS, tuple(paths), tuple(lens.tolist()), detail=detail)
+        cases.append(RowsCase(case, query_lens, prefills))
+    return cases
+
+
+def draw_verify(seed: int, count: int, drafts: int) -> list[RowsCase]:
+    cases = []
+    for case in draw_set(seed, count):
+        if case.kv_dtype == "bf16":
+            lens = tuple(length - 1 + drafts for length in case.seq_lens)
+            longer = Case(case.name, case.heads, case.paths, lens, case.head_dim, case.kv_dtype, case.detail)
+            cases.append(RowsCase(longer, np.full(len(lens), drafts, dtype=np.int64), 0))
+    return cases
+
+
+class OnGpu:
+    """Tensors of a case, and the ways to compute it."""
+
+    def __init__(self, step: RowsCase, pool: KvPool, device: torch.device) -> None:
+        self.step, self.fixture, self.device = step, Fixture(step.case, pool, device), device
+        bounds = np.concatenate([[0], np.cumsum(step.query_lens)])
+        self.bounds = torch.from_numpy(bounds.astype(np.int32)).to(device)
+        q_heads, _ = step.case.heads
+        shape = (int(bounds[-1]), q_heads, step.case.head_dim)
+        self.q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).bfloat16()
+        self.out = torch.empty_like(self.q)
+
+    def ours(self, requests: slice) -> Run:
+        plan, lens, _ = self.step.plan(requests)
+        step = GpuStep(self.step.case.shape, torch.bfloat16, self.device, limits_of(plan, lens, self.step.case.shape))
+        fixture = self.fixture
+        step.load(plan, lens, 0)
+        step.prepare(fixture.table, fixture.rows[requests].contiguous(), fixture.lens64[requests].contiguous())
+        first = int(self.bounds[requests.start or 0])
+        last = first + plan.num_queries
+
+        def run() -> torch.Tensor:
+            step.attend(self.q[first:last], fixture.k, fixture.v, self.out[first:last], scale=fixture.scale)
+            return self.out
+
+        return run
+
+    def fa3(self, requests: slice) -> Run:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        fixture, (begin, end, _) = self.fixture, requests.indices(len(self.step.query_lens))
+        bounds = (self.bounds[begin : end + 1] - self.bounds[begin]).contiguous()
+        first, last = int(self.bounds[begin]), int(self.bounds[end])
+        longest = int(self.step.query_lens[requests].max())
+        table, lens = fixture.table[requests].contiguous(), fixture.lens[requests].contiguous()
+
+        def run() -> torch.Tensor:
+            flash_attn_with_kvcache(
+                q=self.q[first:last], k_cache=fixture.k.unsqueeze(1), v_cache=fixture.v.unsqueeze(1), page_table=table,
+                cache_seqlens=lens, cu_seqlens_q=bounds, max_seqlen_q=longest, softmax_scale=fixture.scale,
+                causal=True, num_splits=0, out=self.out[first:last],
+            )  # fmt: skip
+            return self.out
+
+        return run
+
+    def flashinfer(self) -> Run:
+        import flashinfer
+
+        fixture, (q_heads, kv_heads) = self.fixture, self.step.case.heads
+        wrapper = flashinfer.BatchAttention("NHD", str(self.device))
+        wrapper.plan(
+            self.bounds.cpu(), fixture.kv_indptr.cpu(), fixture.kv_indices, fixture.lens.cpu(), q_heads, kv_heads,
+            fixture.head_dim, fixture.head_dim, 1, causal=True, q_data_type=torch.bfloat16,
+            kv_data_type=fixture.kv_dtype,
+        )  # fmt: skip
+        lse = torch.empty(self.q.shape[:2], device=self.device)
+        cache = fixture.k.unsqueeze(1), fixture.v.unsqueeze(1)
+        return lambda: wrapper.run(self.q, cache, out=self.out, lse=lse)[0]
+
+    def ways(self) -> dict[str, Callable[[], Run]]:
+        everything, prefill = slice(0, len(self.step.query_lens)), slice(0, self.step.num_prefill)
+        decode = slice(self.step.num_prefill, len(self.step.query_lens))
+        found: dict[str, Callable[[], Run]] = {
+            "ours": lambda: self.ours(everything),
+            "fa3": lambda: self.fa3(everything),
+            "flashinfer": self.flashinfer,
+        }
+        if self.step.num_prefill:
+            found["ours_split"] = lambda: _both(self.fa3(prefill), self.ours(decode))
+            found["fa3_split"] = lambda: _both(self.fa3(prefill), self.fa3(decode))
+        return found
+
+    def error(self, out: torch.Tensor) -> float:
+        """Largest relative error of some rows, against dense attention in float32."""
+        fixture, case = self.fixture, self.step.case
+        group = case.heads[0] // case.heads[1]
+        worst = 0.0
+        for request in np.linspace(0, len(case.seq_lens) - 1, CHECKED_ROWS).astype(int).tolist():
+            row = int(self.bounds[request + 1]) - 1
+            slots = fixture.table[request, : case.seq_lens[request]].long()
+            keys, values = (rows(cache, slots).repeat_interleave(group, dim=1) for cache in (fixture.k, fixture.v))
+            weights = torch.softmax(torch.einsum("hd,lhd->hl", self.q[row].float(), keys) * fixture.scale, dim=-1)
+            worst = max(worst, relative_error(out[row], torch.einsum("hl,lhd->hd", weights, values)))
+        return worst
+
+
+def _both(first: Run, second: Run) -> Run:
+    def run() -> torch.Tensor:
+        first()
+        return second()
+
+    return run
+
+
+def measure(step: RowsCase, pool: KvPool, timer: Timer) -> dict[str, Any]:
+    """Cold times of each way in microseconds; an error's message for a way that failed."""
+    on_gpu, row = OnGpu(step, pool, timer.device), described(step)
+    for name, make in on_gpu.ways().items():
+        try:
+            run = make()
+            on_gpu.out.fill_(torch.nan)
+            error = on_gpu.error(run())
+            if not error < 2e-2:
+                raise ValueError(f"relative error {error:.3g}")
+            row[name] = round(timer.quick(run), 3)
+        except (ImportError, RuntimeError, ValueError) as failure:
+            row[name] = f"{type(failure).__name__}: {str(failure)[:200]}"
+    return row
+
+
+def described(step: RowsCase) -> dict[str, Any]:
+    plan, lens, device = step.plan(slice(0, len(step.query_lens)))
+    return {
+        "case": step.case.key,
+        "detail": step.case.detail,
+        "requests": len(step.query_lens),
+        "tokens": int(step.query_lens.sum()),
+        "limit_us": round(step.limit_us, 2),
+        "predicted_us": round(makespan(plan, lens, step.case.shape, device).seconds * 1e6, 2),
+        "items": len(plan.items),
+        "kv_tokens_packed": plan.kv_tokens_packed,
+        "kv_tokens_unique": plan.kv_tokens_unique,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--verify", type=int, metavar="N", help="verify steps of N drafts instead of mixed steps")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
+    parser.add_argument("--out", type=Path, help="JSON file of results")
+    parser.add_argument("--list", action="store_true", help="print cases and predictions; needs no GPU")
+    args = parser.parse_args(argv)
+    steps = draw_verify(args.seed, args.cases, args.verify) if args.verify else draw_mixed(args.seed, args.cases)
+    if args.list:
+        for step in steps:
+            print(json.dumps(described(step)))
+        return 0
+    if not torch.cuda.is_available():
+        print("mixed_steps: no CUDA device; this benchmark measures on one (try --list)", file=sys.stderr)
+        return 2
+    begin, device, results = time.monotonic(), torch.device("cuda", 0), []
+    timer = Timer(device, effort=EFFORT)
+    pool = KvPool(pool_elements(step.case for step in steps), device)
+    with torch.inference_mode():
+        for step in steps:
+            if time.monotonic() - begin > args.seconds:
+                break
+            results.append(measure(step, pool, timer))
+            print(json.dumps(results[-1]), flush=True)
+            if args.out:
+                header = {"commit": git_commit(), "device": torch.cuda.get_device_name(), "seed": args.seed}
+                args.out.write_text(json.dumps({**header, "verify": args.verify, "rows": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

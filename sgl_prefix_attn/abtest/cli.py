@@ -1,0 +1,132 @@
+"""Arguments of `python -m sgl_prefix_attn abtest`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from sgl_prefix_attn.abtest import live
+from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.measured import BACKENDS, read_results
+
+_EXAMPLES = """examples:
+  %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
+      time of each policy over the measured steps, against an oracle and the stock backend
+  %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
+      both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Compares routing policies: over measured steps, or live on a server."
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    steps = commands.add_parser("steps", help="policies over measured steps")
+    steps.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
+    steps.add_argument(
+        "policies",
+        nargs="+",
+        metavar="POLICY",
+        help="packed or stock for every step; conservative: the rule without a profile; batch>=N or reuse>=X: packed "
+        "from N requests on, or if a KV token is read X times on average; PROFILE[@MARGIN]: a profile's file, or "
+        "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
+        "by a profile fitted on all others",
+    )
+    steps.add_argument("--families", action="store_true", help="a row for each family of cases as well")
+    steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
+    steps.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+    steps.set_defaults(act=_steps)
+
+    on_server = commands.add_parser(
+        "live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1"
+    )
+    on_server.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    on_server.add_argument(
+        "arms", nargs=2, metavar="POLICY", help="as the setting route takes them; twice the same: an A/A test"
+    )
+    on_server.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    on_server.add_argument(
+        "--block", type=int, default=32, metavar="STEPS", help="decode steps of a block (default 32)"
+    )
+    on_server.add_argument("--warmup", type=int, default=8, metavar="STEPS", help="of a block, not counted (default 8)")
+    on_server.add_argument("--pairs", type=int, default=100, metavar="N", help="pairs of blocks (default 100)")
+    on_server.add_argument(
+        "--lease",
+        type=int,
+        default=2000,
+        metavar="STEPS",
+        help="the server ends the test so long after the client was last heard",
+    )
+    on_server.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
+    on_server.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    on_server.add_argument(
+        "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
+    )
+    on_server.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    on_server.set_defaults(act=_live)
+
+
+def _live(args: argparse.Namespace) -> None:
+    if not 0.01 <= args.effect <= 100:
+        raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
+    try:
+        plan = LivePlan(
+            arms=(args.arms[0], args.arms[1]), block_steps=args.block, warmup_steps=args.warmup, pairs=args.pairs,
+            seed=args.seed, lease_steps=args.lease,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise ValueError("; ".join(problem["msg"] for problem in error.errors())) from error
+    answer = live.run(live.LiveClient(args.url, args.api_key), plan, args.seconds)
+    live.report(answer, args.effect / 100, args.out)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        args.act(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _steps(args: argparse.Namespace) -> None:
+    results = read_results(args.results)
+    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
+    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
+    rows: list[tuple[str, ...]] = [header]
+    for text in args.policies:
+        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
+        rows.append(_row(text, judge(steps)))
+        if args.families:
+            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
+    print("\n".join(table_lines(rows)))
+    print(
+        "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
+        "step"
+    )
+
+
+def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
+    return (
+        name,
+        str(verdict.steps),
+        str(verdict.packed),
+        str(verdict.wrong),
+        f"{verdict.regret:+.2%}",
+        f"{verdict.mean_regret:+.2%}",
+        f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
+        f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
+    )
+
+
+def _by_family(steps: list[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for step in steps:
+        found.setdefault(step.case.family, []).append(step)
+    return found

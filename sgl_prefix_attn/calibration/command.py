@@ -1,0 +1,195 @@
+"""`python -m sgl_prefix_attn calibrate`: measures, fits, freezes the profile, and judges it on unseen seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.calibration.bench import Bench, CpuBench, CudaBench, Shape
+from sgl_prefix_attn.calibration.fit_profile import fit_profile
+from sgl_prefix_attn.calibration.judge import Outcome, outcomes_by_pair
+from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
+from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
+from sgl_prefix_attn.routing.measured import read_results
+from sgl_prefix_attn.routing.profile import Profile
+from sgl_prefix_attn.routing.profile_store import user_folder
+
+LEAST_CHECK_SEEDS = 5
+FIT_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many batches are drawn: of each of FIT_SEEDS seeds for the fit, of each seed for the check."""
+
+    fit: int
+    check: int
+
+
+CUDA_COUNTS, CPU_COUNTS = Counts(150, 54), Counts(27, 9)
+
+
+def shape_of(args: argparse.Namespace, cuda: bool) -> Shape:
+    """The attention shape of the arguments.
+
+    Raises:
+        ValueError: an unusable argument or model.
+    """
+    heads, head_dim = args.heads, args.head_dim
+    if args.model is not None:
+        if heads is not None or head_dim is not None:
+            raise ValueError("--model has the heads: leave out --heads and --head-dim")
+        q_heads, kv_heads, head_dim = _heads_of_model(Path(args.model))
+    else:
+        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", heads or ("32/8" if cuda else "8/2"))
+        if match is None:
+            raise ValueError(f"--heads {heads}: expected query heads / KV heads, for example 32/8")
+        q_heads, kv_heads = int(match[1]), int(match[2])
+        head_dim = (128 if cuda else 64) if head_dim is None else head_dim
+    if args.tp < 1 or q_heads % args.tp:
+        raise ValueError(f"--tp {args.tp}: {q_heads} query heads cannot be divided by it")
+    q_heads, kv_heads = q_heads // args.tp, max(1, kv_heads // args.tp)
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"{q_heads}/{kv_heads} heads: the query heads have to be a multiple of the KV heads")
+    if head_dim not in (64, 128, 256):
+        raise ValueError(f"head_dim {head_dim}: the kernels have 64, 128 and 256")
+    if not cuda:
+        return Shape((q_heads, kv_heads), head_dim, "fp32", "fp32")
+    return Shape((q_heads, kv_heads), head_dim, args.kv_dtype, "bf16")
+
+
+def _heads_of_model(folder: Path) -> tuple[int, int, int]:
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        q_heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or q_heads)
+        return q_heads, kv_heads, int(config.get("head_dim") or config["hidden_size"] // q_heads)
+    except OSError as error:
+        raise ValueError(f"--model {folder}: cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--model {folder}: {path} does not tell the attention heads: {error!r}") from error
+
+
+def make_bench(args: argparse.Namespace, shape: Shape, cuda: bool) -> Bench:
+    """The bench for the device.
+
+    Raises:
+        ValueError: the kernels cannot run here.
+    """
+    if not cuda:
+        return CpuBench(shape, threads=torch.get_num_threads())
+    stocks = list(args.stock)
+    compiled = shape.kv_dtype == "bf16" and shape.head_dim == 128
+    if "flashinfer" in stocks and not compiled and not args.jit:
+        print("flashinfer is left out: it compiles kernels of this shape at first use, for minutes; --jit allows it")
+        stocks.remove("flashinfer")
+    free, _ = torch.cuda.mem_get_info()
+    return CudaBench(shape, stocks, min(8e9, 0.3 * free))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+        ValueError: unusable arguments, or too few measured batches.
+        DeviceLostError: see `run.measure`.
+    """
+    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device")
+    if args.check_seeds < LEAST_CHECK_SEEDS:
+        raise ValueError(f"--check-seeds {args.check_seeds}: at least {LEAST_CHECK_SEEDS} are needed")
+    if not 0 < args.minutes <= 600:
+        raise ValueError(f"--minutes {args.minutes}: expected more than 0, up to 600")
+    families = families_of(args.families)
+    shape = shape_of(args, cuda)
+    bench = make_bench(args, shape, cuda)
+    calibrate(bench, shape, args, families, CUDA_COUNTS if cuda else CPU_COUNTS)
+
+
+def calibrate(
+    bench: Bench, shape: Shape, args: argparse.Namespace, families: tuple[str, ...], counts: Counts
+) -> Profile:
+    """Measures the fit seeds, saves the profile, then measures the check seeds and judges the saved profile."""
+    header = header_of(bench, shape, arguments_of(args, shape, families))
+    out = args.out or user_folder() / f"{slug(header)}.json"
+    steps_path, report_path, plot_path = (out.with_suffix(end) for end in (".steps.json", ".report.json", ".png"))
+    if args.fresh:
+        steps_path.unlink(missing_ok=True)
+    # Drawn when the run begins and kept with its steps: nothing can have been tuned to them.
+    header["check_seeds"] = [secrets.randbits(31) for _ in range(args.check_seeds)]
+    steps = StepsFile(steps_path, header)
+
+    fit_plan = _in_turn(
+        [list(drawn_cases(args.seed + n, shape, bench, counts.fit, families)) for n in range(FIT_SEEDS)]
+    )
+    measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit")
+    part = out.with_suffix(".part.steps.json")
+    profile = fit_profile(read_results(steps.select(FIT, part)))
+    profile.save(out)
+
+    seeds = steps.header["check_seeds"]
+    check_plan = _in_turn([list(drawn_cases(seed, shape, bench, counts.check, families)) for seed in seeds])
+    measure(bench, shape, steps, [(CHECK, case) for case in check_plan], 0.35 * 60 * args.minutes, "check")
+    pairs = outcomes_by_pair(profile, read_results(steps.select(CHECK, part)).cases)
+    behind = {step.case.key for steps_ in pairs.values() for step in steps_ if is_behind(step)}
+    again = [(AGAIN, case) for case in check_plan if case.key in behind]
+    measure(bench, shape, steps, again, 60.0, "again")
+    second = outcomes_by_pair(profile, read_results(steps.select(AGAIN, part)).cases)
+    part.unlink()
+    if not pairs:
+        raise ValueError(f"{steps_path}: no batch of the check seeds has both times; give it more --minutes")
+
+    report: dict[str, Any] = {**steps.header, "profile": str(out), "pairs": {}}
+    for title, found in pairs.items():
+        rows = rows_of(found)
+        print(f"\n{title}: {len(seeds)} unseen seeds")
+        print("\n".join(lines_of(rows)))
+        still = [step for step in second.get(title, []) if is_behind(step)]
+        print(f"behind stock by more than 3 % and 1 us: {rows[0].behind}; when timed again: {len(still)}")
+        report["pairs"][title] = {"rows": as_json(rows), "behind_again": [step.case.key for step in still]}
+    report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    drew = plot(pairs, plot_path)
+    print(f"\nprofile {out}\nreport  {report_path}" + (f"\nplot    {plot_path}" if drew else ""))
+    if not out.is_relative_to(user_folder()):
+        print(f"servers take it with PREFIXPACK_ROUTE_PROFILE={out}")
+    return profile
+
+
+def is_behind(step: Outcome) -> bool:
+    """Whether a step is behind the stock backend by more than 3 % and 1 us."""
+    return step.us - step.stock_us > max(0.03 * step.stock_us, 1.0)
+
+
+def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ...]) -> dict[str, Any]:
+    """What has to be the same for a run to go on."""
+    return {
+        "heads": list(shape.heads),
+        "head_dim": shape.head_dim,
+        "kv_dtype": shape.kv_dtype,
+        "seed": args.seed,
+        "check_seeds": args.check_seeds,
+        "families": list(families),
+        "stock": list(args.stock),
+    }
+
+
+def slug(header: dict[str, Any]) -> str:
+    """A file name for a machine and shape."""
+    text = "-".join([header["machine"]["gpu"], *header["head_shapes"], header["kv_dtype"]])
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _in_turn(lists: list[list[Any]]) -> list[Any]:
+    """The first of each list, then the second of each, and so on: a run that is stopped has some of every seed."""
+    longest = max(map(len, lists), default=0)
+    return [items[index] for index in range(longest) for items in lists if index < len(items)]

@@ -1,0 +1,173 @@
+"""Draws batches, measures them and keeps the rows in a file, so that a stopped run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sgl_prefix_attn import __version__
+from sgl_prefix_attn.calibration.bench import Bench, Shape
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.measured import KV_BYTES
+from sgl_prefix_attn.routing.profile import head_shape
+from sgl_prefix_attn.workloads.case import Case
+from sgl_prefix_attn.workloads.draw import ALL_FAMILIES, draw
+
+FIT, CHECK, AGAIN = "fit", "check", "again"
+MOST_READ_RATIO = 8.0  # KV read request by request, over the bytes that the largest batch may have
+_DRAWS_OF_A_CASE = 20
+
+
+def model_shape(shape: Shape) -> ModelShape:
+    """The shape that costs are computed for."""
+    return ModelShape(*shape.heads, shape.head_dim, kv_bytes=KV_BYTES[shape.kv_dtype])
+
+
+def drawn_cases(seed: int, shape: Shape, bench: Bench, count: int, families: Sequence[str]) -> Iterator[Case]:
+    """`count` batches of a seed. Families take turns, so that every prefix samples them evenly.
+
+    A batch whose KV does not fit is drawn again, and left out if it never does.
+    """
+    for index in range(count):
+        family = families[index % len(families)]
+        for attempt in range(_DRAWS_OF_A_CASE):
+            case = draw(
+                [seed, index, attempt], family, shape.heads, shape.head_dim, bench.draw_kv_dtype,
+                name=f"{family}/{seed}.{index:03}", most_unique_bytes=bench.most_unique_bytes,
+                most_read_bytes=MOST_READ_RATIO * bench.most_unique_bytes,
+            )  # fmt: skip
+            if case.kv_bytes() <= bench.most_unique_bytes:
+                yield case
+                break
+
+
+class StepsFile:
+    """The measured rows of a run: a results file, as `routing.measured.read_results` reads it.
+
+    Args:
+        path: the file. An existing one is continued.
+        header: of a new file. The arguments in it have to be those of an existing one.
+
+    Raises:
+        ValueError: the file is of other arguments or another machine, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path = path
+        self.header = header
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self._continue()
+        self.done = {(row["set"], row["key"]) for row in self.rows}
+        self.write()
+
+    def _continue(self) -> None:
+        try:
+            before = json.loads(self.path.read_text(encoding="utf-8"))
+            same = before["arguments"] == self.header["arguments"] and (
+                before["machine"]["gpu"] == self.header["machine"]["gpu"]
+            )
+            self.rows = list(before["rows"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: not the steps of a calibration: {error}; remove it") from error
+        if not same:
+            raise ValueError(f"{self.path} has steps of other arguments or another machine; --fresh drops them")
+        self.header = {key: value for key, value in before.items() if key != "rows"}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.done.add((row["set"], row["key"]))
+
+    def write(self) -> None:
+        """Replaces the file as a whole, so that a kill never leaves half of one."""
+        text = json.dumps({**self.header, "rows": self.rows})
+        beside = self.path.with_name(self.path.name + ".new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self.path)
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot write the steps: {error.strerror}") from error
+
+    def select(self, kind: str, path: Path) -> Path:
+        """Writes the rows of a set to a results file of their own."""
+        rows = [row for row in self.rows if row["set"] == kind]
+        path.write_text(json.dumps({**self.header, "rows": rows}), encoding="utf-8")
+        return path
+
+
+def header_of(bench: Bench, shape: Shape, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The header of a steps file."""
+    return {
+        "machine": bench.machine(),
+        "commit": __version__,
+        "kv_dtype": shape.kv_dtype,
+        "dtype": shape.dtype,
+        "head_shapes": [head_shape(model_shape(shape))],
+        "arguments": arguments,
+    }
+
+
+def measure(
+    bench: Bench, shape: Shape, steps: StepsFile, plan: Sequence[tuple[str, Case]], seconds: float, title: str
+) -> bool:
+    """Measures what the file does not have yet, with a progress bar.
+
+    Args:
+        plan: set and batch, in the order of measurement.
+        seconds: no batch is begun after this time. Those measured before count for nothing.
+
+    Returns:
+        Whether all were measured.
+
+    Raises:
+        DeviceLostError: the device cannot be used any more. The rows are in the file.
+    """
+    left = [(kind, case) for kind, case in plan if (kind, case.key) not in steps.done]
+    begin = time.monotonic()
+    written = begin
+    try:
+        with tqdm(left, desc=title, unit="batch", initial=len(plan) - len(left), total=len(plan)) as bar:
+            for kind, case in bar:
+                if time.monotonic() - begin > seconds:
+                    return False
+                steps.add({**row_of(case, shape), "set": kind, "baselines": bench.measure(case)})
+                if time.monotonic() - written > 10.0:
+                    steps.write()
+                    written = time.monotonic()
+    finally:
+        steps.write()
+    return True
+
+
+def row_of(case: Case, shape: Shape) -> dict[str, Any]:
+    """The row of a batch, without times."""
+    return {
+        "key": case.key,
+        "case": case.name,
+        "q_heads": case.heads[0],
+        "kv_heads": case.heads[1],
+        "head_dim": case.head_dim,
+        "kv_dtype": shape.kv_dtype,
+        "detail": case.detail,
+        "step": asdict(StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)),
+    }
+
+
+def families_of(text: list[str] | None) -> tuple[str, ...]:
+    """The families to draw from.
+
+    Raises:
+        ValueError: an unknown family.
+    """
+    for family in text or ():
+        if family not in ALL_FAMILIES:
+            raise ValueError(f"--families {family}: expected some of {', '.join(ALL_FAMILIES)}")
+    return tuple(text or ALL_FAMILIES)

@@ -1,0 +1,112 @@
+"""Measured steps gathered from several results files, and simulated times of steps without a packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sgl_prefix_attn.core.planner import DeviceModel, Planner
+from sgl_prefix_attn.routing.cost import SMS
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
+from sgl_prefix_attn.simulator import makespan
+from sgl_prefix_attn.workloads.draw import case_of_name
+
+SIMULATED_GPU = "NVIDIA H200"  # the GPU of the simulator's figures
+
+
+@dataclass(frozen=True)
+class Source:
+    """A results file, and the kernels whose times count; none: all of them."""
+
+    path: Path
+    kernels: frozenset[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """A source from `FILE` or `FILE:KERNEL,KERNEL`.
+
+        Raises:
+            ValueError: there is no file name.
+        """
+        path, _, kernels = text.partition(":")
+        if not path:
+            raise ValueError(f"{text!r}: expected FILE or FILE:KERNEL,KERNEL")
+        return cls(Path(path), frozenset(name.strip() for name in kernels.split(",") if name.strip()))
+
+    def read(self, kv_bytes: int) -> Results:
+        """The file's steps with KV elements of this size, with the times of these kernels.
+
+        Raises:
+            ResultsError: not a results file, or it lacks a kernel.
+        """
+        results = read_results(self.path)
+        cases = [case for case in results.cases if case.shape.kv_bytes == kv_bytes]
+        known = {kernel for case in cases for kernel in (*case.packed, *case.stock)}
+        missing = sorted(self.kernels - known)
+        if missing:
+            raise ResultsError(
+                f"{self.path}: no times of {missing[0]} with {8 * kv_bytes}-bit KV; it has {', '.join(sorted(known))}"
+            )
+        wanted = self.kernels or known
+        return replace(results, kv_bytes=kv_bytes, cases=[_only(case, wanted) for case in cases])
+
+
+def _only(case: MeasuredCase, kernels: frozenset[str] | set[str]) -> MeasuredCase:
+    return replace(
+        case,
+        packed={kernel: us for kernel, us in case.packed.items() if kernel in kernels},
+        stock={kernel: us for kernel, us in case.stock.items() if kernel in kernels},
+    )
+
+
+def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
+    """The steps of all sources; a step in several has the times of each, of a kernel those of the last source.
+
+    Raises:
+        ResultsError: an unusable file, no steps, or files of different GPUs.
+    """
+    found: dict[str, MeasuredCase] = {}
+    parts = [source.read(kv_bytes) for source in sources]
+    for part in parts:
+        if part.machine != parts[0].machine:
+            raise ResultsError(f"{part.source} is of {part.machine}, {parts[0].source} of {parts[0].machine}")
+        for case in part.cases:
+            before = found.get(case.key, case)
+            packed, stock = {**before.packed, **case.packed}, {**before.stock, **case.stock}
+            found[case.key] = replace(case, packed=packed, stock=stock)
+    if not found:
+        raise ResultsError(f"no step with {8 * kv_bytes}-bit KV in {', '.join(str(s.path) for s in sources)}")
+    return Results(
+        source=", ".join(part.source for part in parts),
+        machine=parts[0].machine,
+        commit=", ".join(dict.fromkeys(part.commit for part in parts)),
+        measured=max(part.measured for part in parts),
+        kv_bytes=kv_bytes,
+        cases=list(found.values()),
+    )
+
+
+def simulated_times(results: Results, sm_count: int = SMS) -> dict[str, float]:
+    """Microseconds by key of the native kernels on the steps that have stock times only, from plans made here.
+
+    Steps are made again from their names. Empty for a GPU that the simulator has no figures of.
+    """
+    if results.machine != SIMULATED_GPU:
+        return {}
+    found = {}
+    for case in results.cases:
+        if "native" in case.packed or not case.stock:
+            continue
+        shape = case.shape
+        batch = case_of_name(case.key.partition("@")[0], shape)
+        device = DeviceModel.gpu(
+            sm_count,
+            head_dim=shape.head_dim,
+            group=shape.group,
+            kv_bytes=shape.kv_bytes,
+            warpgroup_products=shape.kv_bytes == 2,
+        )
+        plan = Planner(shape, device).plan(batch.forest(), batch.lengths)
+        found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device).seconds
+    return found

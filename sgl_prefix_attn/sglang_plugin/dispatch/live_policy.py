@@ -1,0 +1,160 @@
+"""The routing policy of a running server: the profile that it predicts by, and the policy objects."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import conservative
+from sgl_prefix_attn.routing.cost import CostModel, Kind
+from sgl_prefix_attn.routing.measured import GPU_KERNELS, stock_kernel
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, policy_of
+from sgl_prefix_attn.routing.policy_names import PolicyName, parse
+from sgl_prefix_attn.routing.profile import Profile
+from sgl_prefix_attn.routing.profile_store import FoundProfile, ProfileStore, ServerFacts, facts_as_text
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+HOW_TO_CALIBRATE = "measure it with `python -m sgl_prefix_attn calibrate`"
+
+
+class LivePolicies:
+    """Makes policies for one backend, all by the same profile.
+
+    Args:
+        settings: settings in force.
+        executor: runs packed steps; the attention shape of its first planner represents all layers.
+        stock_name: the stock backend's name.
+        stock: the stock backend.
+        store: profiles to choose from; the same on all ranks.
+        dtype: of queries: bf16, fp16 or fp32.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        executor: Executor,
+        stock_name: str,
+        stock: Any,
+        store: ProfileStore,
+        dtype: str = "bf16",
+    ) -> None:
+        self._own_margin = settings.route_margin
+        self._executor = executor
+        self._stock_name, self._stock = stock_name, stock
+        self._store = store
+        self._dtype = dtype
+        self._cost: Policy | None = None
+        self.found: FoundProfile | None = None
+        self.margin: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the layers are known."""
+        return bool(self._executor.planners)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._executor.planners[0].shape
+
+    def facts(self) -> ServerFacts:
+        """What a profile has to fit."""
+        shape = self.shape
+        kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
+        gpu, capability = ("cpu", "") if self._executor.kernels == "cpu" else gpu_name()
+        return ServerFacts(gpu, capability, shape, self._dtype, self._executor.kernels, kernel)
+
+    def policy(self, name: PolicyName) -> Policy:
+        """The policy behind a name. Valid once the layers are known."""
+        if name.predicts and self._cost is None:
+            self._cost = self._cost_policy()
+        rule = conservative.ConservativePolicy(self.shape)
+        return policy_of(name, self._cost or rule, rule)
+
+    def running(self, name: PolicyName) -> str:
+        """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""
+        if not name.predicts or self._cost is None:
+            return str(name)
+        actual = {CostPolicy: "cost", FixedPolicy: "packed"}.get(type(self._cost), "conservative")
+        words = [actual if condition.kind == "cost" else str(condition) for condition in name.conditions]
+        return str(parse(" and ".join(words)))
+
+    def profile_text(self) -> str | None:
+        """The profile in use on one line, None without one."""
+        if self.found is None:
+            return None
+        profile = self.found.stored.profile
+        return f"{profile.machine}, commit {profile.commit}"
+
+    def state(self) -> dict[str, Any]:
+        """The profile in use as JSON-able values."""
+        found = self.found
+        return {
+            "profile": self.profile_text(),
+            "profile_from": None if found is None else str(found.stored),
+            "borrowed": None if found is None or not found.borrowed else found.borrowed,
+            "margin": self.margin,
+        }
+
+    def _cost_policy(self) -> Policy:
+        facts = self.facts()
+        for message in self._store.unreadable:
+            logger.warning("prefixpack: %s", message)
+        found = self._store.find(facts)
+        if found is None:
+            return self._without_profile(facts)
+        profile = found.stored.profile
+        packed = self._kernel_cost(profile, "packed", facts.packed)
+        stock = self._kernel_cost(profile, "stock", facts.stock)
+        if packed is None or stock is None:  # a profile named by route_profile
+            return FixedPolicy(Route.PACKED)
+        self.found = found
+        self.margin = profile.margin(facts.packed, facts.stock) if self._own_margin is None else self._own_margin
+        logger.info(
+            "prefixpack: decode steps go where they are predicted to be faster, by the %s of %s (commit %s), margin "
+            "%d %%",
+            found.stored,
+            profile.machine,
+            profile.commit,
+            self.margin,
+        )
+        if found.borrowed:
+            logger.info("prefixpack: the profile was measured with %s", found.borrowed)
+        return CostPolicy(packed, stock, facts.shape, self.margin / 100)
+
+    def _without_profile(self, facts: ServerFacts) -> Policy:
+        if facts.packed == "cpu" or facts.stock not in GPU_KERNELS:  # torch_native runs request by request
+            return FixedPolicy(Route.PACKED)
+        logger.warning(
+            "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; %s (this server: %s)",
+            facts.gpu,
+            conservative.RULE,
+            HOW_TO_CALIBRATE,
+            facts_as_text(facts),
+        )
+        return conservative.ConservativePolicy(facts.shape)
+
+    def _kernel_cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
+        cost = profile.cost(kind, kernel)
+        if cost is None:
+            logger.warning(
+                "prefixpack: the routing profile has no cost of %s kernel %r, so all decode steps run packed; %s, or "
+                "set route to packed or stock",
+                kind,
+                kernel,
+                HOW_TO_CALIBRATE,
+            )
+        return cost
+
+
+def gpu_name() -> tuple[str, str]:
+    """CUDA's name and compute capability of the current GPU; those of an H200 where interpreted kernels replace one."""
+    if not torch.cuda.is_available():
+        return "NVIDIA H200", "9.0"
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name(), f"{major}.{minor}"

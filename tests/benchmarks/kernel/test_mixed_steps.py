@@ -1,0 +1,37 @@
+"""Drawn steps with several query rows a request: what they are, and that each can be planned."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.kernel import mixed_steps
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_steps_are_within_the_ranges_of_the_papers(seed: int) -> None:
+    for step in mixed_steps.draw_mixed(seed, 12):
+        lens, new = step.case.lengths, step.query_lens
+        assert (new[step.num_prefill :] == 1).all()
+        assert 16 <= len(new) - step.num_prefill <= 256
+        assert new[: step.num_prefill].sum() <= 4096
+        assert (lens >= new + step.case.tail_begin).all()
+
+
+def test_verify_steps_are_the_drawn_ones_with_drafts() -> None:
+    for step in mixed_steps.draw_verify(1, 20, 8):
+        assert (step.query_lens == 8).all()
+        assert (step.case.lengths >= step.case.tail_begin + 8).all()
+        assert len(step.query_lens) == len(step.case.paths)
+
+
+@pytest.mark.parametrize("options", [[], ["--verify", "4"]], ids=["mixed", "verify"])
+def test_a_dry_run_predicts_each_case(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert mixed_steps.main(["--list", "--cases", "6", *options]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows
+    assert all(row["predicted_us"] > 0.8 * row["limit_us"] for row in rows)
+    assert len({row["case"] for row in rows}) == len(rows)
+    assert all(np.isfinite(row["limit_us"]) and row["kv_tokens_packed"] >= row["kv_tokens_unique"] for row in rows)

@@ -1,0 +1,213 @@
+"""`python -m sgl_prefix_attn calibrate`: on the CPU, and with a machine made up from known costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.calibration import cli
+from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways, measured_ways
+from sgl_prefix_attn.calibration.command import Counts, calibrate
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.profile import load_profile
+from sgl_prefix_attn.routing.profile_store import user_folder
+from sgl_prefix_attn.workloads import ALL_FAMILIES
+from sgl_prefix_attn.workloads.case import Case
+
+SHAPE = Shape((8, 2), 64, "bf16", "bf16")
+COUNTS = Counts(fit=27, check=9)
+
+
+class MadeUpBench:
+    """Kernels with known costs and some noise. stop_after: the device is lost at this batch."""
+
+    most_unique_bytes = 1e9
+    draw_kv_dtype = "bf16"
+    packed = CostModel("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
+    stock = CostModel("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.left = stop_after
+        self.measured: list[str] = []
+
+    def machine(self) -> dict[str, Any]:
+        return {"gpu": "Made Up GPU", "capability": "9.0", "date": "today"}
+
+    def measure(self, case: Case) -> Ways:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise DeviceLostError("prefixpack: an illegal access")
+        self.measured.append(case.key)
+        step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)
+        rng = np.random.default_rng(len(case.key) + step.tokens)
+        return {
+            "prefixpack": {"cold_us": self.packed.microseconds(step, case.shape) * rng.normal(1, 0.01)},
+            "fa3": {"cold_us": self.stock.microseconds(step, case.shape) * rng.normal(1, 0.01)},
+            "triton": {"failed": "not today"},
+        }
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("--out", str(tmp_path / "p.json"))
+    profile = calibrate(MadeUpBench(), SHAPE, args, ALL_FAMILIES, COUNTS)
+    assert load_profile(tmp_path / "p.json") == profile
+    assert (profile.machine, profile.capability, profile.head_shapes) == ("Made Up GPU", "9.0", ["8/2/64"])
+    assert list(profile.stock) == ["fa3"]
+    assert profile.stock["fa3"].error < 0.03
+    out = capsys.readouterr().out
+    assert "packed native or stock fa3: 5 unseen seeds" in out
+    report = json.loads((tmp_path / "p.report.json").read_text())
+    (pair,) = report["pairs"].values()
+    total = pair["rows"][0]
+    assert total["steps"] == 5 * COUNTS.check
+    assert total["regret"] < 0.02
+    assert total["low"] <= total["mean_regret"] <= total["high"]
+    assert {row["family"] for row in pair["rows"][1:]} == set(ALL_FAMILIES)
+    steps = json.loads((tmp_path / "p.steps.json").read_text())
+    fitted = {row["key"].split(".")[0] for row in steps["rows"] if row["set"] == "fit"}
+    assert not fitted & {row["key"].split(".")[0] for row in steps["rows"] if row["set"] == "check"}, "unseen"
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    args = arguments("--out", str(tmp_path / "p.json"))
+    stopped, again = MadeUpBench(stop_after=40), MadeUpBench()
+    with pytest.raises(DeviceLostError):
+        calibrate(stopped, SHAPE, args, ALL_FAMILIES, COUNTS)
+    seeds = json.loads((tmp_path / "p.steps.json").read_text())["check_seeds"]
+    calibrate(again, SHAPE, args, ALL_FAMILIES, COUNTS)
+    assert len(stopped.measured) == 40
+    assert not set(stopped.measured) & set(again.measured)
+    steps = json.loads((tmp_path / "p.steps.json").read_text())
+    assert steps["check_seeds"] == seeds
+    assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
+    with pytest.raises(ValueError, match="has steps of other arguments or another machine; --fresh drops them"):
+        calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
+
+
+def test_the_whole_command_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profile is then the one that a CPU server takes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    families = ["rollouts", "few_shot", "ragged"]
+    words = ["calibrate", "--device", "cpu", "--minutes", "0.2", "--families", *families, "--heads", "4/2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "packed cpu or stock torch_native: 5 unseen seeds" in out
+    (path,) = (path for path in user_folder().glob("*.json") if path.name.count(".") == 1)
+    assert path.name == "cpu-4-2-64-fp32.json"
+    assert load_profile(path).kv_bytes == 4
+    assert main(["route", "profiles", "--gpu", "cpu"]) == 0
+    assert "cpu-4-2-64-fp32.json: cpu, heads 4/2/64, 32-bit KV" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
+        (["--check-seeds", "4"], "--check-seeds 4: at least 5 are needed"),
+        (["--minutes", "0"], "--minutes 0.0: expected more than 0"),
+        (["--families", "rl"], "--families rl: expected some of rollouts"),
+        (["--heads", "32"], "--heads 32: expected query heads / KV heads"),
+        (["--heads", "30/8"], "30/8 heads: the query heads have to be a multiple"),
+        (["--head-dim", "96"], "head_dim 96: the kernels have 64, 128 and 256"),
+        (["--heads", "32/8", "--tp", "3"], "--tp 3: 32 query heads cannot be divided"),
+        (["--model", "nowhere"], "--model nowhere: cannot read nowhere"),
+        (["--model", "nowhere", "--heads", "8/1"], "--model has the heads"),
+        (["--from", "x.json"], "--from needs --out"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+class FakeKernel:
+    """A kernel that returns `value`; `options` have a time each."""
+
+    kv_dtypes = (torch.bfloat16,)
+
+    def __init__(self, name: str, value: float, options: dict[str, float], error: Exception | None = None) -> None:
+        self.name, self.value, self.options, self.error = name, value, options, error
+        self.option = ""
+        self.released = 0
+
+    def bind(self, fixture: Any) -> list[str]:
+        return list(self.options)
+
+    def use(self, option: str) -> None:
+        self.option = option
+
+    def plan(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> torch.Tensor:
+        return torch.full((2, 4, 8), self.value)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class FakeTimer:
+    def __init__(self, kernels: list[FakeKernel], lost: bool = False) -> None:
+        self.kernels, self.lost = kernels, lost
+
+    def capture(self, run: Any) -> FakeKernel:
+        kernel = run.__self__
+        assert isinstance(kernel, FakeKernel)
+        return kernel
+
+    def cold(self, graph: FakeKernel, replays: int) -> list[float]:
+        return [graph.options[graph.option]] * replays
+
+    def device_is_lost(self) -> bool:
+        return self.lost
+
+
+def test_kernels_of_a_gpu_are_checked_against_ours_and_timed_by_their_fastest_option() -> None:
+    kernels = [
+        FakeKernel("prefixpack", 1.0, {"": 30.0}),
+        FakeKernel("fa3", 1.001, {"metadata": 21.0, "no metadata": 20.0}),
+        FakeKernel("flashinfer_decode_tc", 2.0, {"": 5.0}),
+        FakeKernel("flashinfer_decode_cc", 1.0, {}),
+        FakeKernel("triton", 1.0, {"": 9.0}, ValueError("no")),
+    ]
+    fixture = SimpleNamespace(out=torch.zeros(2, 4, 8))
+    assert measured_ways(kernels, fixture, FakeTimer(kernels), 3) == {
+        "prefixpack": {"cold_us": 30.0},
+        "fa3": {"cold_us": 20.0},
+        "flashinfer_decode_tc": {"failed": "the result differs from ours"},
+        "flashinfer_decode_cc": {"failed": "the kernel does not take this batch"},
+        "triton": {"failed": "ValueError: no"},
+    }
+    assert [kernel.released for kernel in kernels] == [1] * 5
+    with pytest.raises(DeviceLostError, match="triton: ValueError: no"):
+        measured_ways(kernels, fixture, FakeTimer(kernels, lost=True), 3)
+
+
+def test_heads_of_a_model(tmp_path: Path) -> None:
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from sgl_prefix_attn.calibration.command import shape_of
+    from sgl_prefix_attn.calibration.run import model_shape
+
+    shape = shape_of(arguments("--model", str(tmp_path), "--tp", "4"), cuda=True)
+    assert model_shape(shape) == ModelShape(8, 2, 128, kv_bytes=2)

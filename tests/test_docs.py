@@ -1,0 +1,286 @@
+"""README, docs and examples: snippets run, commands parse, tables are those of the result files, language."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from benchmarks import doc_tables
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, load_settings
+from sgl_prefix_attn.settings import tomllib as toml  # tomli on Python 3.10
+from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "examples/*.md", "patches/*.md")
+    for page in sorted(ROOT.glob(pattern))
+    if page.name != "CHANGELOG.md"
+]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:python|make|pip|sgl-prefix-attn) [^`]+)`")
+# Names of a command in a text, without its arguments.
+NAMES = ("sgl_prefix_attn patch", "sgl_prefix_attn route fit")
+# What placeholders of the pages stand for.
+PLACEHOLDERS = {
+    "LAUNCH ARGUMENTS": "--model-path m",
+    "HOST:PORT": "127.0.0.1:30000",
+    '[--ordered] [--engines N] [--ray [ADDRESS]] [--server-args "..."]': "--ordered --engines 2 --ray auto",
+    "0.5.x": "0.5.23",
+    " ... ": " ",
+}
+# Programs of others that are not installed here.
+NOT_HERE = {"sglang_router.launch_router", "train.py"}
+# Commands that take well under a second: they are run, not only parsed.
+CHEAP = ("explain --tree", "explain --batch", "settings", "doctor --reasons", "patch list")
+
+
+def blocks(*languages: str) -> list[Any]:
+    """(page, code) of the fenced blocks in some languages."""
+    found = [
+        pytest.param(page, textwrap.dedent(code), id=f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, at) + 1}")
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for at, language, code in ((match.start(), *match.group(2, 3)) for match in BLOCK.finditer(text))
+        if language in languages
+    ]
+    assert found
+    return found
+
+
+def commands_of(code: str) -> Iterator[str]:
+    """Commands of a shell block: lines that end inside quotes or with a backslash go on."""
+    command = ""
+    for line in code.splitlines():
+        command = f"{command}\n{line}" if command else line
+        with contextlib.suppress(ValueError):
+            shlex.split(command, comments=True)
+            if not command.endswith("\\"):
+                yield command.replace("\\\n", " ")
+                command = ""
+    assert not command, command
+
+
+def shell_commands() -> list[Any]:
+    """Every command of the pages, of console blocks, and in the text."""
+    found: dict[str, str] = {}
+    for case in blocks("bash", "console"):
+        page, code = case.values
+        if code.startswith("$ "):
+            code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
+        found |= dict.fromkeys(commands_of(code), page.name)
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        inline = (" ".join(command.split()) for command in INLINE.findall(text))
+        found |= {command: page.name for command in inline if not command.endswith(NAMES)}
+    return [pytest.param(command, id=f"{page}: {command[:60]}") for command, page in found.items() if command.strip()]
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_snippets_run(page: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "(engine)" in code:
+        pytest.skip("runs on an engine, in tests/pinning/test_arrangements.py")
+    exec(compile(code, str(page), "exec"), {})
+    assert "print(" not in code or capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", shell_commands())
+def test_commands_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for placeholder, value in PLACEHOLDERS.items():
+        command = f"{command} ".replace(placeholder, value)
+    words = shlex.split(command, comments=True)
+    while words and words[0] == "export":
+        words.pop(0)
+    variables = {}
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    check_variables(variables)
+    check_words([word for word in words if word != "..."], monkeypatch)
+
+
+def check_variables(variables: dict[str, str]) -> None:
+    ours = {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+    files = {name for name in ours if name.endswith(("_CONFIG", "_PROFILE"))}
+    assert all(name in OTHER_VARIABLES or name.removeprefix(PREFIX).lower() for name in files)
+    load_settings({name: value for name, value in ours.items() if name not in files})
+
+
+def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "|" in words:
+        at = words.index("|")
+        check_words(words[:at], monkeypatch)
+        return check_words(words[at + 1 :], monkeypatch)
+    match words:
+        case []:
+            return None
+        case ["make", *targets]:
+            known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+            assert {word for word in targets if "=" not in word} <= known
+        case ["curl", *_]:
+            (address,) = [word for word in words if "localhost" in word or "://" in word]
+            assert address.endswith(("/metrics", "/server_info", "/prefixpack/pins"))
+            for body in words[words.index("-d") + 1 :] if "-d" in words else []:
+                assert json.loads(body)
+        case ["pip", "install", *wanted]:
+            project = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
+            for word in wanted:
+                name, _, extra = word.partition("[")
+                assert name in (".", "sgl-prefix-attn") or name.startswith(("dist/cpu/", "dist/cuda/")), word
+                assert not extra or extra.rstrip("]") in project["optional-dependencies"]
+        case ["ray", "job", "submit", "--runtime-env-json", environment, "--", *inner]:
+            check_variables(json.loads(environment)["env_vars"])
+            check_words(inner, monkeypatch)
+        case ["docker", "build", *_]:
+            assert (ROOT / "Dockerfile").is_file()
+        case ["grep", *_]:
+            pass
+        case ["python", "-c", code]:
+            compile(code, "-c", "exec")
+        case ["python", "-m", module, *arguments]:
+            check_program(module, arguments, monkeypatch)
+        case ["sgl-prefix-attn", *arguments]:
+            check_program("sgl_prefix_attn", arguments, monkeypatch)
+        case ["python", script, *arguments]:
+            check_program(script, arguments, monkeypatch)
+        case _:
+            pytest.fail(f"no check for {words}")
+
+
+class ParsedError(Exception):
+    """A program's arguments have been parsed."""
+
+
+def check_program(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a cheap command of ours; of other programs, parses the arguments."""
+    if program in NOT_HERE:
+        return
+    if program == "sglang.launch_server":
+        return parse_launch(arguments)
+    if program == "sgl_prefix_attn" and " ".join(arguments).startswith(CHEAP) and "--plot" not in arguments:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(arguments) == 0
+        return None
+
+    def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
+        known, more = parse(self, args, namespace)
+        assert not more or (program, arguments[0]) == ("sgl_prefix_attn", "doctor"), more
+        raise ParsedError(known)
+
+    parse = argparse.ArgumentParser.parse_known_args
+    if program == "sgl_prefix_attn" and not arguments:
+        return None
+    with monkeypatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        if program == "sgl_prefix_attn":
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", without_subparsers(stop))
+        patch.setattr(sys, "argv", [program, *arguments])
+        run, name = (runpy.run_path, str(ROOT / program)) if program.endswith(".py") else (runpy.run_module, program)
+        with pytest.raises(ParsedError):
+            run(name, run_name="__main__")
+    return None
+
+
+def without_subparsers(stop: Any) -> Any:
+    """`parse_known_args` of the main parser stops; those of its commands, which it calls, do not."""
+    parse, inside = argparse.ArgumentParser.parse_known_args, []
+
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if inside:
+            return parse(self, args, namespace)
+        inside.append(self)
+        return stop(self, args, namespace)
+
+    return parse_known_args
+
+
+@functools.cache
+def launch_parser() -> argparse.ArgumentParser:
+    """SGLang's parser of `launch_server`, with our name among the attention backends."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    for action in parser._actions:
+        if "--attention-backend" in action.option_strings:
+            action.choices = [*(action.choices or ()), "prefixpack"]
+    return parser
+
+
+def parse_launch(arguments: list[str]) -> None:
+    values = arguments if "--model-path" in arguments else ["--model-path", "m", *arguments]
+    at = values.index("--model-path")
+    if at + 1 == len(values) or values[at + 1].startswith("--"):
+        values = [*values[: at + 1], "m", *values[at + 1 :]]
+    launch_parser().parse_args(values)
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    """`make figures` writes them."""
+    for page in doc_tables.pages():
+        text = page.read_text(encoding="utf-8")
+        assert doc_tables.refreshed(text) == text, page
+    shown = {name for page in doc_tables.pages() for _, name, _ in doc_tables.MARKED.findall(page.read_text())}
+    assert shown == set(doc_tables.TABLES)
+
+
+def test_the_output_that_explain_shows() -> None:
+    """Numbers may change with the planner; words may not."""
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    command, output = re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)[:2]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(shlex.split(command)[3:]) == 0
+
+    def words(text: str) -> list[str]:
+        return re.sub(r"[\d,.]+( [um]s)?", "N", re.sub(r" +", " ", text)).splitlines()
+
+    assert words(printed.getvalue().strip()) == words(output.strip())
+
+
+def test_troubleshooting_has_every_reason() -> None:
+    """`python -m sgl_prefix_attn doctor --reasons` prints them."""
+    listed = [name for names in reference.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted({*fallback_reasons.EXPLANATIONS, *advice.EXPLANATIONS})
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert page.endswith(f"\n\n{reference.markdown()}\n")
+
+
+def test_lines_and_sentences_are_short() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        long = [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120]
+        assert long == [], page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) < 120
+    assert [sentence for sentence in sentences(readme) if len(sentence.split()) > 35] == []
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of a page outside code and tables."""
+    text = re.sub(r"```.*?```|<!--.*?-->|^\|.*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", re.sub(r"\]\([^)]*\)", "]", text)):
+        yield from re.split(r"(?<=[.:!?])\s+", paragraph.strip())
+
+
+def test_the_version_has_one_place() -> None:
+    import sgl_prefix_attn
+
+    project = toml.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sgl_prefix_attn.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", sgl_prefix_attn.__version__)
