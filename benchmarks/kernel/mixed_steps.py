@@ -31,11 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.kernel.gpu_fixture import Fixture, KvPool, pool_elements, relative_error, rows
-from benchmarks.kernel.gpu_ours import device_model
-from benchmarks.kernel.gpu_timing import Effort, Timer
 
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
+from sgl_prefix_attn.calibration.kernels.packed import device_model
+from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import Plan, Planner
