@@ -9,10 +9,8 @@ from pathlib import Path
 from sgl_prefix_attn.core.planner import DeviceModel, Planner
 from sgl_prefix_attn.routing.cost import SMS
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
-from sgl_prefix_attn.simulator import makespan
+from sgl_prefix_attn.simulator import SIMULATED_GPU, makespan
 from sgl_prefix_attn.workloads.draw import case_of_name
-
-SIMULATED_GPU = "NVIDIA H200"  # the GPU of the simulator's figures
 
 
 @dataclass(frozen=True)

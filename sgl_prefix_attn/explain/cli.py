@@ -9,11 +9,12 @@ from typing import Any
 
 from sgl_prefix_attn.explain import spread
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError, parse_tree, read_batch_file
-from sgl_prefix_attn.explain.devices import DEVICE_NAMES, device_model, model_shape
+from sgl_prefix_attn.explain.devices import DEVICE_NAMES, STOCK_BACKENDS, machine, machine_of_server, model_shape
 from sgl_prefix_attn.explain.report import Explanation, explain
 from sgl_prefix_attn.explain.server import ServerState, read_states
 from sgl_prefix_attn.explain.text import render, render_state
 from sgl_prefix_attn.explain.trace import read_window
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
   %(prog)s --tree 1,10/4096,416 --heads 32/8 --plot tree.png
@@ -32,7 +33,7 @@ _EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what the planner makes of a batch: the forest of shared prefixes, the packs, KV tokens read packed / per "
-        "request / at the limit, and the balance across workers."
+        "request / at the limit, the balance across workers, the time, and the gain over a stock backend."
     )
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -63,13 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     details.add_argument("--api-key", metavar="KEY", help="--server: its API key")
     details.add_argument("--rank", type=int, metavar="N", help="--server: only this data-parallel rank (default all)")
 
-    machine = parser.add_argument_group("model and device (--server reports its own; these replace it)")
-    machine.add_argument("--heads", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
-    machine.add_argument("--head-dim", type=int, metavar="N", help="default 128")
-    machine.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
-    machine.add_argument("--partial-dtype", choices=("fp32", "fp16", "bf16"), help="of partial outputs, default fp32")
-    machine.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
-    machine.add_argument("--workers", type=int, metavar="N", help="workers instead of the device's own")
+    device = parser.add_argument_group("model and device (--server reports its own; these replace it)")
+    device.add_argument("--heads", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
+    device.add_argument("--head-dim", type=int, metavar="N", help="default 128")
+    device.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
+    device.add_argument("--partial-dtype", choices=("fp32", "fp16", "bf16"), help="of partial outputs, default fp32")
+    device.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
+    device.add_argument("--workers", type=int, metavar="N", help="workers instead of the device's own")
+
+    device.add_argument(
+        "--stock", choices=STOCK_BACKENDS, help="the gain is over this stock backend (default fa3, or the server's)"
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -86,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             _run_server(args.server[0], args)
         else:
             shape = model_shape(args)
-            explanation = explain(_batch(args), shape, device_model(args, shape))
+            explanation = explain(_batch(args), shape, machine(args, shape), _profiles())
             _print(explanation.to_json() if args.json else _text(explanation, args))
             _plot([explanation], args)
     except InputError as error:
@@ -138,7 +143,8 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
         if args.rank not in states:
             raise InputError(f"--rank {args.rank}: {url} reports ranks 0 to {len(states) - 1}")
         states = {args.rank: states[args.rank]}
-    explained = {rank: _explain_state(state, f"{url} rank {rank}", args) for rank, state in states.items()}
+    store = _profiles()
+    explained = {rank: _explain_state(state, f"{url} rank {rank}", args, store) for rank, state in states.items()}
     if args.json:
         _print(
             {
@@ -157,12 +163,22 @@ def _run_server(url: str, args: argparse.Namespace) -> None:
     _plot([explanation for explanation in explained.values() if explanation is not None], args)
 
 
-def _explain_state(state: ServerState, title: str, args: argparse.Namespace) -> Explanation | None:
+def _profiles() -> ProfileStore:
+    """The profiles of this machine. Unreadable ones are told."""
+    store = ProfileStore.read()
+    for message in store.unreadable:
+        print(f"explain: {message}", file=sys.stderr)
+    return store
+
+
+def _explain_state(state: ServerState, title: str, args: argparse.Namespace, store: ProfileStore) -> Explanation | None:
     batch = state.described_batch(title)
     if batch is None:
         return None
     shape = model_shape(args, state.shape)
-    return explain(batch, shape, device_model(args, shape, state.device))
+    facts = None if state.route is None else state.route.facts
+    machine = machine_of_server(args, shape, state.device, facts, state.stock_backend)
+    return explain(batch, shape, machine, store)
 
 
 def _json(explanation: Explanation | None) -> dict[str, Any] | None:

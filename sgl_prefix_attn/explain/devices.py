@@ -5,22 +5,40 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError, first_problem
+from sgl_prefix_attn.explain.prediction import Machine
+from sgl_prefix_attn.routing.measured import stock_kernel
+from sgl_prefix_attn.routing.profile_store import ServerFacts
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 # A100 (80 GB, SXM) and H100 (SXM): bandwidth by the data sheet; the rest as on an H200, without WGMMA on the A100.
-_GPUS: dict[str, Callable[[ModelShape], DeviceModel]] = {
-    "a100": lambda shape: _gpu(shape, 108, bandwidth=2.04e12, warpgroup_products=False),
-    "h100": lambda shape: _gpu(shape, 132, bandwidth=3.35e12),
-    "h200": lambda shape: _gpu(shape, 132),
+
+
+class _Gpu(NamedTuple):
+    """CUDA's name and compute capability, and the planner's model for a shape."""
+
+    name: str
+    capability: str
+    model: Callable[[ModelShape], DeviceModel]
+
+
+_GPUS = {
+    "a100": _Gpu(
+        "NVIDIA A100-SXM4-80GB",
+        "8.0",
+        lambda shape: _gpu(shape, 108, bandwidth=2.04e12, warpgroup_products=False),
+    ),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", "9.0", lambda shape: _gpu(shape, 132, bandwidth=3.35e12)),
+    "h200": _Gpu("NVIDIA H200", "9.0", lambda shape: _gpu(shape, 132)),
 }
 DEVICE_NAMES = ("cpu", *_GPUS)
+STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
 
 
 def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
@@ -58,21 +76,70 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
     return shape
 
 
-def device_model(args: argparse.Namespace, shape: ModelShape, reported: dict[str, Any] | None = None) -> DeviceModel:
-    """Device to plan models of this shape for. reported: a server's DeviceModel fields.
+def machine(args: argparse.Namespace, shape: ModelShape) -> Machine:
+    """What `--device`, `--workers` and `--stock` stand for.
 
     Raises:
         InputError: an unusable option.
     """
+    if args.device in (None, "cpu"):
+        _check_workers(args)
+        model, whole = DeviceModel.cpu(args.workers), DeviceModel.cpu()
+        if model.workers != whole.workers:
+            return Machine(model, _part_of(whole))
+        return Machine(model, ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
+    gpu = _GPUS[args.device]
+    dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
+    stock = stock_kernel(args.stock or STOCK_BACKENDS[0], shape)
+    facts = ServerFacts(gpu.name, gpu.capability, shape, dtype, "native", stock)
+    return _with_workers(args, Machine(gpu.model(shape), facts))
+
+
+def machine_of_server(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    reported: dict[str, Any],
+    facts: dict[str, str] | None,
+    stock_backend: str,
+) -> Machine:
+    """A server's machine; options replace what it reports.
+
+    Args:
+        shape: of the model, options included.
+        reported: fields of DeviceModel.
+        facts: fields of ServerFacts without the shape; None: not told.
+        stock_backend: the server's.
+
+    Raises:
+        InputError: an unusable option or answer.
+    """
+    if args.device is not None:
+        return machine(args, shape)
+    model = _reported(DeviceModel, "device", reported)
+    if facts is None:
+        return _with_workers(args, Machine(model, "the server does not name its GPU"))
+    told = _reported(ServerFacts, "route.facts", {**facts, "shape": shape})
+    if args.stock is not None or args.heads is not None or args.kv_dtype is not None:
+        told = dataclasses.replace(told, stock=stock_kernel(args.stock or stock_backend, shape))
+    return _with_workers(args, Machine(model, told))
+
+
+def _with_workers(args: argparse.Namespace, found: Machine) -> Machine:
+    """The machine with `--workers`. Profiles and the simulator's figures are of all its workers."""
+    _check_workers(args)
+    if args.workers in (None, found.model.workers):
+        return found
+    model = dataclasses.replace(found.model, workers=args.workers)
+    return Machine(model, _part_of(found.model))
+
+
+def _part_of(whole: DeviceModel) -> str:
+    return f"profiles are of all {whole.workers} workers"
+
+
+def _check_workers(args: argparse.Namespace) -> None:
     if args.workers is not None and args.workers < 1:
         raise InputError(f"--workers {args.workers}: expected at least 1")
-    if args.device is None and reported is not None:
-        device = _reported(DeviceModel, "device", reported)
-    elif args.device in (None, "cpu"):
-        return DeviceModel.cpu(args.workers)
-    else:
-        device = _GPUS[args.device](shape)
-    return device if args.workers is None else dataclasses.replace(device, workers=args.workers)
 
 
 def _reported(kind: type, name: str, fields: dict[str, Any]) -> Any:

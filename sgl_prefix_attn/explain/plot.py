@@ -10,6 +10,7 @@ from sgl_prefix_attn.core.planner import KV_BEGIN, QUERY_BEGIN, QUERY_COUNT
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.packs import PRIVATE, Pack, item_ends
 from sgl_prefix_attn.explain.report import Explanation
+from sgl_prefix_attn.explain.text import gain_line, time_line
 
 try:
     import matplotlib
@@ -25,7 +26,7 @@ except ImportError as error:
 
 _FORMATS = (".png", ".svg", ".pdf")
 _PRIVATE_COLOUR = "#dcdcdc"
-_PACKED_COLOUR, _STOCK_COLOUR, _LIMIT_COLOUR = "#2b8cbe", "#b5b5b5", "#a8ddb5"
+_PACKED_COLOUR, _PER_REQUEST_COLOUR, _LIMIT_COLOUR = "#2b8cbe", "#b5b5b5", "#a8ddb5"
 _READERS_MAP = matplotlib.colormaps["GnBu"]
 _FIGURE_INCHES, _DPI = (12.0, 6.4), 140
 _MIN_OUTLINED_PIXELS = 5.0  # height below which an outline would hide the colour
@@ -54,7 +55,8 @@ def _headline(explanation: Explanation) -> str:
     fewer, limit = (plan.kv_tokens_per_request / n for n in (plan.kv_tokens_packed, plan.kv_tokens_unique))
     return (
         f"{explanation.batch.title}\n{explanation.batch.num_requests:,} requests, {len(explanation.packs):,} packs, "
-        f"{len(plan.items):,} work items; {fewer:.2f}x fewer KV reads than per request, limit {limit:.2f}x"
+        f"{len(plan.items):,} work items; {fewer:.2f}x fewer KV reads than per request, limit {limit:.2f}x\n"
+        f"{time_line(explanation)}\n{gain_line(explanation)}"
     )
 
 
@@ -142,7 +144,7 @@ def _draw_reads(axes: Axes, explanation: Explanation) -> None:
     tokens = (plan.kv_tokens_per_request, plan.kv_tokens_packed, plan.kv_tokens_unique)
     megabytes = [count * explanation.token_bytes / 1e6 for count in tokens]
     names = ("per request", "packed", "limit")
-    axes.barh(names, megabytes, color=(_STOCK_COLOUR, _PACKED_COLOUR, _LIMIT_COLOUR), height=0.65)
+    axes.barh(names, megabytes, color=(_PER_REQUEST_COLOUR, _PACKED_COLOUR, _LIMIT_COLOUR), height=0.65)
     for row, value in enumerate(megabytes):
         axes.annotate(f" {value:,.1f}", (value, row), va="center", fontsize=9)
     axes.invert_yaxis()
@@ -155,21 +157,18 @@ def _draw_reads(axes: Axes, explanation: Explanation) -> None:
 
 
 def _draw_balance(axes: Axes, explanation: Explanation) -> None:
-    schedule, stock = explanation.schedule, explanation.per_request_schedule
-    scale, unit = (1e3, "ms") if max(schedule.seconds, stock.seconds) >= 1e-3 else (1e6, "us")
-    for one, colour, name in ((stock, _STOCK_COLOUR, "per request"), (schedule, _PACKED_COLOUR, "packed")):
-        loads = np.sort(one.worker_seconds)[::-1] * scale
-        label = f"{name}: {one.seconds * scale:,.1f} {unit}, max / mean {one.max_over_mean:.2f}"
-        axes.bar(np.arange(len(loads)), loads, width=0.9 if len(loads) <= 64 else 1.0, color=colour, label=label)
-        axes.axhline(loads.mean(), color="black", linewidth=0.7, linestyle="--")
-    axes.set_xlabel(f"worker, busiest first (of {len(schedule.worker_seconds)})", fontsize=9)
-    axes.set_ylabel(f"predicted busy time, {unit}", fontsize=9)
+    """Busy time of each worker over the mean. Prices give the shares only; the time is in the headline."""
+    schedule = explanation.schedule
+    loads = np.sort(schedule.worker_seconds)[::-1] / schedule.worker_seconds.mean()
+    width = 0.9 if len(loads) <= 64 else 1.0
+    axes.bar(np.arange(len(loads)), loads, width=width, color=_PACKED_COLOUR)
+    axes.axhline(1.0, color="black", linewidth=0.7, linestyle="--")
+    axes.set_xlabel(f"worker, busiest first (of {len(loads)})", fontsize=9)
+    axes.set_ylabel("priced work / mean", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
-    axes.set_ylim(0, max(stock.worker_seconds.max(), schedule.worker_seconds.max()) * scale * 1.35)
-    axes.legend(fontsize=8, loc="upper right", frameon=False, handlelength=1, borderaxespad=0)
+    axes.set_ylim(0, schedule.max_over_mean * 1.1)
     _strip(axes)
-    axes.set_title("Balance (dashed: mean)", fontsize=10, loc="left")
+    axes.set_title(f"Balance by price: max / mean {schedule.max_over_mean:.2f}", fontsize=10, loc="left")
 
 
 def _edges(pack: Pack) -> tuple[int, int, int, int]:

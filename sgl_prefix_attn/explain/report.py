@@ -13,22 +13,37 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.explain.balance import Schedule, partial_bytes, simulate
 from sgl_prefix_attn.explain.batch import BatchDescription, InputError
 from sgl_prefix_attn.explain.packs import ItemClass, Pack, item_classes, packs_of
+from sgl_prefix_attn.explain.prediction import Gain, LayerTime, Machine, layer_time, predicted_gain
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A batch, its forest, its plan, and the times that the cost model predicts."""
+    """A batch, its forest and its plan.
+
+    Attributes:
+        schedule: of the plan by the planner's prices.
+        time: of the plan.
+        gain: over the stock backend; a text says why there is no prediction.
+        plan_seconds: host time of the plan.
+    """
 
     batch: BatchDescription
     shape: ModelShape
-    device: DeviceModel
+    machine: Machine
     forest: PrefixForest
     plan: Plan
     packs: list[Pack]
     item_classes: list[ItemClass]
     schedule: Schedule
-    per_request_schedule: Schedule
+    time: LayerTime
+    gain: Gain | str
     plan_seconds: float
+
+    @property
+    def device(self) -> DeviceModel:
+        """What the plan is for."""
+        return self.machine.model
 
     @property
     def token_bytes(self) -> int:
@@ -52,10 +67,6 @@ class Explanation:
         readers = forest.node_last.astype(np.int64) - forest.node_first
         shared = int(((forest.node_end.astype(np.int64) - forest.node_begin) * readers).sum())
         return shared / int(self.batch.seq_lens.sum())
-
-    @property
-    def predicted_speedup(self) -> float:
-        return self.per_request_schedule.seconds / self.schedule.seconds
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, counts in tokens, bytes and seconds as the names say, for one layer."""
@@ -93,38 +104,44 @@ class Explanation:
             "partial_bytes": self.partial_bytes,
             "worker_seconds": self.schedule.worker_seconds.tolist(),
             "max_over_mean": self.schedule.max_over_mean,
-            "predicted_seconds": {"packed": self.schedule.seconds, "per_request": self.per_request_schedule.seconds},
-            "predicted_speedup": self.predicted_speedup,
+            "time": dataclasses.asdict(self.time),
+            "gain": {"none": self.gain} if isinstance(self.gain, str) else self.gain.to_json(),
             "plan_seconds": self.plan_seconds,
         }
 
 
-def explain(batch: BatchDescription, shape: ModelShape, device: DeviceModel) -> Explanation:
-    """Plans the batch as a server would. Raises InputError that names the batch when its paths are not a forest."""
+def explain(batch: BatchDescription, shape: ModelShape, machine: Machine, store: ProfileStore) -> Explanation:
+    """Plans the batch as a server would.
+
+    Args:
+        store: profiles to predict the gain by.
+
+    Raises:
+        InputError: the batch's paths are not a forest, or the shape has no plan; the message names the batch.
+    """
     prefix_lens = batch.seq_lens - batch.query_lens
     try:
         forest = PrefixForest.from_paths(batch.paths, prefix_lens=prefix_lens.tolist())
     except ValueError as error:
         raise InputError(f"{batch.title}: {error}") from error
     try:
-        planner = Planner(shape, device)
+        planner = Planner(shape, machine.model)
     except ValueError as error:
         raise InputError(str(error)) from error
     query_lens = None if batch.is_decode else batch.query_lens
     plan = planner.plan(forest, batch.seq_lens, query_lens)
     seconds = planner.plan_seconds
-    # The same requests without sharing: the lower bound of a kernel that reads each request by itself.
-    unshared = PrefixForest.from_paths([[] for _ in batch.paths], prefix_lens=prefix_lens.tolist())
-    per_request = planner.plan(unshared, batch.seq_lens, query_lens)
+    schedule = simulate(plan, batch.seq_lens, shape, machine.model)
     return Explanation(
         batch=batch,
         shape=shape,
-        device=device,
+        machine=machine,
         forest=forest,
         plan=plan,
         packs=packs_of(plan, forest, batch.seq_lens),
         item_classes=item_classes(plan, forest, batch.seq_lens, shape.q_heads // shape.kv_heads),
-        schedule=simulate(plan, batch.seq_lens, shape, device),
-        per_request_schedule=simulate(per_request, batch.seq_lens, shape, device),
+        schedule=schedule,
+        time=layer_time(plan, batch.seq_lens, shape, machine, schedule),
+        gain=predicted_gain(forest, batch.seq_lens, batch.is_decode, machine, store),
         plan_seconds=seconds,
     )

@@ -38,10 +38,67 @@ class Counters(BaseModel):
     one_token_steps: dict[str, int] = {}
 
 
+class Decision(BaseModel):
+    """A decision of the router, and the predicted times of one layer in microseconds; None: no prediction."""
+
+    route: str
+    packed_us: float | None = None
+    stock_us: float | None = None
+
+
+class LiveTest(BaseModel):
+    """A live A/B test.
+
+    Attributes:
+        arms: names of two policies.
+        running: what decides under these names.
+        arm: of the last decode step, 0 or 1; None: none.
+        would: steps that an arm would send to each route, of all that were decided.
+        last: of each arm.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    status: str
+    arms: tuple[str, str]
+    running: tuple[str, str]
+    arm: int | None = None
+    would: tuple[dict[str, int], dict[str, int]]
+    last: tuple[Decision | None, Decision | None]
+
+
+class RouteState(BaseModel):
+    """How decode steps are routed.
+
+    Attributes:
+        setting: the setting `route`.
+        policy: what decides.
+        profile: machine and commit of the profile; None: no policy predicts, or no profile fits.
+        profile_from: origin and name of the profile.
+        borrowed: what of the server the profile was not measured with.
+        margin: in percent.
+        last: the last decision.
+        facts: what a profile has to fit, without the head shape; None: an older server, or no step has run.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    setting: str
+    policy: str
+    profile: str | None = None
+    profile_from: str | None = None
+    borrowed: str | None = None
+    margin: int | None = None
+    last: Decision | None = None
+    live: LiveTest | None = None
+    facts: dict[str, str] | None = None
+
+
 class ServerState(BaseModel):
     """State of the backend in one scheduler process.
 
     batch: the last one that ran packed; None: none yet. running: prompts of running requests; None: an older server.
+    route: None: an older server, or no backend yet.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -55,6 +112,7 @@ class ServerState(BaseModel):
     device: dict[str, Any] | None = None
     batch: BatchModel | None = None
     running: RunningPrompts | None = None
+    route: RouteState | None = None
 
     def described_batch(self, title: str) -> BatchDescription | None:
         """The last packed batch, or None when no step ran packed yet."""

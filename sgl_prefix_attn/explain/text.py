@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from sgl_prefix_attn.explain.report import Explanation
-from sgl_prefix_attn.explain.server import ServerState
+from sgl_prefix_attn.explain.server import Decision, LiveTest, RouteState, ServerState
+from sgl_prefix_attn.simulator import SIMULATED_GPU
 
 _NO_NODE = -1
 _ROOTS_SHOWN = 8  # a quarter of that below each, and so on, but at least one
@@ -40,7 +41,56 @@ def render_state(state: ServerState) -> str:
         ("KV tokens", f"{read:,} read, {per_request:,} per request, {unique:,} at the limit"),
         ("KV reads", f"{_percent(read, per_request)} of per-request, limit {_percent(unique, per_request)}"),
     ]
+    if state.route is not None:
+        rows += _route_rows(state.route)
     return "\n".join(_aligned(rows))
+
+
+def _route_rows(route: RouteState) -> list[tuple[str, str]]:
+    policy = route.policy if route.policy == route.setting else f"{route.setting}, decided by {route.policy}"
+    profile = "none" if route.profile is None else f"{route.profile_from}: {route.profile}, margin {route.margin} %"
+    rows = [("route", policy), ("profile", profile)]
+    if route.borrowed:
+        rows.append(("borrowed", f"the profile was measured with {route.borrowed}"))
+    rows.append(("last decision", _decision(route.last)))
+    return rows if route.live is None else rows + _live_rows(route.live)
+
+
+def _live_rows(live: LiveTest) -> list[tuple[str, str]]:
+    rows = [("live test", live.status + ("" if live.arm is None else f", arm {'AB'[live.arm]} decides"))]
+    for index, (name, running) in enumerate(zip(live.arms, live.running, strict=True)):
+        policy = name if name == running else f"{name}, decided by {running}"
+        would, last = _counts(live.would[index]), _decision(live.last[index])
+        rows.append((f"  arm {'AB'[index]}", f"{policy}; steps it would choose: {would}; last {last}"))
+    return rows
+
+
+def _decision(decision: Decision | None) -> str:
+    if decision is None:
+        return "none"
+    if decision.packed_us is None or decision.stock_us is None:
+        return f"{decision.route}, without predicted times"
+    return f"{decision.route}, predicted {decision.packed_us:,.1f} us packed, {decision.stock_us:,.1f} us stock"
+
+
+def time_line(explanation: Explanation) -> str:
+    """The time of a layer by the simulator, or the planner's price of it."""
+    duration = _duration(explanation.time.seconds)
+    if explanation.time.by == "price":
+        return f"Price of a layer's attention: {duration}, by the planner's price model"
+    fitted = "" if explanation.batch.is_decode else ", fitted to decode steps"
+    return f"Predicted attention time of a layer: {duration}, by the simulator of an {SIMULATED_GPU}{fitted}"
+
+
+def gain_line(explanation: Explanation) -> str:
+    """The gain over the stock backend, or why there is no prediction."""
+    gain = explanation.gain
+    if isinstance(gain, str):
+        return f"Gain over the stock backend: not predicted, {gain}"
+    return (
+        f"Predicted gain over stock {gain.stock}: {gain.ratio:.2f}x, {gain.packed_us:,.1f} us packed, "
+        f"{gain.stock_us:,.1f} us stock, by the {gain.profile}"
+    )
 
 
 def _header(explanation: Explanation) -> list[str]:
@@ -157,15 +207,18 @@ def _read_lines(explanation: Explanation) -> list[str]:
 
 
 def _balance_lines(explanation: Explanation) -> list[str]:
-    packed, per_request = explanation.schedule, explanation.per_request_schedule
+    gain = explanation.gain
     workers = _plural(explanation.device.workers, "worker")
-    return [
-        f"Balance over {workers}: the busiest has {packed.max_over_mean:.2f}x the mean "
-        f"(per request {per_request.max_over_mean:.2f}x)",
-        f"Predicted attention time of a layer: {_duration(packed.seconds)} packed, "
-        f"{_duration(per_request.seconds)} per request, {explanation.predicted_speedup:.2f}x",
-        "  (from the planner's price model; nothing is measured)",
+    lines = [
+        f"Balance over {workers}, by price: the busiest has {explanation.schedule.max_over_mean:.2f}x the mean",
+        time_line(explanation),
+        gain_line(explanation),
     ]
+    if not isinstance(gain, str):
+        lines.append(f"  a step runs {gain.route} under the policy cost")
+        if gain.borrowed:
+            lines.append(f"  the profile was measured with {gain.borrowed}")
+    return lines
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

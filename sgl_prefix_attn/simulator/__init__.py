@@ -12,6 +12,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 
+SIMULATED_GPU = "NVIDIA H200"  # CUDA's name of the GPU whose figures these are
 # Of KV in 16 bits and head_dim 128. Fitted by coordinate search to drawn batches of dev seed 2 with two planners,
 # checked on seed 3: median error 5 %.
 H200 = {
@@ -91,6 +92,11 @@ class Makespan:
     def lower_bound(self) -> float:
         """No order of the units is done sooner."""
         return max(self.streaming, self.longest)
+
+
+def knows(shape: ModelShape) -> bool:
+    """Whether the figures were fitted to the kernels of this head_dim and KV type."""
+    return (shape.head_dim, shape.kv_bytes) in {(128, 2), *H200_KERNELS}
 
 
 def makespan(

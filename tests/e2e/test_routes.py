@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest.live import LiveClient, ServerRefusalError, report
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
@@ -53,7 +54,11 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(
 
 
 def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
-    server: Server, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
+    server: Server,
+    expected: Callable[[Sequence[Request]], Tokens],
+    vocabulary: Vocabulary,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The arms take other routes; the test ends by itself, and the server then routes as before."""
     client = LiveClient(server.url)
@@ -84,6 +89,11 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     assert state is not None
     assert state["route"]["policy"] == "cost"
     assert state["route"]["live"]["status"] == "finished"
+    assert main(["explain", "--server", server.url]) == 0
+    told = capsys.readouterr().out
+    for index, (arm, would) in enumerate(zip(("packed", "stock"), state["route"]["live"]["would"], strict=True)):
+        assert sum(would.values()) > 4
+        assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
 
 def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:

@@ -9,17 +9,45 @@ from types import ModuleType
 
 import pytest
 
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
+from sgl_prefix_attn.explain.prediction import Machine
 from sgl_prefix_attn.explain.report import Explanation, explain
 from sgl_prefix_attn.explain.text import render
+from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.policy import CostPolicy
+from sgl_prefix_attn.routing.profile import shipped_profile
+from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
+from sgl_prefix_attn.simulator import makespan
+from sgl_prefix_attn.workloads import Case, draw_set
 
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-H200 = DeviceModel.gpu(132)
+FACTS = ServerFacts("NVIDIA H200", "9.0", SHAPE, "bf16", "native", "fa3")
+H200 = Machine(DeviceModel.gpu(132), FACTS)
+CPU = Machine(DeviceModel.cpu(2), "not known")
+NO_PROFILES = ProfileStore([], [])
+Capture = pytest.CaptureFixture[str]
 
 
-def explained(tree: str, device: DeviceModel = H200, query_len: int = 1) -> Explanation:
-    return explain(parse_tree(tree, query_len), SHAPE, device)
+@pytest.fixture(autouse=True)
+def no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def explained(tree: str, machine: Machine = H200, query_len: int = 1) -> Explanation:
+    return explain(parse_tree(tree, query_len), SHAPE, machine, NO_PROFILES)
+
+
+def explain_case(case: Case, folder: Path, *options: str) -> None:
+    """Runs the command on a drawn batch, with its heads and types."""
+    batch = {"paths": case.paths, "seq_lens": case.seq_lens}
+    (folder / "batch.json").write_text(json.dumps(batch), encoding="utf-8")
+    shape = case.shape
+    heads = ["--heads", f"{shape.q_heads}/{shape.kv_heads}", "--head-dim", str(shape.head_dim)]
+    heads += ["--kv-dtype", "bf16" if shape.kv_bytes == 2 else "fp8"]
+    assert main(["explain", "--batch", str(folder / "batch.json"), *heads, *options]) == 0
 
 
 def test_reads_of_one_shared_prompt() -> None:
@@ -31,13 +59,13 @@ def test_reads_of_one_shared_prompt() -> None:
     assert numbers["work_items"] == 11 + numbers["kv_splits"]
     assert numbers["partial_bytes"] == 2 * explanation.plan.num_slots * 32 * (128 * 4 + 4)
     assert len(numbers["worker_seconds"]) == 264
-    assert numbers["predicted_speedup"] > 2
+    assert (numbers["time"]["by"], numbers["gain"].keys()) == ("simulator", {"none"})
     assert numbers["plan_seconds"] > 0
 
 
 def test_nothing_shared_is_nothing_gained() -> None:
     explanation = explained("16/1024")
-    assert explanation.predicted_speedup == pytest.approx(1.0)
+    assert explanation.plan.kv_tokens_packed == explanation.plan.kv_tokens_per_request
     assert explanation.shared_share == 0
     assert "Forest: nothing is shared\n  16 private tails of 1,024 tokens\n" in render(explanation, full=False)
 
@@ -45,9 +73,9 @@ def test_nothing_shared_is_nothing_gained() -> None:
 def test_unusable_batch_and_shape() -> None:
     batch = describe("mine", [[(1, 0, 8)], [(1, 0, 9)]], [10, 10])
     with pytest.raises(InputError, match=r"^mine: request 1, segment 0 .* another request has this node"):
-        explain(batch, SHAPE, H200)
+        explain(batch, SHAPE, H200, NO_PROFILES)
     with pytest.raises(InputError):
-        explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200)
+        explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200, NO_PROFILES)
 
 
 def test_many_different_nodes_are_cut_short_with_their_count() -> None:
@@ -55,10 +83,113 @@ def test_many_different_nodes_are_cut_short_with_their_count() -> None:
     for node in range(20):
         paths += [[(node, 0, 100 + node)]] * 2
         seq_lens += [200, 200]
-    explanation = explain(describe("different", paths, seq_lens), SHAPE, H200)
+    explanation = explain(describe("different", paths, seq_lens), SHAPE, H200, NO_PROFILES)
     short = render(explanation, full=False)
     assert "... 12 more nodes here, read by 24 requests" in short
     assert "... " not in render(explanation, full=True)
+
+
+def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> None:
+    """On drawn batches of every family, head_dim and KV type."""
+    cases = draw_set(31, 36)
+    assert {(case.shape.head_dim, case.shape.kv_bytes) for case in cases} == {(128, 2), (128, 1), (64, 2), (256, 2)}
+    for case in cases:
+        explain_case(case, tmp_path, "--device", "h200")
+        shape = case.shape
+        device = DeviceModel.gpu(
+            132,
+            head_dim=shape.head_dim,
+            group=shape.group,
+            kv_bytes=shape.kv_bytes,
+            warpgroup_products=shape.kv_bytes == 2,
+        )
+        plan = Planner(shape, device).plan(case.forest(), case.lengths)
+        us = makespan(plan, case.lengths, shape, device).seconds * 1e6
+        expected = f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
+        line = f"Predicted attention time of a layer: {expected}, by the simulator of an NVIDIA H200\n"
+        assert line in capsys.readouterr().out, case.key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--device a100",
+        "--device h100",
+        "--device cpu",
+        "--device h200 --workers 100",
+        "--device h200 --kv-dtype fp32",
+        "--device h200 --head-dim 64 --kv-dtype fp8",
+    ],
+)
+def test_a_time_without_figures_of_the_simulator_is_named_a_price(options: str, capsys: Capture) -> None:
+    assert main(["explain", "--tree", "1,10/4096,416", *options.split()]) == 0
+    text = capsys.readouterr().out
+    assert "\nPrice of a layer's attention: " in text
+    assert "Predicted attention time" not in text
+    assert main(["explain", "--tree", "1,10/4096,416", "--json", *options.split()]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["time"]["by"] == "price"
+
+
+@pytest.mark.parametrize("stock", ["fa3", "flashinfer", "triton"])
+def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: Path, capsys: Capture) -> None:
+    kernels = {"fa3": "fa3", "flashinfer": "flashinfer_tc", "triton": "triton_gqa"}
+    profile = shipped_profile()
+    packed, other = profile.cost("packed", "native"), profile.cost("stock", kernels[stock])
+    assert isinstance(packed, CostModel)
+    assert isinstance(other, CostModel)
+    option = () if stock == "fa3" else ("--stock", stock)  # fa3 is the default
+    for case in [case for case in draw_set(32, 40) if case.shape.kv_bytes == 2 and case.shape.group >= 4]:
+        step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)
+        policy = CostPolicy(packed, other, case.shape, profile.margin("native", kernels[stock]) / 100)
+        explain_case(case, tmp_path, "--device", "h200", "--json", *option)
+        gain = json.loads(capsys.readouterr().out)["gain"]
+        assert (gain["stock"], gain["profile"]) == (kernels[stock], "shipped profile h200.json")
+        ours, theirs = packed.microseconds(step, case.shape), other.microseconds(step, case.shape)
+        assert gain["ratio"] == pytest.approx(theirs / ours)
+        assert gain["route"] == policy.decide(step).route.value
+
+
+def test_the_printed_gain_names_stock_profile_and_what_is_borrowed(capsys: Capture) -> None:
+    options = ["explain", "--tree", "64,1024/4096,80", "--device", "h200"]
+    assert main([*options, "--json"]) == 0
+    gain = json.loads(capsys.readouterr().out)["gain"]
+    assert 4 < gain["ratio"] < 7
+    assert main(options) == 0
+    text = capsys.readouterr().out
+    assert f"Predicted gain over stock fa3: {gain['ratio']:.2f}x, " in text
+    assert "by the shipped profile h200.json\n  a step runs packed under the policy cost\n" in text
+    assert main([*options, "--kv-dtype", "fp8"]) == 0
+    assert "the profile was measured with 16-bit KV; of 8 bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--device a100", "no routing profile fits (NVIDIA A100-SXM4-80GB, heads 32/8/128, bf16, 16-bit KV, native or"),
+        ("--device cpu", "no routing profile fits (cpu, "),
+        ("--device h200 --workers 100", "profiles are of all 264 workers"),
+        ("--device h200 --query-len 8", "profiles know decode steps only"),
+        ("--device h200 --kv-dtype fp32", "no routing profile fits (NVIDIA H200, "),
+    ],
+)
+def test_without_a_profile_there_is_no_gain(options: str, reason: str, capsys: Capture) -> None:
+    assert main(["explain", "--tree", "1,64/4096,416", *options.split()]) == 0
+    text = capsys.readouterr().out
+    assert f"\nGain over the stock backend: not predicted, {reason}" in text
+    assert "Predicted gain" not in text
+
+
+def test_a_profile_of_the_user_is_taken(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "sgl-prefix-attn/profiles"
+    folder.mkdir(parents=True)
+    mine = shipped_profile().model_copy(update={"machine": "NVIDIA A100-SXM4-80GB"})
+    mine.save(folder / "mine.json")
+    (folder / "broken.json").write_text("{", encoding="utf-8")
+    assert main(["explain", "--tree", "1,64/4096,416", "--device", "a100"]) == 0
+    captured = capsys.readouterr()
+    assert f"by the user profile {folder / 'mine.json'}\n" in captured.out
+    assert f"explain: {folder / 'broken.json'}: not a routing profile" in captured.err
 
 
 @pytest.fixture
@@ -76,7 +207,7 @@ def plot() -> ModuleType:
     ],
 )
 def test_picture(plot: ModuleType, tmp_path: Path, name: str, magic: bytes, tree: str, query_len: int) -> None:
-    plot.draw(explained(tree, DeviceModel.cpu(2), query_len), str(tmp_path / name))
+    plot.draw(explained(tree, CPU, query_len), str(tmp_path / name))
     content = (tmp_path / name).read_bytes()
     assert content.startswith(magic)
     assert len(content) > 4_000

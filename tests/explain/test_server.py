@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.server import read_states
 from tests.explain.conftest import Answers
@@ -109,11 +111,87 @@ def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info,
     assert f"last packed batch: {url} rank 0\n  batch " in text
     shape = own_state(server_info)["shape"]
     assert f"{shape['q_heads']}/{shape['kv_heads']} heads, head_dim {shape['head_dim']}" in text
-    assert "Predicted attention time of a layer" in text
+    assert "Price of a layer's attention" in text
+    assert "Gain over the stock backend: not predicted, the server does not name its GPU\n" in text
     assert explain(url, "--device", "h200", "--heads", "32/4") == 0
     text = capsys.readouterr().out
     assert "264 workers" in text
     assert "32/4 heads" in text
+
+
+ROUTE = {
+    "setting": "auto",
+    "policy": "cost",
+    "profile": "NVIDIA H200, commit abc",
+    "profile_from": "shipped profile h200.json",
+    "borrowed": "heads 8/8/128; these are 32/8/128",
+    "margin": 20,
+    "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "flashinfer_cc"},
+    "last": {"route": "packed", "packed_us": 468.7, "stock_us": 2613.4},
+    "live": None,
+    "graph_sizes": [],
+}
+
+
+@pytest.fixture
+def h200_info(server_info: Info, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Info:
+    """The recorded answer as of a server on an H200."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape, device = ModelShape(32, 8, 128), DeviceModel.gpu(132, group=4)
+    state = {"route": copy.deepcopy(ROUTE), "shape": asdict(shape), "device": asdict(device)}
+    own_state(server_info).update(state | {"stock_backend": "flashinfer"})
+    return server_info
+
+
+def test_explain_prints_policy_profile_and_last_decision(serve: Serve, h200_info: Info, capsys: Capture) -> None:
+    url = serve({"/server_info": (200, h200_info)})
+    assert explain(url) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()]
+    assert lines[-4:] == [
+        "route auto, decided by cost",
+        "profile shipped profile h200.json: NVIDIA H200, commit abc, margin 20 %",
+        "borrowed the profile was measured with heads 8/8/128; these are 32/8/128",
+        "last decision packed, predicted 468.7 us packed, 2,613.4 us stock",
+    ]
+    own_state(h200_info)["route"] |= {"policy": "conservative", "profile": None, "last": None}
+    assert explain(url) == 0
+    text = capsys.readouterr().out
+    assert "auto, decided by conservative\n  profile        none\n" in text
+    assert "  last decision  none\n" in text
+
+
+def test_explain_prints_the_choices_of_each_arm(serve: Serve, h200_info: Info, capsys: Capture) -> None:
+    own_state(h200_info)["route"]["live"] = {
+        "status": "running",
+        "arms": ["batch>=64", "cost"],
+        "running": ["batch>=64", "conservative"],
+        "arm": 1,
+        "would": [{"packed": 3, "stock": 1200}, {"packed": 0, "stock": 7}],
+        "last": [{"route": "packed", "packed_us": None, "stock_us": None}, None],
+    }
+    assert explain(serve({"/server_info": (200, h200_info)})) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    at = next(index for index, line in enumerate(lines) if line.startswith("live test"))
+    assert [" ".join(line.split()) for line in lines[at : at + 3]] == [
+        "live test running, arm B decides",
+        "arm A batch>=64; steps it would choose: packed 3, stock 1,200; last packed, without predicted times",
+        "arm B cost, decided by conservative; steps it would choose: stock 7; last none",
+    ]
+
+
+def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info, capsys: Capture) -> None:
+    url = serve({"/server_info": (200, h200_info)})
+
+    def told(*options: str) -> tuple[str, str]:
+        assert explain(url, "--json", *options) == 0
+        batch = json.loads(capsys.readouterr().out)["ranks"][0]["last_packed_batch"]
+        return batch["gain"]["stock"], batch["time"]["by"]
+
+    assert told() == ("flashinfer_cc", "simulator")
+    assert told("--stock", "fa3") == ("fa3", "simulator")
+    assert told("--heads", "32/4") == ("flashinfer_tc", "simulator")
+    own_state(h200_info)["route"]["facts"]["packed"] = "triton"
+    assert told() == ("flashinfer_cc", "price")
 
 
 def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:

@@ -92,13 +92,17 @@ class LivePolicies:
         return f"{profile.machine}, commit {profile.commit}"
 
     def state(self) -> dict[str, Any]:
-        """The profile in use as JSON-able values."""
+        """The profile in use, and what one has to fit without the shape, as JSON-able values."""
         found = self.found
+        facts = self.facts() if self.ready else None
         return {
             "profile": self.profile_text(),
             "profile_from": None if found is None else str(found.stored),
             "borrowed": None if found is None or not found.borrowed else found.borrowed,
             "margin": self.margin,
+            "facts": None
+            if facts is None
+            else {name: getattr(facts, name) for name in ("gpu", "capability", "dtype", "packed", "stock")},
         }
 
     def _cost_policy(self) -> Policy:

@@ -257,6 +257,7 @@ def test_state_tells_how_steps_are_routed(routed: Routed) -> None:
         "profile_from": f"setting profile {routed.folder / 'profile.json'}",
         "borrowed": None,
         "margin": 0,
+        "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "fa3"},
         "live": None,
         "last": {"route": "stock", "packed_us": 27.0, "stock_us": 26.4},
         "graph_sizes": [4],

@@ -1,0 +1,109 @@
+"""The time of a plan on its device, and its gain over the stock backend by a routing profile.
+
+The time is the makespan simulator's where that has figures of the device, else the planner's price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
+from sgl_prefix_attn.explain.balance import Schedule
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.policy import CostPolicy
+from sgl_prefix_attn.routing.profile_store import FoundProfile, ProfileStore, ServerFacts, facts_as_text
+from sgl_prefix_attn.simulator import SIMULATED_GPU, knows, makespan
+
+CALIBRATE = "`python -m sgl_prefix_attn calibrate` measures one"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What would run a batch.
+
+    Attributes:
+        model: what the planner plans for.
+        facts: what a profile and the simulator's figures have to fit; a text says why they are not known.
+    """
+
+    model: DeviceModel
+    facts: ServerFacts | str
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer's packed attention, and what says so."""
+
+    seconds: float
+    by: Literal["simulator", "price"]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Times of one layer by a profile, in microseconds.
+
+    Attributes:
+        stock: the stock backend's kernel, as profiles name it.
+        profile: origin and name.
+        borrowed: what of the machine the profile was not measured with, or "".
+        route: of a step under the policy `cost`, after a step on the stock backend.
+    """
+
+    stock: str
+    profile: str
+    borrowed: str
+    packed_us: float
+    stock_us: float
+    route: Literal["packed", "stock"]
+
+    @property
+    def ratio(self) -> float:
+        """Stock time / packed time."""
+        return self.stock_us / self.packed_us
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def layer_time(plan: Plan, seq_lens: Int64Array, shape: ModelShape, machine: Machine, schedule: Schedule) -> LayerTime:
+    """The time of a plan.
+
+    Args:
+        schedule: of the plan by the planner's prices.
+    """
+    facts = machine.facts
+    if isinstance(facts, str) or (facts.gpu, facts.packed) != (SIMULATED_GPU, "native") or not knows(shape):
+        return LayerTime(schedule.seconds, "price")
+    return LayerTime(makespan(plan, seq_lens, shape, machine.model).seconds, "simulator")
+
+
+def predicted_gain(
+    forest: PrefixForest, seq_lens: Int64Array, is_decode: bool, machine: Machine, store: ProfileStore
+) -> Gain | str:
+    """The gain of a step over the stock backend; a text says why there is no prediction."""
+    facts = machine.facts
+    if isinstance(facts, str):
+        return facts
+    if not is_decode:
+        return "profiles know decode steps only"
+    found = store.find(facts)
+    policy = None if found is None else _cost_policy(found, facts)
+    if found is None or policy is None:
+        return f"no routing profile fits ({facts_as_text(facts)}); {CALIBRATE}"
+    decision = policy.decide(StepFeatures.of(ForestFacts.of(forest), seq_lens))
+    assert decision.packed_us is not None
+    assert decision.stock_us is not None
+    return Gain(
+        facts.stock, str(found.stored), found.borrowed, decision.packed_us, decision.stock_us, decision.route.value
+    )
+
+
+def _cost_policy(found: FoundProfile, facts: ServerFacts) -> CostPolicy | None:
+    profile = found.stored.profile
+    packed, stock = profile.cost("packed", facts.packed), profile.cost("stock", facts.stock)
+    if packed is None or stock is None:
+        return None
+    return CostPolicy(packed, stock, facts.shape, profile.margin(facts.packed, facts.stock) / 100)
