@@ -127,8 +127,8 @@ class Settings(BaseModel):
     )
     live_tests: bool = Field(
         False,
-        description="Serve POST, GET and DELETE /prefixpack/abtest, by which `python -m sgl_prefix_attn abtest live` "
-        "compares two routing policies on this server. It asks for SGLang's admin key. Off: no address.",
+        description="Serve POST, GET and DELETE /prefixpack/abtest, by which `abtest live` (routing.md) compares "
+        "two routing policies on this server. It asks for SGLang's admin key. Off: no address.",
     )
     group_scheduling: bool = Field(
         False,

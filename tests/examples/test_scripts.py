@@ -60,4 +60,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     known = {metric.name: metric.label for metric in (*METRICS, *pinning_metrics._METRICS)}
     assert asked <= set(known)
     assert labels <= set(known.values())
-    assert {metric.name for metric in METRICS if metric.kind == "counter"} - asked == {"one_token_steps_total"}
+    assert {metric.name for metric in METRICS if metric.kind == "counter"} - asked == {
+        "one_token_steps_total",
+        "arm_steps_total",
+    }

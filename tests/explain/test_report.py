@@ -101,7 +101,6 @@ def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> 
             head_dim=shape.head_dim,
             group=shape.group,
             kv_bytes=shape.kv_bytes,
-            warpgroup_products=shape.kv_bytes == 2,
         )
         plan = Planner(shape, device).plan(case.forest(), case.lengths)
         us = makespan(plan, case.lengths, shape, device).seconds * 1e6

@@ -17,6 +17,7 @@ from sgl_prefix_attn.workloads import draw_set
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(32, 8, 128)
+WIDE = ModelShape(72, 8, 128)  # rows of a query are too many for one warp
 
 
 def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> tuple[Makespan, int]:
@@ -27,11 +28,12 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
 
 
 def test_a_combine_is_waited_for() -> None:
-    first, slots = simulated([65_536])
-    assert slots > 1
-    levels = 2 if slots > 16 else 1
-    later, _ = simulated([65_536], block_merge=H200["block_merge"] + 50e-6)
-    assert later.seconds - first.seconds == pytest.approx(levels * 50e-6)
+    """Of many partials by warps that have no tile left, of few by the CTA that brings the last one."""
+    for tokens, figure in ((65_536, "deferred_merge"), (700, "block_merge")):
+        first, slots = simulated([tokens], WIDE)
+        assert slots > 1
+        later, _ = simulated([tokens], WIDE, **{figure: H200[figure] + 50e-6})
+        assert later.seconds - first.seconds == pytest.approx(50e-6), figure
 
 
 @pytest.mark.parametrize("name", ["bandwidth", "block_rate", "warp_flops"])

@@ -118,7 +118,9 @@ class DeferredCombine {
       store_lse(target.lse, weights.lse);
       // Rows of one query and virtual KV head share a semaphore. The last of them resets it for the next launch.
       const int32_t last = query.count + params_.heads.split_heads.number - 1;
-      if (ptx::atomic_add_release(semaphore, 1) == last) *semaphore = 0;
+      // The lane is added, which is 0: the compiler would aggregate what it takes for an addition of the whole warp.
+      int32_t* mine = semaphore + ptx::volatile_thread_index() % 32;
+      if (ptx::atomic_add_release(mine, 1) == last) *semaphore = 0;
     }
     ptx::warp_sync();
     return true;

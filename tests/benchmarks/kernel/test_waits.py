@@ -53,5 +53,5 @@ def test_no_addition_is_made_for_a_whole_warp(source: str) -> None:
         pytest.skip("nvcc or cuobjdump is missing")
     waits = list(waits_of(listing(nvcc, cuobjdump, ROOT / "csrc" / "cuda" / "instantiations" / f"{source}.cu", "90a")))
     additions = [wait for wait in waits if "ATOM" in wait.read]
-    assert len(additions) >= 6, "tickets, arrivals and the last block's, of both kernels"
+    assert len(additions) >= 6, "tile indices, semaphores and the last CTA's, of both kernels"
     assert not [wait for wait in additions if wait.distance is not None and wait.distance <= 8 and "SHFL" in wait.user]

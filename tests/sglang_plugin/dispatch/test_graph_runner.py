@@ -186,7 +186,7 @@ def test_without_paths_the_stock_graph_is_replayed(runner: Runner) -> None:
     assert runner.fixture.stock.graph_calls[-1] == "replay"
 
 
-def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner) -> None:
     """SGLang loads the batch outside of ModelRunner.forward, and replays without asking for metadata again."""
     fixture = Verify(3)
     fixture.backend.init_cuda_graph_state(4, 12)
@@ -197,8 +197,9 @@ def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner, monk
     assert fixture.stock.layer_calls == 0
     batch = fixture.batch
     setattr(batch, handover._ATTRIBUTE, fixture.handed)
-    monkeypatch.setattr(handover.HOOKS, "active", fixture.handover)
-    handover.HOOKS.around_forward(module.DecodeCudaGraphRunner.load_batch, verify, batch)
+    hooks = handover.HandoverHooks()
+    hooks.active = fixture.handover
+    hooks.around_forward(module.DecodeCudaGraphRunner.load_batch, verify, batch)
     assert fixture.backend.decision.kind is Kind.PACKED
     batch.mark_forward_metadata_ready()
     verify.execute(batch)

@@ -126,7 +126,7 @@ class TestWithoutAProfileForTheGpu:
 def test_on_a_cpu_without_a_profile_cost_is_no_condition(route: str, requests: int, expected: Route) -> None:
     executor: Any = SimpleNamespace(kernels="cpu", planners=[SimpleNamespace(shape=ModelShape(4, 2, 16, kv_bytes=4))])
     routes = StepRouter(Settings(metrics=False, route=route), Counters(), executor, "torch_native", SimpleNamespace())
-    assert routes.may_change == (route != "auto")
+    assert routes.may_change("decode") == (route != "auto")
     paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * requests))
     assert routes.decide(paths, np.full(requests, 9, dtype=np.int64)) is expected
 
