@@ -51,19 +51,20 @@ class _KernelFigures(NamedTuple):
     """Floating-point operations per second of all CTAs, and warps that use all of a CTA's share of the bandwidth."""
 
     flops: float  # tiles of up to 32 rows
-    wide_flops: float  # of more rows, with WGMMA for KV of 16 bits
+    wide_flops: float  # of more rows, with WGMMA
+    wide_mma_flops: float  # of more rows, with mma.sync
     warps_to_fill: int
 
 
-# By head_dim and bytes of a KV element. Fitted with the simulator to drawn batches on an H200, but for fp8 KV with
-# head_dim 64 and 256: their rates are those of 16 bits.
+# By head_dim and bytes of a KV element. Fitted with the simulator to drawn batches on an H200. Exceptions with fp8 KV:
+# wide_flops are guesses, not measured; with head_dim 64 and 256 `flops` are those of 16 bits.
 _H200_KERNELS = {
-    (64, 2): _KernelFigures(146e12, 560e12, 4),
-    (128, 2): _KernelFigures(183e12, 600e12, 3),
-    (256, 2): _KernelFigures(220e12, 390e12, 1),
-    (64, 1): _KernelFigures(146e12, 235e12, 5),
-    (128, 1): _KernelFigures(185e12, 270e12, 5),
-    (256, 1): _KernelFigures(220e12, 215e12, 1),
+    (64, 2): _KernelFigures(146e12, 560e12, 146e12, 4),
+    (128, 2): _KernelFigures(183e12, 600e12, 183e12, 3),
+    (256, 2): _KernelFigures(220e12, 390e12, 220e12, 1),
+    (64, 1): _KernelFigures(146e12, 400e12, 235e12, 5),
+    (128, 1): _KernelFigures(185e12, 450e12, 270e12, 5),
+    (256, 1): _KernelFigures(220e12, 300e12, 215e12, 1),
 }
 
 
@@ -152,14 +153,13 @@ class DeviceModel:
             bandwidth: bytes per second.
             max_tile_rows: rows of the widest tile.
             kv_bytes: bytes of one stored K or V element.
-            warpgroup_products: whether the widest tile uses WGMMA: compute capability 9.0 and KV of 16 bits.
+            warpgroup_products: whether the widest tile uses WGMMA: native kernels and compute capability 9.0.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
         halves = 1 if wide else _native.head_splits(group)
         narrow_rows = 0 if wide else 8 * halves
         kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
-        no_wgmma = kv_bytes == 2 and not warpgroup_products
         return cls(
             workers=2 * sm_count,
             bandwidth=bandwidth,
@@ -174,7 +174,7 @@ class DeviceModel:
             narrow_units=halves,
             narrow_reread=0.4,
             wide_rows=64,
-            wide_flops=kernels.flops if no_wgmma else kernels.wide_flops,
+            wide_flops=kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops,
             lone_speedup=1.22,
             merge_step=1e-6,
             merge_rows=32,

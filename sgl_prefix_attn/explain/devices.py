@@ -48,7 +48,7 @@ def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = 
         head_dim=shape.head_dim,
         group=shape.group,
         kv_bytes=shape.kv_bytes,
-        warpgroup_products=warpgroup_products and shape.kv_bytes == 2,
+        warpgroup_products=warpgroup_products,
         **figures,
     )
 

@@ -123,8 +123,7 @@ def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, **op
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=head_dim, batch=batch, **options)
     assert case.plan.items[:, 6].max() > 8
-    # With head_dim 256 a CTA has one warpgroup: the planner cuts tiles of 64 rows.
-    return case if head_dim > 128 else with_tile_rows(case, 128)
+    return with_tile_rows(case, 64 if head_dim > 128 else 128)  # with head_dim 256 a CTA has one warpgroup
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -158,6 +157,27 @@ def test_products_of_a_warpgroup(emulation: ModuleType, head_dim: int, shared: i
 def test_variants_of_products_of_a_warpgroup(emulation: ModuleType, options: dict[str, Any]) -> None:
     case = wide_case(**options)
     check(case, emulate(emulation, case))
+
+
+@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared": 128},
+        {"shared": 129, "dtype": torch.float16},
+        {"shared": 320, "window_left": 70, "v_scale": 0.37},
+        {"queries": 7},  # of the two warpgroups, one without rows
+        {"queries": 40, "shared": 100, "head_dim": 64},
+        {"shared": 500, "head_dim": 64, "window_left": 70},
+        {"shared": 31, "head_dim": 256},
+        {"shared": 200, "head_dim": 256, "dtype": torch.float16, "v_scale": 0.37},
+    ],
+    ids=str,
+)
+def test_products_of_a_warpgroup_with_fp8_kv(emulation: ModuleType, options: dict[str, Any], late_copies: bool) -> None:
+    """One KV tile, the last whole or not, and several: converted while products are in flight."""
+    case = wide_case(kv_dtype=torch.float8_e4m3fn, **options)
+    check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 128, 255, 256, 257, 600])

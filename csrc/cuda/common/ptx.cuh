@@ -149,7 +149,11 @@ PREFIXPACK_DEVICE float exp2(float x) {
   return y;
 }
 PREFIXPACK_DEVICE float max(float a, float b) { return fmaxf(a, b); }
-PREFIXPACK_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
+PREFIXPACK_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 PREFIXPACK_DEVICE float log2(float x) { return __log2f(x); }
 
 // 32-bit shared-memory address.
@@ -239,15 +243,11 @@ struct BFloat16 {
   }
   // Values beyond fp16's range become its largest finite value.
   static PREFIXPACK_DEVICE uint32_t to_fp16(uint32_t pair) {
-    const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-    const __half2 result = __floats2half2_rn(clamp_to_fp16(low), clamp_to_fp16(high));
-    return *reinterpret_cast<const uint32_t*>(&result);
-  }
-
- private:
-  static PREFIXPACK_DEVICE float clamp_to_fp16(float x) {
-    constexpr float kLargest = 65504.0f;
-    return fabsf(x) > kLargest ? copysignf(kLargest, x) : x;
+    uint32_t result;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+        : "=r"(result)
+        : "f"(__uint_as_float(pair & 0xffff0000u)), "f"(__uint_as_float(pair << 16)));
+    return result;
   }
 };
 struct Float16 {

@@ -50,12 +50,6 @@ PREFIXPACK_DEVICE void pack_weights(const float (&weights)[KeyBlocks][4], int32_
   packed[3] = Element::pack(weights[2 * step + 1][2], weights[2 * step + 1][3]);
 }
 
-// tanh with an absolute error below 1e-6. The library's function branches, and would add its code to every kernel for a
-// rare option.
-PREFIXPACK_DEVICE float fast_tanh(float x) {
-  return 1.0f - 2.0f * ptx::reciprocal(1.0f + ptx::exp2(2.0f * kLog2E * x));
-}
-
 // Lazy rescaling, as in FlashAttention-4: the maximum in use may lag the largest logit by this power of two. Sums then
 // are larger than necessary, which is harmless, and most tiles need neither a rescale nor a shuffle.
 constexpr float kRescaleThreshold = 8.0f;
@@ -64,14 +58,15 @@ class Softmax {
  public:
   PREFIXPACK_DEVICE explicit Softmax(const AttentionParams& attention)
       : cap_(attention.logit_cap),
-        to_cap_(attention.logit_cap > 0.0f ? attention.scale * ptx::reciprocal(attention.logit_cap) : 0.0f),
+        to_cap_(attention.logit_cap > 0.0f ? 2.0f * kLog2E * attention.scale * ptx::reciprocal(attention.logit_cap)
+                                           : 0.0f),
         to_base_2_(attention.logit_cap > 0.0f ? kLog2E : attention.scale * kLog2E) {}
 
   // Applies the soft cap. add() applies the scale.
   PREFIXPACK_DEVICE void transform(float (&scores)[4]) const {
     if (cap_ > 0.0f) {
 #pragma unroll
-      for (int32_t i = 0; i < 4; ++i) scores[i] = cap_ * fast_tanh(scores[i] * to_cap_);
+      for (int32_t i = 0; i < 4; ++i) scores[i] = soft_cap(scores[i]);
     }
   }
   template <int KeyBlocks>
@@ -79,7 +74,7 @@ class Softmax {
     if (cap_ > 0.0f) {
 #pragma unroll
       for (int32_t i = 0; i < 4 * KeyBlocks; ++i) {
-        scores[i / 4][i % 4] = cap_ * fast_tanh(scores[i / 4][i % 4] * to_cap_);
+        scores[i / 4][i % 4] = soft_cap(scores[i / 4][i % 4]);
       }
     }
   }
@@ -152,6 +147,12 @@ class Softmax {
   }
 
  private:
+  // cap * tanh(score * scale / cap) = cap - 2 cap / (1 + e^(2 score scale / cap)), with an absolute error below
+  // 1e-6 cap. The library's tanh branches, and would add its code to every kernel for a rare option.
+  PREFIXPACK_DEVICE float soft_cap(float score) const {
+    return ptx::fma(-2.0f * cap_, ptx::reciprocal(1.0f + ptx::exp2(score * to_cap_)), cap_);
+  }
+
   // Whether any lane's maximum exceeds the threshold.
   PREFIXPACK_DEVICE bool exceeds_threshold(const float (&max)[2], const SoftmaxState (&state)[2]) const {
     return ptx::any(max[0] * to_base_2_ > state[0].max + kRescaleThreshold ||
@@ -167,7 +168,8 @@ class Softmax {
     return rescale;
   }
 
-  const float cap_, to_cap_, to_base_2_;
+  const float cap_, to_cap_;  // to_cap_: factor of a score in the exponent of soft_cap()
+  const float to_base_2_;
 };
 
 PREFIXPACK_DEVICE void quad_sum(float& sum) {

@@ -10,6 +10,7 @@
 #include "cuda/kernel/epilogue.cuh"
 #include "cuda/kernel/mainloop_mma.cuh"
 #include "cuda/kernel/mainloop_wgmma.cuh"
+#include "cuda/kernel/mainloop_wgmma_fp8.cuh"
 #include "cuda/kernel/warp_decode.cuh"
 
 namespace prefixpack {
@@ -37,7 +38,7 @@ PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
 template <int HeadDim, class Format>
 struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
-  static constexpr bool kWarpgroups = Format::kKvBytes == 2;
+  static constexpr bool kWarpgroups = true;
 #else
   static constexpr bool kWarpgroups = false;
 #endif
@@ -65,7 +66,9 @@ PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_par
   // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
   // serializes them.
   if constexpr (Table::kWarpgroups) {
-    return run_mainloop<WgmmaMainloop<typename Table::Wide, Format>>(kernel_params, shared);
+    using Mainloop = std::conditional_t<kPermutesDims<Format>, WgmmaFp8Mainloop<typename Table::Wide, Format>,
+                                        WgmmaMainloop<typename Table::Wide, Format>>;
+    return run_mainloop<Mainloop>(kernel_params, shared);
   } else {
     return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared);
   }

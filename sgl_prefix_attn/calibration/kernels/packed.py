@@ -26,7 +26,6 @@ def device_model(sm_count: int, shape: ModelShape, overrides: dict[str, Any] | N
         head_dim=shape.head_dim,
         group=shape.group,
         kv_bytes=shape.kv_bytes,
-        warpgroup_products=shape.kv_bytes == 2,
     )
     return replace(device, **(overrides or {}))
 

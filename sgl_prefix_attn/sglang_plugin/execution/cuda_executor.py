@@ -149,7 +149,7 @@ class CudaExecutor:
         growth = self._settings.replan_growth
         model = gpu_device(
             self._settings, _sm_count(device), shape, max_tile_rows=self._kernels.max_tile_rows,
-            warpgroup_products=self._kernels.warpgroup_products(device, kv_dtype),
+            warpgroup_products=self._kernels.warpgroup_products(device),
         )  # fmt: skip
         planner, unshared = Planner(shape, model, max_growth=growth), Planner(shape, model, max_growth=growth)
         no_split = Planner(shape, dataclasses.replace(model, workers=1), max_growth=growth)

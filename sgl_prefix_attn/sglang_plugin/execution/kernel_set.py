@@ -50,10 +50,10 @@ class Kernels:
             return fallback_reasons.KV_DTYPE
         return None if self.takes(cache) else fallback_reasons.KV_LAYOUT
 
-    def warpgroup_products(self, device: torch.device, kv_dtype: torch.dtype) -> bool:
-        """Whether the kernels use warpgroup instructions (wgmma) for their widest tile."""
+    def warpgroup_products(self, device: torch.device) -> bool:
+        """Whether the kernels use warpgroup instructions (wgmma) for tiles of more than 32 rows."""
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        return hopper and self.name == "native" and kv_dtype.itemsize == 2
+        return hopper and self.name == "native"
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels can read a [*, heads, head dim] tensor with its strides and alignment."""

@@ -73,7 +73,7 @@ struct Block {
   const Launch* launch = nullptr;
   int index = 0;
   std::vector<char> shared;
-  std::vector<bool> hidden;  // 16-byte chunks that were copied and not yet fenced for wgmma
+  std::vector<bool> hidden;  // 16-byte chunks that were written and not yet fenced for wgmma
   uint64_t arrived = 0;
   bool vote = false;
   Exchange warps[kMaxBlockThreads / kWarpThreads];
@@ -160,11 +160,16 @@ inline void sync_block() {
   wait_at_least(&fiber.block->arrived, target);
 }
 
-inline void land(const PendingCopy& copy) {
-  for (int i = 0; i < 16; ++i) copy.shared[i] = copy.valid ? copy.global[i] : 0;
-  const auto chunk = static_cast<size_t>(copy.shared - self().block->shared_begin()) / 16;
+// Hides 16 bytes that this thread has written from wgmma, until its fence.
+inline void hide(const char* written) {
+  const auto chunk = static_cast<size_t>(written - self().block->shared_begin()) / 16;
   self().block->hidden[chunk] = true;
   self().landed.push_back(chunk);
+}
+
+inline void land(const PendingCopy& copy) {
+  for (int i = 0; i < 16; ++i) copy.shared[i] = copy.valid ? copy.global[i] : 0;
+  hide(copy.shared);
 }
 
 inline void check_shared(const void* address, int bytes) {

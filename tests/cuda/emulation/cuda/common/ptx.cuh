@@ -138,6 +138,7 @@ inline void store_shared(SharedAddress address, const Word (&words)[4]) {
   char* to = emulation::self().block->shared_begin() + address;
   emulation::check_shared(to, 16);
   std::memcpy(to, words, 16);
+  emulation::hide(to);
 }
 template <class Word, int Count>
 inline void load_shared(SharedAddress address, Word (&out)[Count]) {

@@ -55,7 +55,7 @@ inline float matrix_element(const SmemDescriptor& matrix, int32_t offset) {
   const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
   const char* at = emulation::self().block->shared_begin() + mixed;
   emulation::check_shared(at, 2);
-  if (emulation::self().block->hidden[mixed / 16]) emulation::fail("a product reads copies that it was not shown");
+  if (emulation::self().block->hidden[mixed / 16]) emulation::fail("a product reads data that it was not shown");
   uint16_t bits;
   std::memcpy(&bits, at, 2);
   return Element::widen(bits);

@@ -1,0 +1,134 @@
+// What both mainloops with warpgroup MMA (wgmma) share: the tile, and the MMAs of a warpgroup.
+#pragma once
+
+#include "cuda/common/index_math.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernel/cta_tile.cuh"
+#include "cuda/kernel/kernel_traits.cuh"
+#include "cuda/kernel/online_softmax.cuh"
+#include "cuda/kernel_params.h"
+
+namespace prefixpack {
+
+// 64 rows for each warpgroup. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
+template <int HeadDim, int SharedBytes>
+struct WgmmaTile {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kThreads = kCtaThreads<HeadDim>;
+  static constexpr int kRows = kThreads / 2;
+  static constexpr int kRowWarps = kThreads / 32;
+  static constexpr int kKeyWarps = 1;
+  static constexpr int kRowBlocks = 1;
+  static constexpr int kKeys = HeadDim > 128 ? 32 : 64;  // two KV tiles have to fit
+  static constexpr int kKeysPerWarp = kKeys;
+  static constexpr int kRowBytes = HeadDim * 2;
+  static constexpr int kQueryRowBytes = kRowBytes;
+  static constexpr int kSlabRowBytes = 128;
+  static constexpr int kAtomBytes = 8 * kSlabRowBytes;
+  static constexpr int kQueryBytes = kRows * kRowBytes;
+  static constexpr int kQuerySlabBytes = kRows * kSlabRowBytes;
+  static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a KV tile
+  static constexpr int kSlabBytes = kKeys * kSlabRowBytes;
+  static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;  // byte offset of the query offsets
+  PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
+    return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
+  }
+
+  PREFIXPACK_BOTH static int32_t query_place(int32_t row, int32_t chunk) {
+    return chunk / 8 * kQuerySlabBytes + swizzled_offset(row, chunk % 8, kSlabRowBytes);
+  }
+  PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
+
+  static_assert(kRows == kMaxTileRows<HeadDim>);
+  static_assert(kOffsetsAt + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
+};
+
+// The MMAs of a warpgroup. The compiler serializes wgmma around a call or a branch: all of this is inlined, and callers
+// must not branch on the warpgroup's rows.
+template <class TileT, class Format>
+class WgmmaRows : protected CtaTile<TileT, Format> {
+  using Rows = CtaTile<TileT, Format>;
+  using Element = typename Format::Product;
+
+ protected:
+  using Rows::kKeyBlocks;
+  using Rows::kThreads;
+  static constexpr int kSteps = TileT::kKeys / 16;
+
+  PREFIXPACK_DEVICE WgmmaRows(const KernelParams& params, const CtaState& state, char* shared)
+      : Rows(params, state, shared), kv_head_(state.kv_head) {
+    first_slot_ = item_.slots_at + (begin_ - item_.kv_begin);
+  }
+
+  // KV tiles that this warpgroup computes. One without rows only copies.
+  PREFIXPACK_DEVICE int32_t computed_tiles() const { return ptx::uniform(warpgroup_ * 64 >= rows_) ? 0 : num_tiles_; }
+
+  // KV slot of a key of the item. Beyond the last key the last slot repeats; such keys are masked.
+  PREFIXPACK_DEVICE int32_t slot_of(int32_t key) const {
+    return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
+  }
+
+  // Room for the query offsets, behind the KV tiles.
+  PREFIXPACK_DEVICE int64_t* offsets() const { return reinterpret_cast<int64_t*>(shared_ + TileT::kOffsetsAt); }
+
+  // Issues Q*K^T of this warpgroup's queries.
+  PREFIXPACK_DEVICE void issue_scores(ptx::SharedAddress key_tile, float (&scores)[kKeyBlocks][4]) const {
+    const auto queries = ptx::smem_descriptor(queries_ + warpgroup_ * 64 * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
+    const auto keys = ptx::smem_descriptor(key_tile, 0, TileT::kAtomBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int32_t step = 0; step < TileT::kHeadDim / 16; ++step) {
+      const int32_t slab = step / 4, in_row = step % 4 * 32;
+      const auto a = ptx::advance(queries, slab * TileT::kQuerySlabBytes + in_row);
+      const auto b = ptx::advance(keys, slab * TileT::kSlabBytes + in_row);
+      if (step == 0) {
+        ptx::wgmma<Element, false>(scores, a, b);
+      } else {
+        ptx::wgmma<Element, true>(scores, a, b);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+  PREFIXPACK_DEVICE static void finish_scores(float (&scores)[kKeyBlocks][4]) {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(scores);
+  }
+
+  PREFIXPACK_DEVICE static void pack(const float (&scores)[kKeyBlocks][4], uint32_t (&weights)[kSteps][4]) {
+#pragma unroll
+    for (int32_t step = 0; step < kSteps; ++step) pack_weights<Element>(scores, step, weights[step]);
+  }
+  // Issues P*V. weights: read until finish_values().
+  PREFIXPACK_DEVICE void issue_values(ptx::SharedAddress value_tile, uint32_t (&weights)[kSteps][4]) {
+    const auto values = ptx::smem_descriptor(value_tile, TileT::kSlabBytes, TileT::kAtomBytes);
+    ptx::wgmma_fence_operand(weights);  // before the fence: operands written later would be read too early
+    ptx::wgmma_fence_operand(accumulators_[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int32_t step = 0; step < kSteps; ++step) {
+      ptx::wgmma<Element>(accumulators_[0], weights[step], ptx::advance(values, step * 2 * TileT::kAtomBytes));
+    }
+    ptx::wgmma_commit();
+  }
+  PREFIXPACK_DEVICE void finish_values() {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(accumulators_[0]);
+  }
+
+  using Rows::accumulators_;
+  using Rows::begin_;
+  using Rows::item_;
+  using Rows::keys_;
+  using Rows::num_tiles_;
+  using Rows::params_;
+  using Rows::queries_;
+  using Rows::rows_;
+  using Rows::shared_;
+  using Rows::thread_;
+  const int32_t kv_head_;
+  int32_t first_slot_;                                          // in StepState::kv_slots
+  const int32_t warpgroup_ = ptx::broadcast(thread_ / 128, 0);  // uniform for the compiler
+};
+
+}  // namespace prefixpack
