@@ -76,8 +76,11 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
     return shape
 
 
-def machine(args: argparse.Namespace, shape: ModelShape) -> Machine:
+def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = STOCK_BACKENDS[0]) -> Machine:
     """What `--device`, `--workers` and `--stock` stand for.
+
+    Args:
+        stock_backend: of a GPU, without `--stock`.
 
     Raises:
         InputError: an unusable option.
@@ -90,7 +93,7 @@ def machine(args: argparse.Namespace, shape: ModelShape) -> Machine:
         return Machine(model, ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
     gpu = _GPUS[args.device]
     dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
-    stock = stock_kernel(args.stock or STOCK_BACKENDS[0], shape)
+    stock = stock_kernel(args.stock or stock_backend, shape)
     facts = ServerFacts(gpu.name, gpu.capability, shape, dtype, "native", stock)
     return _with_workers(args, Machine(gpu.model(shape), facts))
 
@@ -98,7 +101,7 @@ def machine(args: argparse.Namespace, shape: ModelShape) -> Machine:
 def machine_of_server(
     args: argparse.Namespace,
     shape: ModelShape,
-    reported: dict[str, Any],
+    reported: dict[str, Any] | None,
     facts: dict[str, str] | None,
     stock_backend: str,
 ) -> Machine:
@@ -106,15 +109,16 @@ def machine_of_server(
 
     Args:
         shape: of the model, options included.
-        reported: fields of DeviceModel.
+        reported: fields of DeviceModel; None: not told.
         facts: fields of ServerFacts without the shape; None: not told.
         stock_backend: the server's.
 
     Raises:
         InputError: an unusable option or answer.
     """
-    if args.device is not None:
-        return machine(args, shape)
+    if args.device is not None or reported is None:
+        known = stock_backend in STOCK_BACKENDS
+        return machine(args, shape, stock_backend if known else STOCK_BACKENDS[0])
     model = _reported(DeviceModel, "device", reported)
     if facts is None:
         return _with_workers(args, Machine(model, "the server does not name its GPU"))

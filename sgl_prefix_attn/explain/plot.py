@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ _PRIVATE_COLOUR = "#dcdcdc"
 _PACKED_COLOUR, _PER_REQUEST_COLOUR, _LIMIT_COLOUR = "#2b8cbe", "#b5b5b5", "#a8ddb5"
 _READERS_MAP = matplotlib.colormaps["GnBu"]
 _FIGURE_INCHES, _DPI = (12.0, 6.4), 140
+_HEADLINE_CHARACTERS = 140  # of a line
 _MIN_OUTLINED_PIXELS = 5.0  # height below which an outline would hide the colour
 _MOST_COLOUR_TICKS = 8
 _Polygon = list[tuple[float, float]]
@@ -56,7 +58,7 @@ def _headline(explanation: Explanation) -> str:
     return (
         f"{explanation.batch.title}\n{explanation.batch.num_requests:,} requests, {len(explanation.packs):,} packs, "
         f"{len(plan.items):,} work items; {fewer:.2f}x fewer KV reads than per request, limit {limit:.2f}x\n"
-        f"{time_line(explanation)}\n{gain_line(explanation)}"
+        f"{time_line(explanation)}\n{textwrap.fill(gain_line(explanation), _HEADLINE_CHARACTERS)}"
     )
 
 

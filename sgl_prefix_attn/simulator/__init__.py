@@ -70,6 +70,7 @@ H200_KERNELS = {
         "sibling": 0.6152,
     },
 }
+PARTLY_GUESSED = frozenset({(128, 1)})  # kernels of H200_KERNELS with figures that were not fitted
 WARP_ROWS = 8
 WIDEST_HEAD_OF_WARPS = 128
 
@@ -95,7 +96,7 @@ class Makespan:
 
 
 def knows(shape: ModelShape) -> bool:
-    """Whether the figures were fitted to the kernels of this head_dim and KV type."""
+    """Whether there are figures of the kernels of this head_dim and KV type."""
     return (shape.head_dim, shape.kv_bytes) in {(128, 2), *H200_KERNELS}
 
 

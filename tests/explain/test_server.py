@@ -189,6 +189,7 @@ def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info
 
     assert told() == ("flashinfer_cc", "simulator")
     assert told("--stock", "fa3") == ("fa3", "simulator")
+    assert told("--device", "h200") == ("flashinfer_tc", "simulator")
     assert told("--heads", "32/4") == ("flashinfer_tc", "simulator")
     own_state(h200_info)["route"]["facts"]["packed"] = "triton"
     assert told() == ("flashinfer_cc", "price")
