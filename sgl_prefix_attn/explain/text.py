@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from sgl_prefix_attn.explain.report import Explanation
 from sgl_prefix_attn.explain.server import Decision, LiveTest, RouteState, ServerState
-from sgl_prefix_attn.simulator import PARTLY_GUESSED, SIMULATED_GPU
+from sgl_prefix_attn.simulator import SIMULATED_GPU
 
 _NO_NODE = -1
 _ROOTS_SHOWN = 8  # a quarter of that below each, and so on, but at least one
@@ -78,11 +78,7 @@ def time_line(explanation: Explanation) -> str:
     duration = _duration(explanation.time.seconds)
     if explanation.time.by == "price":
         return f"Price of a layer's attention: {duration}, by the planner's price model"
-    shape, note = explanation.shape, ""
-    if (shape.head_dim, shape.kv_bytes) in PARTLY_GUESSED:
-        note = ", whose rates for this KV type are partly guessed"
-    elif not explanation.batch.is_decode:
-        note = ", fitted to decode steps"
+    note = "" if explanation.batch.is_decode else ", fitted to decode steps"
     return f"Predicted attention time of a layer: {duration}, by the simulator of an {SIMULATED_GPU}{note}"
 
 
