@@ -48,7 +48,11 @@ LaunchSize launch_size_of() {
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   LaunchSize size{};
   size.ctas = size.few_ctas = resident_ctas(attention_ctas<HeadDim, Format>, kCtaThreads<HeadDim>, kLaunchSharedBytes);
-  size.overlap = major >= 9;
+  // Code compiled from PTX of an older architecture lacks the instructions of a dependent launch.
+  cudaFuncAttributes code{};
+  check_cuda(cudaFuncGetAttributes(&code, attention_ctas<HeadDim, Format>), "cudaFuncGetAttributes");
+  const bool lacks_dependent_launch = code.ptxVersion > 0 && code.ptxVersion < 90;
+  size.overlap = major >= 9 && !lacks_dependent_launch;
   if constexpr (kHasWarpKernel<HeadDim>) {
     size.warp_ctas = resident_ctas(attention_warps<HeadDim, Format>, kDecodeThreads, kDecodeWarps * kWarpBytes);
     if (size.overlap && size.ctas > sms) size.few_ctas = sms;
