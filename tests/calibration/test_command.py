@@ -107,7 +107,7 @@ def test_the_whole_command_on_the_cpu(
     """The profile is then the one that a CPU server takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     families = ["rollouts", "few_shot", "ragged"]
-    words = ["calibrate", "--device", "cpu", "--minutes", "0.2", "--families", *families, "--heads", "4/2"]
+    words = ["calibrate", "--device", "cpu", "--minutes", "1", "--families", *families, "--heads", "4/2"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "packed cpu or stock torch_native: 5 unseen seeds" in out
