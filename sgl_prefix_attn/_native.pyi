@@ -20,6 +20,7 @@ plan_item_words: int
 item_record_words: int
 # Partial results of one query that the CUDA kernels can combine.
 tile_counters: int  # words of the kernels' work queue counters
+cta_shared_bytes: int  # shared memory of a CTA of the GPU kernels
 merge_room: int
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 

@@ -129,6 +129,7 @@ void bind_cuda(py::module_& m) {
   m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("tile_counters") = kTileCounters;
+  m.attr("cta_shared_bytes") = kLaunchSharedBytes;
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from sgl_prefix_attn.abtest import live
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.routing.cli import run as run
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
 
@@ -84,15 +84,6 @@ def _live(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(problem["msg"] for problem in error.errors())) from error
     answer = live.run(live.LiveClient(args.url, args.api_key), plan, args.seconds)
     live.report(answer, args.effect / 100, args.out)
-
-
-def run(args: argparse.Namespace) -> int:
-    try:
-        args.act(args)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
 
 
 def _steps(args: argparse.Namespace) -> None:

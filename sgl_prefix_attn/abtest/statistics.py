@@ -62,7 +62,7 @@ class Verdict:
 
     def sentence(self) -> str:
         """The verdict in words."""
-        interval = f"B takes {self.difference:+.2%} of A's time (95 %: {self.low:+.2%} to {self.high:+.2%})"
+        interval = f"B's steps differ from A's by {self.difference:+.2%} (95 %: {self.low:+.2%} to {self.high:+.2%})"
         if self.winner is not None:
             name = self.arms[0 if self.winner == "A" else 1].name
             return f"{self.winner} is faster: {name}. {interval}, {self.pairs} pairs of blocks."

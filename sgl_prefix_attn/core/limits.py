@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from sgl_prefix_attn import _native
+
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 OLDEST_CAPABILITY = (8, 0)
-# With 99 KiB of shared memory for a CTA. The CTA kernel takes kLaunchSharedBytes (csrc/cuda/kernel/kernel_traits.cuh).
+# Compute capabilities with less shared memory for a CTA than others (CUDA programming guide), and how much.
 LITTLE_SHARED_MEMORY = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
+LITTLE_SHARED_BYTES = 99 * 1024
 
 
 def head_dim_fits(head_dim: int) -> bool:
@@ -24,7 +27,11 @@ def unsupported_gpu(device: torch.device) -> str | None:
     if capability < OLDEST_CAPABILITY:
         needed, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
         return f"the native kernels need compute capability {needed}, the GPU has {found}"
-    if capability in LITTLE_SHARED_MEMORY:
-        found = ".".join(map(str, capability))
-        return f"the native kernels need 113 KiB of shared memory per CTA, compute capability {found} has 99 KiB"
+    needed_bytes = _native.cta_shared_bytes
+    if capability in LITTLE_SHARED_MEMORY and needed_bytes > LITTLE_SHARED_BYTES:
+        found, needed_kib = ".".join(map(str, capability)), -(-needed_bytes // 1024)
+        return (
+            f"the native kernels need {needed_kib} KiB of shared memory per CTA, compute capability {found} has "
+            f"{LITTLE_SHARED_BYTES // 1024} KiB"
+        )
     return None

@@ -132,13 +132,13 @@ class TestMeasuredSteps:
         other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
         assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.05
 
-    @pytest.mark.parametrize(("backend", "steps"), [("fa3", 264), ("flashinfer", 214)])
-    def test_drawn_steps_that_were_not_fitted(self, backend: str, steps: int) -> None:
+    @pytest.mark.parametrize(("backend", "steps", "mean"), [("fa3", 264, 0.012), ("flashinfer", 214, 0.02)])
+    def test_drawn_steps_that_were_not_fitted(self, backend: str, steps: int, mean: float) -> None:
         drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
         verdict = self.verdict(drawn, "shipped", backend)
         assert verdict.steps == steps
         assert verdict.regret < 0.025
-        assert verdict.mean_regret < 0.02
+        assert verdict.mean_regret < mean
         conservative = self.verdict(drawn, "conservative", backend)
         assert conservative.worst_loss[0] <= 0.02
         assert verdict.mean_regret < conservative.mean_regret / 10

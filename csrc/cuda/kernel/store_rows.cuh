@@ -108,8 +108,9 @@ struct PartialList {
   int32_t first, count;
 };
 
-// Counts the partials of a query that have arrived, for one virtual KV head. The last arriver combines them: no second
-// launch, no waiting. The plan fixes the order of summation, so the bits do not depend on the arriver.
+// Counts the partials of a query that have arrived, for one virtual KV head. The last arriver combines them, without a
+// second launch and without waiting; of a deferred query, warps that have no tile left do. The plan fixes the order of
+// summation, so the bits do not depend on the arriver.
 PREFIXPACK_DEVICE int32_t* semaphore_of(const KernelParams& params, int32_t list, int32_t virtual_head) {
   return params.step.semaphores + list * params.heads.virtual_heads.number + virtual_head;
 }
