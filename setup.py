@@ -103,9 +103,9 @@ ParallelCompile("PREFIXPACK_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
 
 def python_packages() -> list[str]:
-    """Packages of the wheel; the installer works on a source checkout only."""
+    """Packages of the wheel. The shims are data: the installer builds them where it runs."""
     folders = sorted(path.parent.relative_to(ROOT) for path in (ROOT / "sgl_prefix_attn").rglob("__init__.py"))
-    return [".".join(folder.parts) for folder in folders if "installer" not in folder.parts]
+    return [".".join(folder.parts) for folder in folders if "sglang_cpu" not in folder.parts]
 
 
 setup(
@@ -113,6 +113,7 @@ setup(
     package_dir={"sgl_prefix_attn.patches": "patches"},
     package_data={
         "sgl_prefix_attn": ["py.typed", "*.pyi", "**/*.jsonl", "**/*.md", "routing/profiles/*.json"],
+        "sgl_prefix_attn.installer": ["*.txt", "sglang_cpu/*", "sglang_cpu/sgl_kernel/*.py"],
         "sgl_prefix_attn.patches": ["*/*.patch", "*.md"],
     },
     ext_modules=[

@@ -20,7 +20,9 @@ COMMANDS = {
     "explain": ("sgl_prefix_attn.explain.cli", "show forest, packs, KV reads and balance of a batch"),
     "patch": ("sgl_prefix_attn.patching", "apply, revert or check the native hand-over patch of the installed SGLang"),
     "route": ("sgl_prefix_attn.routing.cli", "explain the choice between packed and stock kernels"),
+    "setup-cpu": ("sgl_prefix_attn.installer.cli", "install SGLang for CPUs into this environment, for a trial"),
     "settings": ("sgl_prefix_attn.settings_cli", "show every setting, its value and where that came from"),
+    "tiny-model": ("sgl_prefix_attn.demo.model_cli", "write a model of random weights, which needs no hub"),
 }
 
 

@@ -61,9 +61,9 @@ class Settings:
     venv: Path
     sglang: str
     gpu: bool
-    torch_spec: str | None
-    torch_index_url: str | None
-    list_only: bool
+    list_only: bool = False
+    torch_spec: str | None = dataclasses.field(default_factory=lambda: os.environ.get("TORCH_SPEC"))
+    torch_index_url: str | None = dataclasses.field(default_factory=lambda: os.environ.get("TORCH_INDEX_URL"))
 
     @property
     def python(self) -> Path:
@@ -99,35 +99,36 @@ def file_digest(paths: Sequence[Path]) -> str:
 
 def has_nvidia_gpu() -> bool:
     """Whether nvidia-smi exists and lists a device."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    if shutil.which("nvidia-smi") is None:
         return False
-    listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return listing.returncode == 0 and "GPU" in listing.stdout
 
 
 def check_machine(settings: Settings) -> None:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        here = f"{sys.platform} on {platform.machine()}"
-        raise SetupError(f"SGLang is published for Linux on x86_64 and aarch64; this is {here}")
-    version = sys.version_info[:2]
-    oldest = OLDEST_PYTHON
-    if tuple(int(part) for part in settings.sglang.split(".")[:3] if part.isdigit()) >= SGLANG_NEEDS_PYTHON_311:
-        oldest = (3, 11)
-    if not oldest <= version <= NEWEST_PYTHON:
-        names = [f"python3.{minor}" for minor in range(NEWEST_PYTHON[1], oldest[1] - 1, -1)]
-        found = [name for name in names if shutil.which(name)]
-        found_none = f"install one of {', '.join(names)}, then run make with PYTHON=..."
-        advice = f"run make with PYTHON={found[0]}" if found else found_none
-        raise SetupError(
-            f"sglang {settings.sglang} needs Python {oldest[0]}.{oldest[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}, "
-            f"{sys.executable} is {version[0]}.{version[1]}: {advice}"
-        )
+    check_python(settings, "run make with PYTHON=")
     headers, compiler = Path(sysconfig.get_path("include"), "Python.h"), os.environ.get("CXX", "c++").split()[0]
     if not headers.exists():
         raise SetupError(f"{headers} is missing: install Python's headers (Debian and Ubuntu: apt install python3-dev)")
     if shutil.which(compiler) is None:
         raise SetupError(f"no C++ compiler {compiler!r}: install one (Debian and Ubuntu: apt install g++) or set CXX")
+
+
+def check_python(settings: Settings, remedy: str) -> None:
+    """Raises SetupError where SGLang has no packages; `remedy` stands before the name of another Python."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        here = f"{sys.platform} on {platform.machine()}"
+        raise SetupError(f"SGLang is published for Linux on x86_64 and aarch64; this is {here}")
+    version, wanted = sys.version_info[:2], tuple(int(p) for p in settings.sglang.split(".")[:3] if p.isdigit())
+    oldest = (3, 11) if wanted >= SGLANG_NEEDS_PYTHON_311 else OLDEST_PYTHON
+    if not oldest <= version <= NEWEST_PYTHON:
+        names = [f"python3.{minor}" for minor in range(NEWEST_PYTHON[1], oldest[1] - 1, -1)]
+        found = [name for name in names if shutil.which(name)]
+        advice = f"{remedy}{found[0]}" if found else f"install one of {', '.join(names)}, then {remedy}..."
+        raise SetupError(
+            f"sglang {settings.sglang} needs Python {oldest[0]}.{oldest[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}, "
+            f"{sys.executable} is {version[0]}.{version[1]}: {advice}"
+        )
 
 
 class Installer:
@@ -206,10 +207,12 @@ class Installer:
             beside=True,
         )
         tools = Stage(JOINS, "test and lint tools", (), lambda: self._pip("sgl-prefix-attn[test,lint,plot]"))
-        check = Stage("check", "importing SGLang's server once", (), self._check_imports)
         # The build needs the build tools, which the first stage of packages installs.
         first, *others = self._gpu_stages() if settings.gpu else self._cpu_stages()
-        return [venv, first, build, *others, tools, check]
+        return [venv, first, build, *others, tools, self._check_stage()]
+
+    def _check_stage(self) -> Stage:
+        return Stage("check", "importing SGLang's server once", (), self._check_imports)
 
     def _gpu_stages(self) -> list[Stage]:
         spec = f"sglang=={self.settings.sglang}"
@@ -270,8 +273,7 @@ class Installer:
         cpu_build = f"torch=={TORCH_VERSION}+cpu"
         for options in ([], ["--extra-index-url", PYTORCH_CPU_INDEX]):
             with contextlib.suppress(SetupError):
-                self._pip(cpu_build, *options)
-                return
+                return self._pip(cpu_build, *options)
         print(f"    no index offers {cpu_build}; taking the ordinary build, which may be large", flush=True)
         self._pip(f"torch=={TORCH_VERSION}")
 
@@ -373,8 +375,6 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         sglang=chosen.sglang,
         list_only=chosen.list,
         gpu=has_nvidia_gpu() if chosen.gpu == "auto" else chosen.gpu == "yes",
-        torch_spec=os.environ.get("TORCH_SPEC") or None,
-        torch_index_url=os.environ.get("TORCH_INDEX_URL") or None,
     )
 
 

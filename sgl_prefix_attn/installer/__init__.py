@@ -1,0 +1,1 @@
+"""Environments: `setup_env` for a source checkout, `cli` for SGLang on a CPU beside an installed wheel."""
