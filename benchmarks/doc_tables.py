@@ -257,6 +257,19 @@ def server_runs(name: str) -> Rows:
         )
 
 
+def host_work(names: Sequence[str]) -> Rows:
+    """Host time of the plug-in by workload: mean over the steps of a run, median of the runs."""
+    yield ("workload", "runs", "us in a step")
+    for name in names:
+        every: dict[str, list[float]] = {}
+        for run in read(name)["runs"]:
+            if (host := run.get("host_us_per_step")) is not None:
+                every.setdefault(run["workload"], []).append(host)
+        for workload, hosts in every.items():
+            title = TITLES.get(workload, workload.replace("no-sharing:", "no sharing, "))
+            yield (title, str(len(hosts)), f"{statistics.median(hosts):.0f}")
+
+
 def packed_steps(run: Mapping[str, Any]) -> str:
     """Decode steps of a run that ran packed, of all of them; empty for a stock backend."""
     counted = run.get("prefixpack")
@@ -288,6 +301,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "tokens-of-servers": tokens_of_servers,
     "serving-backends": functools.partial(server_runs, "serving_backends"),
     "serving-conversations": functools.partial(server_runs, "serving_conversations"),
+    "host-work": functools.partial(host_work, ("serving_backends", "serving_conversations")),
     "serving-fp8": functools.partial(server_runs, "serving_fp8"),
     "serving-tp2": functools.partial(server_runs, "serving_tp2"),
 }

@@ -46,6 +46,8 @@ PLACEHOLDERS = {
 }
 # Programs of others that are not installed here.
 NOT_HERE = {"sglang_router.launch_router", "train.py"}
+# What marks a snippet that needs an engine or a server.
+RUN_ELSEWHERE = {"(engine)": "tests/pinning/test_arrangements.py", "http://127.0.0.1": "tests/e2e/test_trial.py"}
 # Commands that take well under a second: they are run, not only parsed.
 CHEAP = ("explain --tree", "explain --batch", "settings", "doctor --reasons", "patch list")
 
@@ -93,8 +95,9 @@ def shell_commands() -> list[Any]:
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))
 def test_snippets_run(page: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "(engine)" in code:
-        pytest.skip("runs on an engine, in tests/pinning/test_arrangements.py")
+    for part, place in RUN_ELSEWHERE.items():
+        if part in code:
+            pytest.skip(f"runs in {place}")
     exec(compile(code, str(page), "exec"), {})
     assert "print(" not in code or capsys.readouterr().out
 
@@ -140,12 +143,20 @@ def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["pip", "install", *wanted]:
             project = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
             for word in wanted:
+                if word == "--no-deps" or word.startswith("sglang=="):
+                    continue
                 name, _, extra = word.partition("[")
                 assert name in (".", "sgl-prefix-attn") or name.startswith(("dist/cpu/", "dist/cuda/")), word
                 assert not extra or extra.rstrip("]") in project["optional-dependencies"]
         case ["ray", "job", "submit", "--runtime-env-json", environment, "--", *inner]:
             check_variables(json.loads(environment)["env_vars"])
             check_words(inner, monkeypatch)
+        case ["python3", "-m", "venv", _] | ["cd", _] | ["git", "clone", *_]:
+            pass
+        case [".", script]:
+            assert script.endswith("/bin/activate")
+        case ["apt", "install", *packages]:
+            assert {"git", "make", "g++", "python3-dev", "python3-venv"} >= set(packages)
         case ["docker", "build", *_]:
             assert (ROOT / "Dockerfile").is_file()
         case ["grep", *_]:
@@ -254,6 +265,15 @@ def test_the_output_that_explain_shows(tmp_path: Path, monkeypatch: pytest.Monke
     assert words(printed.getvalue().strip()) == words(output.strip())
 
 
+def test_the_example_of_how_it_works_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"explain (--tree .*)", page)
+    assert main(["explain", "--json", *command.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"| all | | | {found['kv_tokens']['packed']:,} | {found['kv_tokens']['per_request']:,} |" in page
+    assert f"are cut into {found['work_items']} work items" in page.replace("\n", " ")
+
+
 def test_troubleshooting_has_every_reason() -> None:
     """`python -m sgl_prefix_attn doctor --reasons` prints them."""
     listed = [name for names in reference.SECTIONS.values() for name in names]
@@ -266,16 +286,22 @@ def test_lines_and_sentences_are_short() -> None:
     for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         long = [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120]
         assert long == [], page
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(readme.splitlines()) < 120
-    assert [sentence for sentence in sentences(readme) if len(sentence.split()) > 35] == []
+    for page in PAGES:
+        found = list(sentences(page.read_text(encoding="utf-8")))
+        assert [sentence for sentence in found if len(sentence.split()) > 35] == [], page
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_sentences_are_found_behind_tables_and_in_lists() -> None:
+    text = "# Title\n\nOne: two.\n\n| a |\n|---|\n\nThree\nfour. [Five](x.md) six.\n- Seven\n- Eight\n"
+    assert list(sentences(text)) == ["One: two.", "Three four.", "[Five] six.", "Seven", "Eight"]
 
 
 def sentences(text: str) -> Iterator[str]:
     """Sentences of a page outside code and tables."""
-    text = re.sub(r"```.*?```|<!--.*?-->|^\|.*$", "", text, flags=re.DOTALL | re.MULTILINE)
-    for paragraph in re.split(r"\n\s*\n|\n(?=- )", re.sub(r"\]\([^)]*\)", "]", text)):
-        yield from re.split(r"(?<=[.:!?])\s+", paragraph.strip())
+    text = re.sub(r"```.*?```|<!--.*?-->|^ *\|[^\n]*$|^#[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n *(?:[-*>]|\d+\.) ", re.sub(r"\]\([^)]*\)", "]", text)):
+        yield from filter(None, re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())))
 
 
 def test_the_version_has_one_place() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import setuptools
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.installer import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLER = ROOT / "sgl_prefix_attn" / "installer" / "setup_env.py"
@@ -36,10 +40,27 @@ def test_it_lists_its_stages_and_creates_nothing(gpu: str, names: list[str], tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_wheel_leaves_it_out(setup_names: dict[str, Any]) -> None:
+def test_the_wheel_takes_the_shims_as_data(setup_names: dict[str, Any]) -> None:
     packages = setup_names["python_packages"]()
-    assert "sgl_prefix_attn.routing" in packages
-    assert not [name for name in packages if "installer" in name]
+    assert {"sgl_prefix_attn.routing", "sgl_prefix_attn.installer"} <= set(packages)
+    assert not [name for name in packages if "sgl_kernel" in name]
+
+
+def test_setup_cpu_leaves_environments_of_others_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It installs into an environment of its own only; nothing runs here."""
+    monkeypatch.setattr(cli.HereInstaller, "run", lambda self: print("installs"))
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    assert main(["setup-cpu"]) == 1
+    assert "is not in a virtual environment; make one of its own" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert main(["setup-cpu"]) == 1  # torch and sglang are on this process's path
+    assert re.search(r"has (sglang|torch) \S+, which the CPU build would replace", capsys.readouterr().err)
+    (tmp_path / "setup-stamps.json").write_text("{}")  # an interrupted call
+    assert main(["setup-cpu"]) == 0
+    assert capsys.readouterr().out == "installs\n"
+    assert main(["setup-cpu", "--sglang", "0.5.22"]) == (0 if sys.version_info >= (3, 11) else 1)
 
 
 @pytest.fixture
