@@ -17,7 +17,7 @@ SETUP = $(PYTHON) sgl_prefix_attn/installer/setup_env.py
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel bench clean
+.PHONY: help setup demo test test-slow test-versions lint lint-types lint-imports lint-native docs figures wheel wheel-trial bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,13 @@ wheel: .venv-wheel/ready ## sdist, and a manylinux wheel from it in dist/cuda or
 	@cp build/wheel/*.tar.gz dist
 	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel show dist/$(KIND)/*.whl
 	@ls -l dist/*.tar.gz dist/$(KIND)/*.whl
+
+wheel-trial: wheel ## the wheel in an empty environment: SGLang for CPUs, one packed attention, a short demo
+	@$(PYTHON) -m venv --clear .venv-trial
+	@.venv-trial/bin/python -m pip install --quiet --no-index --no-deps --find-links dist/$(KIND) sgl-prefix-attn
+	@cd build && ../.venv-trial/bin/python -m sgl_prefix_attn setup-cpu
+	@cd build && ../.venv-trial/bin/python ../examples/packed_attention.py --requests 64 --shared 2048 --own 128
+	@cd build && ../.venv-trial/bin/python -m sgl_prefix_attn demo --requests 20
 
 .venv-wheel/ready:
 	@$(PYTHON) -m venv --clear .venv-wheel

@@ -78,8 +78,9 @@ def draw_gains(result: dict[str, Any]) -> Figure:
     for axes, (title, baselines) in zip(figure.subplots(1, 2, sharex=True, sharey=True), panels.items(), strict=True):
         for number, family in enumerate(dict.fromkeys(family_of(row) for row in rows)):
             part = [row for row in rows if family_of(row) == family]
+            label = {"committed": "fixed trees", "ragged": "nothing shared"}.get(family, family.replace("_", " "))
             places = [(row["reuse"], gain) for row in part if (gain := ratio(row, baselines)) is not None]
-            axes.scatter(*zip(*places, strict=True), s=14, color=f"C{number}", alpha=0.8, label=family)
+            axes.scatter(*zip(*places, strict=True), s=14, color=f"C{number}", alpha=0.8, label=label)
         axes.axhline(1, color=LIMIT, linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
