@@ -250,6 +250,12 @@ def test_tables_are_those_of_the_result_files() -> None:
     assert shown == set(doc_tables.TABLES)
 
 
+def test_the_pull_request_has_the_rollouts_figures() -> None:
+    runs = {run["backend"]: f"{run['tokens_per_second']:,.0f}" for run in doc_tables.read(doc_tables.ROLLOUT)["runs"]}
+    text = (ROOT / "patches" / "README.md").read_text(encoding="utf-8")
+    assert f"at {runs['prefixpack']} tokens/s, and fa3 at {runs['fa3']}." in text
+
+
 def test_the_output_that_explain_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers may change with the planner; words may not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the profile is the package's
