@@ -75,7 +75,7 @@ def test_the_log_is_removed_unless_a_folder_is_given() -> None:
 
 
 def test_a_server_that_ends_early_is_an_error_with_its_log(tmp_path: Path) -> None:
-    code = "print('reading weights'); raise SystemExit('no such model')"
+    code = "print('reading weights', flush=True); raise SystemExit('no such model')"
     with (
         pytest.raises(ServerError, match=r"status 1(.|\n)*reading weights(.|\n)*no such model"),
         serve(StandIn(code, None, log_folder=tmp_path)),

@@ -35,18 +35,15 @@ class Documented(ServerOptions):
 
 
 @pytest.mark.e2e
-def test_the_trial_of_the_install_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_trial_of_the_install_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Try it")[2].partition("\n## ")[0]
     prepare, launch, explain = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     (snippet,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    (command,) = re.findall(r"sgl_prefix_attn (tiny-model \S+)", prepare)
-    assert main(command.split()) == 0
-    assert main(command.split()) == 2  # the folder exists
+    ((command, folder),) = re.findall(r"sgl_prefix_attn (tiny-model) (\S+)", prepare)
+    assert main([command, str(tmp_path / folder)]) == 0
+    assert main([command, str(tmp_path / folder)]) == 2  # the folder exists
     assert "File exists" in capsys.readouterr().err
-    line = launch.replace("\\\n", " ").replace("--model-path tiny", f"--model-path {tmp_path / 'tiny'}")
+    line = launch.replace("\\\n", " ").replace(f"--model-path {folder}", f"--model-path {tmp_path / folder}")
     variable, python, *words = shlex.split(line)
     assert python == "python"
     environment = dict([variable.split("=")])
