@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from sgl_prefix_attn.abtest import live
+from sgl_prefix_attn.abtest import live, recorded, recording
+from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, check_writable, write_whole
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
 from sgl_prefix_attn.routing.cli import run as run
-from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
   %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
+  %(prog)s record http://127.0.0.1:30000 --steps 5000 --out steps.json
+  %(prog)s steps steps.json cost 'batch>=64' stock
+      decode steps of a running server, and where policies would have sent them
   %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
       both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
 """
@@ -27,8 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    steps = commands.add_parser("steps", help="policies over measured steps")
-    steps.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
+    steps = commands.add_parser("steps", help="policies over measured or recorded steps")
+    steps.add_argument(
+        "results",
+        metavar="STEPS.json",
+        help="written by `abtest record` or by python -m benchmarks.kernel.gpu_attention",
+    )
     steps.add_argument(
         "policies",
         nargs="+",
@@ -41,7 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
     steps.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+    steps.add_argument(
+        "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
+    )
+    steps.add_argument("--json", action="store_true", help="print JSON")
     steps.set_defaults(act=_steps)
+
+    on_request = commands.add_parser("record", help="record decode steps of a server with PREFIXPACK_LIVE_TESTS=1")
+    on_request.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    on_request.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    on_request.add_argument(
+        "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, up to 65536 (default 5000)"
+    )
+    on_request.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    on_request.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
+    on_request.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    on_request.set_defaults(act=_record)
 
     on_server = commands.add_parser(
         "live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1"
@@ -75,18 +101,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _live(args: argparse.Namespace) -> None:
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
+    if args.out is not None:
+        check_writable(args.out)
     try:
         plan = LivePlan(
             arms=(args.arms[0], args.arms[1]), block_steps=args.block, warmup_steps=args.warmup, pairs=args.pairs,
             seed=args.seed, lease_steps=args.lease,
         )  # fmt: skip
     except ValidationError as error:
-        raise ValueError("; ".join(problem["msg"] for problem in error.errors())) from error
-    answer = live.run(live.LiveClient(args.url, args.api_key), plan, args.seconds)
-    live.report(answer, args.effect / 100, args.out)
+        raise ValueError(_problems(error)) from error
+    copies = live.run(Client(args.url, TESTS, args.api_key), plan, args.seconds)
+    live.report(copies, args.effect / 100, args.out)
+
+
+def _record(args: argparse.Namespace) -> None:
+    check_writable(args.out)
+    try:
+        plan = RecordPlan(steps=args.steps, lease_steps=args.lease)
+    except ValidationError as error:
+        raise ValueError(_problems(error)) from error
+    copies = recording.record(Client(args.url, RECORDINGS, args.api_key), plan, args.seconds)
+    write_whole(args.out, recording.as_file(copies))
+    counts = ", ".join(str(len(copy["us"])) for copy in copies)
+    print(f"{args.out}: {counts} decode steps")
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors())
+
+
+def _recorded(args: argparse.Namespace) -> None:
+    copies = recording.read_recording(args.results)
+    predictor = recorded.predictor_of(copies, args.profile, ProfileStore.read())
+    rows = recorded.rows_of(copies, args.policies, predictor)
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    total = sum(len(copy.us) for copy in copies)
+    by = "no profile fits, so there are no times" if predictor is None else f"times by {predictor.name}"
+    print(f"{total} decode steps of a server with policy {copies[0].policy}; {by}")
+    print("\n".join(table_lines([recorded.HEADER, *(row.cells() for row in rows)])))
+    print(
+        "steps: with paths and a time, on packed or stock kernels; ms a step: the recorded time, plus the predicted "
+        "difference in each packed layer where the policy takes the other route"
+    )
 
 
 def _steps(args: argparse.Namespace) -> None:
+    if recording.is_recording(args.results):
+        _recorded(args)
+        return
     results = read_results(args.results)
     print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
     header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")

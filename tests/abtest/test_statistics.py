@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.abtest.statistics import Floats, Verdict, judge, lines_of
+from sgl_prefix_attn.abtest.statistics import CopySteps, Floats, Verdict, judge, lines_of
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
 TESTS = 400
@@ -30,7 +30,7 @@ def verdict(seed: int, b_over_a: float, pairs: int = 150) -> Verdict:
     requests = 64.0 + np.round(8 * np.sin(np.arange(plan.steps) / 400))
     us = 9000 * noise(rng, plan.steps) * np.where(arm == 1, b_over_a, 1.0)
     us[rng.random(plan.steps) < 0.02] = np.nan
-    return judge(plan, us, requests, np.zeros(plan.steps))
+    return judge(plan, [CopySteps(us, requests, np.zeros(plan.steps))])
 
 
 def test_equal_arms_show_no_difference() -> None:
@@ -59,9 +59,9 @@ def test_the_number_of_steps_that_a_difference_needs_is_enough() -> None:
 def test_blocks_of_unlike_batches_are_not_compared() -> None:
     plan = LivePlan(arms=("cost", "packed"), block_steps=8, warmup_steps=2, pairs=20)
     requests = np.repeat(np.where(np.arange(40) % 4 == 1, 90.0, 60.0), 8)  # every other pair has one larger batch
-    found = judge(plan, 100 * requests, requests, np.zeros(plan.steps))
+    found = judge(plan, [CopySteps(100 * requests, requests, np.zeros(plan.steps))])
     assert (found.pairs, found.dropped, found.winner) == (10, 10, None)
-    few = judge(plan, np.full(40, 5.0), np.ones(40), np.ones(40))
+    few = judge(plan, [CopySteps(np.full(40, 5.0), np.ones(40), np.ones(40))])
     assert (few.pairs, few.winner, few.steps_needed) == (2, None, None)
     assert "At least 8 pairs are needed" in few.sentence()
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.abtest.live import LiveClient, ServerRefusalError, report
+from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, ServerRefusalError
+from sgl_prefix_attn.abtest.live import report
+from sgl_prefix_attn.abtest.recording import read_recording
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
@@ -61,19 +67,19 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The arms take other routes; the test ends by itself, and the server then routes as before."""
-    client = LiveClient(server.url)
+    client = Client(server.url, TESTS)
     requests = workloads.diverging(vocabulary)
     with pytest.raises(ServerRefusalError, match="no live test was started"):
         client.read()
     replay(server.url, requests[:2])
-    client.start(LivePlan(arms=("packed", "stock"), block_steps=16, warmup_steps=2, pairs=2))
+    client.start(LivePlan(arms=("packed", "stock"), block_steps=16, warmup_steps=2, pairs=2).model_dump())
     with pytest.raises(ServerRefusalError, match="a live test is running"):
-        client.start(LivePlan(arms=("packed", "stock")))
+        client.start(LivePlan(arms=("packed", "stock")).model_dump())
     for _ in range(3):
         server.flush_cache()
         assert tokens_of(replay(server.url, requests)) == expected(requests)
-        answer = client.read()
-    (copy,) = answer["copies"]
+        copies = client.read()
+    (copy,) = copies
     assert (copy["status"], copy["steps_done"]) == ("finished", 64)
     order = np.repeat(LivePlan(**copy["plan"]).order(), 16)
     assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
@@ -81,7 +87,7 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     known = [us for us in copy["us"] if us is not None]
     assert len(known) > 56
     assert min(known) > 0
-    verdict = report(answer, 0.01, tmp_path / "ab")
+    verdict = report(copies, 0.01, tmp_path / "ab")
     assert verdict.pairs + verdict.dropped == 2
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
     assert "At least 8 pairs are needed" in (tmp_path / "ab.html").read_text()
@@ -97,11 +103,70 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
 
 
 def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
-    client = LiveClient(server.url)
-    client.start(LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16))
+    client = Client(server.url, TESTS)
+    plan = LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16)
+    client.start(plan.model_dump())
     replay(server.url, workloads.diverging(vocabulary))
-    (copy,) = client.read()["copies"]
+    (copy,) = client.read()
     assert (copy["status"], copy["steps_done"]) == ("expired", 16)
+
+
+def test_steps_that_a_server_records_are_read_by_abtest_steps(
+    server: Server,
+    expected: Callable[[Sequence[Request]], Tokens],
+    vocabulary: Vocabulary,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, requests = tmp_path / "steps.json", workloads.diverging(vocabulary)
+    server.flush_cache()
+    before = routed_steps(server)
+    with ThreadPoolExecutor(1) as pool:
+        words = ["abtest", "record", server.url, "--steps", "512", "--seconds", "600", "--out", str(path)]
+        done = pool.submit(main, words)
+        wait_for(server, "running")
+        while not done.done():
+            assert tokens_of(replay(server.url, requests)) == expected(requests)
+        assert done.result() == 0
+    taken = routed_steps(server) - before
+    (copy,) = read_recording(path)
+    assert (len(copy.us), copy.layers, copy.policy) == (512, 4, "cost")
+    assert 0 < copy.ran.count("stock") <= taken["stock"]
+    assert 0 < copy.ran.count("packed") <= taken["packed"]
+    assert set(copy.features[:, 0].tolist()) <= set(range(1, 17))
+    assert np.isnan(copy.us).mean() < 0.2
+    capsys.readouterr()
+    profile = server.options.environment["PREFIXPACK_ROUTE_PROFILE"]
+    words = ["abtest", "steps", str(path), "stock", f"{profile}@0", "--profile", profile, "--json"]
+    assert main(words) == 0
+    stock, cost = json.loads(capsys.readouterr().out)
+    assert stock["moved"] == copy.ran.count("packed") - int(np.isnan(copy.us)[np.array(copy.ran) == "packed"].sum())
+    assert cost["moved"] < 0.2 * cost["steps"], "the server decides steady batches at every eighth step"
+
+
+def test_a_client_that_is_killed_leaves_nothing_behind(server: Server, vocabulary: Vocabulary, tmp_path: Path) -> None:
+    words = ["record", server.url, "--steps", "65536", "--lease", "16", "--out", str(tmp_path / "steps.json")]
+    with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", "abtest", *words]) as client:
+        wait_for(server, "running")
+        client.kill()
+    replay(server.url, workloads.diverging(vocabulary))
+    assert wait_for(server, "expired") == 16
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
+        Client(server.url, RECORDINGS).read()
+
+
+def wait_for(server: Server, status: str, seconds: float = 120.0) -> int:
+    """Waits until the server's recording has a status; its steps."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        state = server.packing_state()
+        assert state is not None
+        found = state["route"]["recording"]
+        if found is not None and found["status"] == status:
+            return int(found["steps_done"])
+        time.sleep(0.1)
+    raise AssertionError(f"no recording is {status} within {seconds} s")
 
 
 def routed_steps(server: Server) -> Counter[str]:

@@ -77,12 +77,16 @@ class LiveTest:
     Args:
         routers: of the two arms.
         clock: times steps.
+
+    Attributes:
+        token: of the command that started it.
     """
 
     def __init__(self, plan: LivePlan, routers: tuple[Router, Router], clock: StepClock) -> None:
         self.plan = plan
         self.routers = routers
         self.status = RUNNING
+        self.token = ""
         self._clock = clock
         self._order = plan.order()
         self._next = 0
