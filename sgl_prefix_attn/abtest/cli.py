@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sgl_prefix_attn.abtest import live, recorded, recording
+from sgl_prefix_attn.abtest import live, recorded, recording, servers
 from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, check_writable, write_whole
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
@@ -26,6 +26,8 @@ _EXAMPLES = """examples:
       decode steps of a running server, and where policies would have sent them
   %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
       both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
+  %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab
+      the same requests to two servers, for example with PREFIXPACK_ROUTE=cost and =stock
 """
 
 
@@ -78,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     on_server.add_argument("--api-key", metavar="KEY", help="the server's admin key")
     on_server.add_argument(
-        "--block", type=int, default=32, metavar="STEPS", help="decode steps of a block (default 32)"
+        "--block", type=int, default=16, metavar="STEPS", help="decode steps of a block (default 16)"
     )
-    on_server.add_argument("--warmup", type=int, default=8, metavar="STEPS", help="of a block, not counted (default 8)")
-    on_server.add_argument("--pairs", type=int, default=100, metavar="N", help="pairs of blocks (default 100)")
+    on_server.add_argument("--warmup", type=int, default=4, metavar="STEPS", help="of a block, not counted (default 4)")
+    on_server.add_argument("--pairs", type=int, default=400, metavar="N", help="pairs of blocks (default 400)")
     on_server.add_argument(
         "--lease",
         type=int,
@@ -97,12 +99,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_server.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
     on_server.set_defaults(act=_live)
 
+    between = commands.add_parser("servers", help="two servers, by the same requests")
+    between.add_argument("urls", nargs=2, metavar="URL", help="address list: of arm A, of arm B")
+    between.add_argument(
+        "--requests", type=Path, required=True, metavar="FILE.jsonl",
+        help='a line for each: {"input_ids": [...], "max_new_tokens": N, "n": samples}',
+    )  # fmt: skip
+    between.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
+    between.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
+    between.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    between.add_argument(
+        "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
+    )
+    between.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json and NAME.html")
+    between.set_defaults(act=_servers)
 
-def _live(args: argparse.Namespace) -> None:
+
+def _servers(args: argparse.Namespace) -> None:
+    effect = _effect(args)
+    if not 1 <= args.block <= 4096:
+        raise ValueError(f"--block {args.block}: expected 1 to 4096 requests")
+    requests = servers.read_requests(args.requests)
+    verdict = servers.compare_servers(
+        (args.urls[0], args.urls[1]), requests, args.block, seed=args.seed, effect=effect, seconds=args.seconds
+    )
+    lines = verdict.lines()
+    print("\n".join(lines))
+    if args.out is not None:
+        live.write_report(args.out, "A/B test of two servers", lines, {"verdict": verdict.as_json()}, b"")
+
+
+def _effect(args: argparse.Namespace) -> float:
+    """As a fraction. Checks --out as well, before anything runs."""
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
     if args.out is not None:
         check_writable(args.out)
+    return float(args.effect) / 100
+
+
+def _live(args: argparse.Namespace) -> None:
+    effect = _effect(args)
     try:
         plan = LivePlan(
             arms=(args.arms[0], args.arms[1]), block_steps=args.block, warmup_steps=args.warmup, pairs=args.pairs,
@@ -111,7 +148,7 @@ def _live(args: argparse.Namespace) -> None:
     except ValidationError as error:
         raise ValueError(_problems(error)) from error
     copies = live.run(Client(args.url, TESTS, args.api_key), plan, args.seconds)
-    live.report(copies, args.effect / 100, args.out)
+    live.report(copies, effect, args.out)
 
 
 def _record(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ RESAMPLES = 1000
 TRIM = 0.25  # of steps, and of pairs, at either end: bursts hit one arm by chance
 LIKE_BATCHES = 1.15  # most ratio of the mean requests of two blocks that are compared
 LEAST_PAIRS = 8
-# Quantiles of Student's t for 95 %, by degrees of freedom; above the last, the normal distribution's.
+# Quantiles of Student's t for 95 %, from these degrees of freedom on.
 _T95 = {7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}
 _POWER = 1.96 + 0.84  # 95 % confidence, 80 % power
 
@@ -181,7 +181,7 @@ def interval(ratios: Floats, seed: int) -> tuple[float, float]:
     index = (starts[:, :, None] + np.arange(length)) % count
     means = _middle(np.sort(ratios[index.reshape(RESAMPLES, -1)[:, :count]], axis=1)).mean(axis=1)
     freedom = max(7, count // length - 1)
-    quantile = next((value for least, value in sorted(_T95.items()) if freedom <= least), 1.96)
+    quantile = min(value for least, value in _T95.items() if freedom >= least)
     half = quantile * float(means.std()) * math.sqrt(count / (count - 1))
     centre = trimmed_mean(ratios)
     return centre - half, centre + half

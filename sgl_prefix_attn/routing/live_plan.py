@@ -34,9 +34,9 @@ class LivePlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     arms: tuple[str, str]
-    block_steps: Annotated[int, Field(ge=4, le=4096)] = 32
-    warmup_steps: Annotated[int, Field(ge=1, le=2048)] = 8
-    pairs: Annotated[int, Field(ge=2, le=10_000)] = 100
+    block_steps: Annotated[int, Field(ge=4, le=4096)] = 16
+    warmup_steps: Annotated[int, Field(ge=1, le=2048)] = 4
+    pairs: Annotated[int, Field(ge=2, le=10_000)] = 400
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     lease_steps: Lease = 2000
 

@@ -130,7 +130,7 @@ def test_steps_that_a_server_records_are_read_by_abtest_steps(
         assert done.result() == 0
     taken = routed_steps(server) - before
     (copy,) = read_recording(path)
-    assert (len(copy.us), copy.layers, copy.policy) == (512, 4, "cost")
+    assert (len(copy.us), copy.layers, copy.policy) == (512, 2, "cost")
     assert 0 < copy.ran.count("stock") <= taken["stock"]
     assert 0 < copy.ran.count("packed") <= taken["packed"]
     assert set(copy.features[:, 0].tolist()) <= set(range(1, 17))
@@ -154,6 +154,50 @@ def test_a_client_that_is_killed_leaves_nothing_behind(server: Server, vocabular
     assert not list(tmp_path.iterdir())
     with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
         Client(server.url, RECORDINGS).read()
+
+
+def test_two_servers_are_compared_by_the_same_requests(
+    packed: Server, stock_server: Server, vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"input_ids": vocabulary.tokens(60, 31, number), "max_new_tokens": 6, "n": 4} for number in range(2 * 10 + 1)
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    urls = [packed.url, stock_server.url]
+    assert (
+        main(["abtest", "servers", *urls, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "x")]) == 0
+    )
+    verdict = json.loads((tmp_path / "x.json").read_text())["verdict"]
+    assert verdict["equal_tokens"] == 1.0
+    assert verdict["comparison"]["pairs"] == 9
+    assert [(arm["url"], arm["blocks"]) for arm in verdict["arms"]] == [(url, 9) for url in urls]
+    assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
+    assert set(verdict["orders"]) == {0, 1}
+    assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_data_parallel_copies_switch_each_for_itself(
+    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    environment = {"PREFIXPACK_LIVE_TESTS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with launch(BACKEND, "--dp-size", "2", environment=environment) as server:
+        client, requests = Client(server.url, TESTS), workloads.diverging(vocabulary)
+        replay(server.url, requests)  # either copy gets some
+        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=4)
+        client.start(plan.model_dump())
+        for _ in range(3):
+            assert tokens_of(replay(server.url, requests)) == expected(requests)
+        copies = client.read()
+    assert [(copy["status"], copy["steps_done"]) for copy in copies] == [("finished", 64)] * 2
+    order = np.repeat(plan.order(), 8)
+    for copy in copies:
+        assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
+        assert np.array(copy["packed"])[order == 0].mean() > 0.5
+    verdict = report(copies, 0.01, tmp_path / "ab")
+    assert (verdict.steps, verdict.pairs + verdict.dropped) == (128, 8)
+    assert "2 data-parallel copies" in (tmp_path / "ab.html").read_text()
 
 
 def wait_for(server: Server, status: str, seconds: float = 120.0) -> int:
