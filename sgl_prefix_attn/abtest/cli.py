@@ -31,6 +31,11 @@ _EXAMPLES = """examples:
 """
 
 
+_HEADER = (
+    "policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock", "gain", "behind"
+)  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compares routing policies: over measured steps, or live on a server."
     parser.epilog = _EXAMPLES
@@ -53,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
-    steps.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+    steps.add_argument("--stock", nargs="+", default=["fa3"], choices=BACKENDS, help="the stock backends (default fa3)")
     steps.add_argument(
         "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
     )
@@ -189,18 +194,23 @@ def _steps(args: argparse.Namespace) -> None:
         _recorded(args)
         return
     results = read_results(args.results)
-    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
-    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
-    rows: list[tuple[str, ...]] = [header]
-    for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
-        rows.append(_row(text, judge(steps)))
-        if args.families:
-            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
-    print("\n".join(table_lines(rows)))
+    found: list[tuple[str, str, Verdict]] = []
+    for stock in args.stock:
+        for text in args.policies:
+            steps = outcomes(results.cases, candidate(text, args.packed, stock, results), args.packed, stock)
+            found.append((stock, text, judge(steps)))
+            if args.families:
+                found += [(stock, f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
+    if args.json:
+        rows = [{"stock": stock, "name": name.strip(), **asdict(verdict)} for stock, name, verdict in found]
+        print(json.dumps({"results": results.source, "commit": results.commit, "rows": rows}, indent=1))
+        return
+    for chosen in args.stock:
+        print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {chosen}, one layer, cold L2")
+        print("\n".join(table_lines([_HEADER, *(_row(name, of) for stock, name, of in found if stock == chosen)])))
     print(
         "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
-        "step"
+        "step; gain: over stock, geometric mean; behind: steps behind stock by more than 2 %"
     )
 
 
@@ -214,6 +224,8 @@ def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
         f"{verdict.mean_regret:+.2%}",
         f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
         f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
+        f"{verdict.gain:.3f}",
+        str(verdict.behind),
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
 DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
@@ -77,7 +78,7 @@ class Profile(BaseModel):
     capability: str = ""
     head_shapes: list[str] = []
     dtype: str = ""
-    kernels_version: int = 1
+    kernels_version: int = UNRECORDED_VERSION
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}

@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     steps = json.loads((tmp_path / "p.steps.json").read_text())
     assert steps["check_seeds"] == seeds
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
-    with pytest.raises(ValueError, match="has steps of other arguments or another machine; --fresh drops them"):
+    with pytest.raises(ValueError, match="other arguments, another machine or other kernels; --fresh drops them"):
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
 
 

@@ -163,20 +163,11 @@ class StepPlanner:
             last: the decision of the step before. A steady step returns it unchanged.
             in_graph: whether a captured graph runs the layers.
         """
-        if not self._router.watches_steps:
-            return self._decide(handed, forward_batch, last, in_graph, changed=False)
-        is_decode = forward_batch.forward_mode.is_decode()
-        changed = self._router.step_begins(is_decode, handed, _requests(handed, forward_batch))
-        decision = self._decide(handed, forward_batch, last, in_graph, changed)
-        self._router.step_decided(is_decode, decision.kind.value)
-        return decision
-
-    def _decide(
-        self, handed: Handed, forward_batch: Any, last: StepDecision, in_graph: bool, changed: bool
-    ) -> StepDecision:
-        """`decide`. changed: whether the policy is another than that of the last decode step."""
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
         may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
+        changed = self._router.watches_steps and self._router.step_begins(
+            forward_batch.forward_mode.is_decode(), handed, _requests(handed, forward_batch)
+        )
         step = last.step
         steady = step is not None and not changed and handed.step is step.paths
         if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
