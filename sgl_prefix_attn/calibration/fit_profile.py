@@ -44,6 +44,7 @@ def fit_profile(
         head_shapes=list(results.head_shapes),
         dtype=results.dtype,
         kernels_version=results.kernels_version,
+        page_size=results.page_size,
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},

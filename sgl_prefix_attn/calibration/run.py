@@ -44,8 +44,9 @@ def drawn_cases(seed: int, shape: Shape, bench: Bench, count: int, families: Seq
                 [seed, index, attempt], family, shape.heads, shape.head_dim, bench.draw_kv_dtype,
                 name=f"{family}/{seed}.{index:03}", most_unique_bytes=bench.most_unique_bytes,
                 most_read_bytes=MOST_READ_RATIO * bench.most_unique_bytes,
-            )  # fmt: skip
-            if case.kv_bytes() <= bench.most_unique_bytes:
+            ).with_pages(shape.page_size)  # fmt: skip
+            padding = case.slots(shape.page_size) / case.unique_tokens
+            if padding * case.kv_bytes() <= bench.most_unique_bytes:
                 yield case
                 break
 
@@ -116,6 +117,7 @@ def header_of(bench: Bench, shape: Shape, arguments: dict[str, Any]) -> dict[str
         "kv_dtype": shape.kv_dtype,
         "dtype": shape.dtype,
         "head_shapes": [head_shape(model_shape(shape))],
+        "page_size": shape.page_size,
         "arguments": arguments,
     }
 

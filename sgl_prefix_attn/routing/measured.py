@@ -57,7 +57,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file. capability, head_shapes, dtype, kernels_version: as in a profile."""
+    """A results file. capability, head_shapes, dtype, kernels_version, page_size: as in a profile."""
 
     source: str
     machine: str
@@ -69,6 +69,7 @@ class Results:
     head_shapes: tuple[str, ...] = ()
     dtype: str = ""
     kernels_version: int = UNRECORDED_VERSION
+    page_size: int = 1
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
@@ -110,7 +111,7 @@ def read_results(path: str | Path) -> Results:
         return Results(
             Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases,
             str(machine.get("capability", "")), tuple(data.get("head_shapes", ())), str(data.get("dtype", "")),
-            int(data.get("kernels_version", UNRECORDED_VERSION)),
+            int(data.get("kernels_version", UNRECORDED_VERSION)), int(data.get("page_size", 1)),
         )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
