@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.statistics import LEAST_PAIRS, Comparison, compare
+from sgl_prefix_attn.abtest.statistics import Comparison, compare
 from sgl_prefix_attn.demo.workload import Request
 
 MOST_REQUESTS = 100_000
@@ -131,14 +131,10 @@ class ServersVerdict:
                 f"{letter:4} {arm.blocks:7} {arm.tpot_ms:9.3f} {arm.ttft_ms:9.1f} {arm.tokens_per_s:10.0f}  {arm.url}"
             )
         compared = self.comparison
-        interval = f"{compared.interval_text('times per output token')}, {compared.pairs} pairs of blocks."
-        if compared.winner is not None:
-            found.append(f"{compared.winner} is faster: {self.arms[compared.winner == 'B'].url}. {interval}")
-        elif compared.pairs_needed is None:
-            found.append(f"No difference seen at this size. {interval} At least {LEAST_PAIRS} pairs are needed.")
-        else:
-            needed = f"A difference of {compared.effect:.1%} needs about {compared.pairs_needed:,} pairs"
-            found.append(f"No difference seen at this size. {interval} {needed}; this test had {compared.pairs:,}.")
+        text = compared.text("times per output token", (self.arms[0].url, self.arms[1].url))
+        if compared.winner is None and compared.pairs_needed is not None:
+            text += f" A difference of {compared.effect:.1%} needs about {compared.pairs_needed:,} pairs."
+        found.append(text)
         found.append(f"{self.equal_tokens:.1%} of the samples have equal tokens from both servers.")
         return found
 

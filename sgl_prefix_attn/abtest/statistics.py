@@ -59,9 +59,10 @@ class CopySteps:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of B against those of A. difference: time of B over time of A, minus one, with its 95 % interval.
+    """Times of B against those of A.
 
     Attributes:
+        difference: time of B over time of A, minus one; low, high: its 95 % interval, None of too few pairs.
         winner: "A", "B" or None: no difference seen at this size.
         pairs: compared pairs of blocks.
         pairs_needed: pairs with which `effect` would be seen in 80 % of the tests; None: too few to tell.
@@ -69,15 +70,23 @@ class Comparison:
     """
 
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     winner: str | None
     pairs: int
     pairs_needed: int | None
     effect: float
 
-    def interval_text(self, what: str) -> str:
-        return f"B's {what} differ from A's by {self.difference:+.2%} (95 %: {self.low:+.2%} to {self.high:+.2%})"
+    def text(self, what: str, names: tuple[str, str]) -> str:
+        """The comparison in words. what: the times, plural; names: of the arms."""
+        pairs = f"{self.pairs} pairs of blocks"
+        if self.low is None or self.high is None:
+            return f"No difference seen at this size: {pairs}. At least {LEAST_PAIRS} pairs are needed."
+        edges = f"95 %: {self.low:+.2%} to {self.high:+.2%}"
+        interval = f"B's {what} differ from A's by {self.difference:+.2%} ({edges}), {pairs}."
+        if self.winner is None:
+            return f"No difference seen at this size. {interval}"
+        return f"{self.winner} is faster: {names[self.winner == 'B']}. {interval}"
 
 
 @dataclass(frozen=True)
@@ -99,13 +108,11 @@ class Verdict(Comparison):
 
     def sentence(self) -> str:
         """The verdict in words."""
-        interval = self.interval_text("steps")
-        if self.winner is not None:
-            name = self.arms[0 if self.winner == "A" else 1].name
-            return f"{self.winner} is faster: {name}. {interval}, {self.pairs} pairs of blocks."
-        text = f"No difference seen at this size. {interval}, {self.pairs} pairs of blocks."
-        if self.steps_needed is None:
-            return f"{text} At least {LEAST_PAIRS} pairs are needed."
+        if not self.steps:
+            return "The server ran no decode step meanwhile: a live test needs requests."
+        text = self.text("steps", (self.arms[0].name, self.arms[1].name))
+        if self.winner is not None or self.steps_needed is None:
+            return text
         more = self.steps_needed - self.steps
         enough = "this test had them" if more <= 0 else f"{more:,} more"
         return f"{text} A difference of {self.effect:.1%} needs about {self.steps_needed:,} decode steps; {enough}."
@@ -159,15 +166,13 @@ def _pairs(plan: LivePlan, steps: CopySteps) -> list[float | None]:
 
 def compare(ratios: Sequence[float], seed: int, effect: float) -> Comparison:
     """The comparison by logarithms of ratios, in the order of the pairs. seed: of the bootstrap."""
-    low, high, mean, needed = -math.inf, math.inf, 0.0, None
-    if ratios:
-        mean = trimmed_mean(np.array(ratios))
-    if len(ratios) >= LEAST_PAIRS:
-        low, high = interval(np.array(ratios), seed)
-        needed = math.ceil(len(ratios) * (0.5 * (high - low) / 1.96 * _POWER / math.log1p(effect)) ** 2)
+    mean = math.expm1(trimmed_mean(np.array(ratios))) if ratios else 0.0
+    if len(ratios) < LEAST_PAIRS:
+        return Comparison(mean, None, None, None, len(ratios), None, effect)
+    low, high = interval(np.array(ratios), seed)
+    needed = math.ceil(len(ratios) * (0.5 * (high - low) / 1.96 * _POWER / math.log1p(effect)) ** 2)
     winner = "A" if low > 0 else "B" if high < 0 else None
-    difference, lowest, highest = (math.expm1(min(value, 700.0)) for value in (mean, low, high))
-    return Comparison(difference, lowest, highest, winner, len(ratios), needed, effect)
+    return Comparison(mean, math.expm1(low), math.expm1(high), winner, len(ratios), needed, effect)
 
 
 def interval(ratios: Floats, seed: int) -> tuple[float, float]:

@@ -36,7 +36,8 @@ class Copy:
         planners = [SimpleNamespace(shape=ModelShape(4, 2, 64, kv_bytes=4))] if ready else []
         executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs)
         settings = Settings(metrics=False, route=route, live_tests=live)
-        self.router = StepRouter(settings, Counters(), executor, "torch_native", SimpleNamespace())
+        self.counters = Counters()
+        self.router = StepRouter(settings, self.counters, executor, "torch_native", SimpleNamespace())
         layers = SimpleNamespace(summary=lambda: {"packed": 2, "stock": {}})
         record = SimpleNamespace(router=self.router, layers=layers)
         self.state: Any = SimpleNamespace(settings=settings, reported=lambda: record)
@@ -96,6 +97,12 @@ def test_data_parallel_copies_switch_each_by_its_own_steps() -> None:
         assert copy.decode(16) == order[steps : steps + 16], "the read renewed the lease"
         assert copy.decode(1) == [None]
     assert [copy["status"] for copy in server.get(ABTEST).json()["copies"]] == ["expired", "expired"]
+    for copy in copies:
+        timed = [(arm, us, 2) for arm, us in zip(order, copy.router.live.us, strict=True) if us == us]
+        for arm in (0, 1):
+            seconds = sum(us for of, us, _ in timed if of == arm) / 1e6
+            assert copy.counters.arm_step_seconds["AB"[arm]] == pytest.approx(seconds)
+            assert copy.counters.arm_tokens["AB"[arm]] == sum(tokens for of, _, tokens in timed if of == arm) > 0
 
 
 @pytest.mark.parametrize("path", [ABTEST, RECORD])

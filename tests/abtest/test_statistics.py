@@ -63,7 +63,10 @@ def test_blocks_of_unlike_batches_are_not_compared() -> None:
     assert (found.pairs, found.dropped, found.winner) == (10, 10, None)
     few = judge(plan, [CopySteps(np.full(40, 5.0), np.ones(40), np.ones(40))])
     assert (few.pairs, few.winner, few.steps_needed) == (2, None, None)
-    assert "At least 8 pairs are needed" in few.sentence()
+    assert few.sentence() == "No difference seen at this size: 2 pairs of blocks. At least 8 pairs are needed."
+    idle = judge(plan, [CopySteps(np.empty(0), np.empty(0), np.empty(0))])
+    assert idle.sentence() == "The server ran no decode step meanwhile: a live test needs requests."
+    assert json.loads(json.dumps(idle.as_json(), allow_nan=False))["low"] is None
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class StepRouter:
                 "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
             )
         first, second = (Router(self.policies.policy(name)) for name in plan.names())
-        self.live = LiveTest(plan, (first, second), StepClock(cuda=torch.cuda.is_available()))
+        self.live = LiveTest(plan, (first, second), StepClock(torch.cuda.is_available()), self._counters)
         return self.live
 
     def start_recording(self, plan: RecordPlan) -> StepRecording:
