@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -144,16 +145,28 @@ def test_steps_that_a_server_records_are_read_by_abtest_steps(
     assert cost["moved"] < 0.2 * cost["steps"], "the server decides steady batches at every eighth step"
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(server: Server, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    words = ["record", server.url, "--steps", "65536", "--lease", "16", "--out", str(tmp_path / "steps.json")]
+@pytest.mark.parametrize("what", ["recording", "live"])
+def test_a_client_that_is_killed_leaves_nothing_behind(
+    what: str, server: Server, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """The server is on its own policy again, within the lease."""
+    arguments = {"recording": ["--steps", "65536"], "live": ["packed", "packed"]}[what]
+    action = {"recording": "record", "live": "live"}[what]
+    words = [action, server.url, *arguments, "--lease", "16", "--out", str(tmp_path / "x")]
     with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", "abtest", *words]) as client:
-        wait_for(server, "running")
+        wait_for(server, "running", what)
         client.kill()
+    before = routed_steps(server)
     replay(server.url, workloads.diverging(vocabulary))
-    assert wait_for(server, "expired") == 16
+    wait_for(server, "expired", what)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
-        Client(server.url, RECORDINGS).read()
+    assert (routed_steps(server) - before)["stock"] > 3, "cost, by which the server routes, takes both routes"
+    if what == "recording":
+        with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
+            Client(server.url, RECORDINGS).read()
+    else:
+        (copy,) = Client(server.url, TESTS).read()
+        assert copy["steps_done"] == 16
 
 
 def test_two_servers_are_compared_by_the_same_requests(
@@ -200,17 +213,38 @@ def test_data_parallel_copies_switch_each_for_itself(
     assert "2 data-parallel copies" in (tmp_path / "ab.html").read_text()
 
 
-def wait_for(server: Server, status: str, seconds: float = 120.0) -> int:
-    """Waits until the server's recording has a status; its steps."""
+@pytest.mark.slow
+def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -> None:
+    environment = {
+        "PREFIXPACK_LIVE_TESTS": "1", "PREFIXPACK_METRICS_FLUSH_STEPS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }  # fmt: skip
+    with launch(BACKEND, "--tp-size", "2", "--enable-metrics-for-all-schedulers", environment=environment) as server:
+        replay(server.url, workloads.diverging(vocabulary)[:2])
+        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=2)
+        client = Client(server.url, TESTS)
+        client.start(plan.model_dump())
+        replay(server.url, workloads.diverging(vocabulary))
+        (copy,) = client.read()
+        assert copy["status"] == "finished"
+        pattern = r'sglang:prefixpack_(arm|routed)_steps_total{(.*)tp_rank="(\d)"} (\S+)'
+        found = re.findall(pattern, server.get("/metrics"))
+    ranks = [{(kind, labels): steps for kind, labels, at, steps in found if at == rank} for rank in "01"]
+    assert ranks[0] == ranks[1]
+    assert {float(steps) for (kind, _), steps in ranks[0].items() if kind == "arm"} == {16.0}
+
+
+def wait_for(server: Server, status: str, what: str = "recording", seconds: float = 120.0) -> None:
+    """Waits until the server's recording, or live test, has a status."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         state = server.packing_state()
         assert state is not None
-        found = state["route"]["recording"]
+        found = state["route"][what]
         if found is not None and found["status"] == status:
-            return int(found["steps_done"])
+            return
         time.sleep(0.1)
-    raise AssertionError(f"no recording is {status} within {seconds} s")
+    raise AssertionError(f"no {what} is {status} within {seconds} s")
 
 
 def routed_steps(server: Server) -> Counter[str]:
