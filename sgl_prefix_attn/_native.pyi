@@ -309,7 +309,7 @@ class Machine:
 
 def simulate_makespan(
     plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine
-) -> tuple[float, float, float]: ...
+) -> tuple[float, float, float, float]: ...
 
 class Planner:
     """See sgl_prefix_attn.core.planner.Planner."""

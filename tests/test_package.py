@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.routing.profile import load_profile
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,3 +75,8 @@ def test_a_wheel_of_the_source_distribution_runs_a_packed_step(sdist: Path, tmp_
     assert "packed_attention" in example
     done = subprocess.run([python, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    words = ["calibrate", "--device", "cpu", "--families", "rollouts", "--heads", "4/2", "--out", "profile.json"]
+    run = [python, "-m", "sgl_prefix_attn", *words]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert load_profile(tmp_path / "profile.json").head_shapes == ["4/2/64"]

@@ -36,6 +36,7 @@ from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
 from sgl_prefix_attn.calibration.kernels.timing import Timer, copy_bandwidth
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
@@ -200,7 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     timer = Timer(device)
     baselines, absent = make_baselines(args.baselines, dict(args.device_model), device, kv_dtype)
     header = {
-        "machine": machine_facts(device, timer), "commit": args.commit, "head_dim": HEAD_DIM,
+        "machine": machine_facts(device, timer), "commit": args.commit, "kernels_version": KERNELS_VERSION,
+        "head_dim": HEAD_DIM,
         "kv_dtype": args.kv_dtype, "absent": absent,
         "left_out": [case.key for case in too_large], "device_model": dict(args.device_model),
     }  # fmt: skip

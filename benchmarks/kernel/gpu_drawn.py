@@ -33,6 +33,7 @@ from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads import ALL_FAMILIES, Case, draw_set
 from sgl_prefix_attn.workloads.draw import USUAL_SET
 
@@ -151,8 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args.jit:
         absent["flashinfer, other types and head sizes than bf16 and 128"] = "compiled at first use: --jit"
     header = {
-        "machine": machine_facts(device, timer), "commit": args.commit, "set": args.set, "seed": seed,
-        "families": args.families, "cases": args.cases, "absent": absent, "device_model": dict(args.device_model),
+        "machine": machine_facts(device, timer), "commit": args.commit, "kernels_version": KERNELS_VERSION,
+        "set": args.set, "seed": seed, "families": args.families, "cases": args.cases, "absent": absent,
+        "device_model": dict(args.device_model),
     }  # fmt: skip
     results = Results(args.out, header, resume=args.resume, summarise=drawn_summary)
     results.write()

@@ -1,6 +1,7 @@
 """Host time of planning for the decode batches of PAT's Figure 9: forest, plan, and plan amortised over a decode.
 
     python benchmarks/kernel/plan_time.py --out benchmarks/results/plan_time.json
+    python benchmarks/kernel/plan_time.py --drawn --out benchmarks/results/plan_time_drawn.json
 
 Plans are made for an H200 (the device model, no GPU needed), on one core. `amortised` is the mean time of
 Planner.plan() over a decode of --steps tokens in which nobody joins or leaves, calls from Python included.
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -23,6 +25,7 @@ from tqdm import tqdm
 import sgl_prefix_attn
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.workloads import draw_set
 from sgl_prefix_attn.workloads.committed import PAT_HEADS, PAT_TREES, tree_paths
 
 
@@ -85,13 +88,55 @@ def measure(tree: str, heads: tuple[int, int], repeats: int, steps: int) -> dict
     }
 
 
+def measure_drawn(seed: int, cases: int, repeats: int) -> list[dict[str, object]]:
+    """Median and lowest time of a plan for each drawn batch, by calls from Python."""
+    rows: list[dict[str, object]] = []
+    for case in tqdm(draw_set(seed, cases), unit="batch", file=sys.stderr):
+        device = DeviceModel.gpu(
+            132, group=case.shape.group, head_dim=case.shape.head_dim, kv_bytes=case.shape.kv_bytes
+        )
+        forest, times = case.forest(), []
+        for _ in range(repeats):
+            planner = Planner(case.shape, device)
+            start = time.perf_counter()
+            plan = planner.plan(forest, case.lengths)
+            times.append((time.perf_counter() - start) * 1e6)
+        found = {"plan_us": statistics.median(times), "plan_us_min": min(times), "items": len(plan.items)}
+        rows.append({"key": case.key, "requests": len(case.lengths), **found})
+    return rows
+
+
+def report_drawn(seed: int, args: argparse.Namespace) -> None:
+    rows = measure_drawn(seed, args.cases, args.repeats)
+    times = [float(str(row["plan_us"])) for row in rows]
+    summary = {
+        "median_us": statistics.median(times),
+        "longest_us": max(times),
+        "above_150_us": sum(taken > 150 for taken in times),
+    }
+    print(f"seed {seed}, {len(rows)} batches: " + ", ".join(f"{name} {value:.0f}" for name, value in summary.items()))
+    if args.out:
+        write(args.out, {"seed": seed, "repeats": args.repeats, "summary": summary, "rows": rows})
+
+
+def write(path: Path, result: dict[str, object]) -> None:
+    machine = {"cpu": cpu_name(), "python": platform.python_version(), "package": sgl_prefix_attn.__version__}
+    path.write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=50, help="plans per tree; the median is reported (default 50)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps to amortise over (default 64)")
+    parser.add_argument("--drawn", action="store_true", help="plan drawn batches instead")
+    parser.add_argument("--seed", type=int, help="of --drawn (default: drawn now)")
+    parser.add_argument("--cases", type=int, default=300, help="batches of --drawn (default 300)")
     parser.add_argument("--out", type=Path, help="write the rows and the machine as JSON")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if args.drawn:
+        report_drawn(random.SystemRandom().randrange(2**31) if args.seed is None else args.seed, args)
+        return
     cases = [(number, tree, heads) for heads in PAT_HEADS for number, tree in enumerate(PAT_TREES, 1)]
     rows = []
     for number, tree, heads in tqdm(cases, unit="tree", file=sys.stderr):
@@ -113,14 +158,7 @@ def main() -> None:
         f"longest amortised: {max(row['amortised_us'] for row in rows):.2f} us"
     )
     if args.out:
-        machine = {"cpu": cpu_name(), "python": platform.python_version(), "package": sgl_prefix_attn.__version__}
-        args.out.write_text(
-            json.dumps(
-                {"machine": machine, "arguments": {"repeats": args.repeats, "steps": args.steps}, "rows": rows},
-                indent=1,
-            )
-            + "\n"
-        )
+        write(args.out, {"arguments": {"repeats": args.repeats, "steps": args.steps}, "rows": rows})
 
 
 def cpu_name() -> str:

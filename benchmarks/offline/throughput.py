@@ -1,216 +1,164 @@
 """Throughput of the batch runner against plain `Engine.generate` in shuffled and in sorted order, at equal tokens out.
 
     python -m benchmarks.offline.throughput [--out FILE.json] [--settings 500/50x4 1000/100x16] [--repeats 5]
+    python -m benchmarks.offline.throughput --device cuda --model FOLDER [--load-format dummy] --out FILE.json
 
-On the CPU engine with the tiny random model; the KV pool holds a tenth of the batch's unique tokens. Seconds are from
-the first request to the last answer, engines loaded. In each repeat every way of running gets the same new prompts, one
-after the other, beginning with another one each time; the table has medians. CPU seconds are those of all processes
-that take part (engine, its helpers, the caller): what to look at on a machine that others use too.
+Without --device the CPU engine runs the tiny random model. Seconds are from the first request to the last answer,
+engines loaded. In each repeat all runs get the same new prompts; the table has medians. On the CPU all engines are
+loaded at once and take turns, beginning with another one each time; CPU seconds are those of all processes that take
+part (engine, its helpers, the caller): what to look at on a machine that others use too. On a GPU one engine is loaded
+after the other. With --resume, runs that --out already has are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.offline.sides import Launch, PromptLists, Run, Side, serve_plain, serve_runner
 from benchmarks.offline.workloads import Setting
+from benchmarks.provenance import git_commit
+from benchmarks.serving.provenance import machine_name, package_versions
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
-from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
-from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.prompts import Prompts
-from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
-from sgl_prefix_attn.sglang_plugin.offline import engine_process
 
-_BACKENDS = ("torch_native", "prefixpack")
-_WAYS = ("Engine.generate, shuffled", "Engine.generate, sorted", "batch runner")
-_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-_WARM_UP = [[11 + n] * 50 for n in range(8)]
-_Prompts = list[list[int]]
+_RUNNER = "batch runner"
+_PLAIN = ("Engine.generate, shuffled", "Engine.generate, sorted")
+_DEFAULTS = {
+    "cpu": {"backends": ["torch_native", "prefixpack"], "settings": ["500/50x4", "1000/100x16"], "requests": 192},
+    "cuda": {"backends": ["fa3", "flashinfer", "prefixpack"], "settings": ["2000/200x16"], "requests": 512},
+}
 
 
 @dataclass(frozen=True)
-class Run:
-    """One measurement. `outputs`: tokens by prompt."""
+class Bench:
+    """What runs the batches. `resident`: all engines at once, in turns."""
 
-    seconds: float
-    cpu_seconds: float
-    cached_tokens: int
-    outputs: dict[str, list[int]]
+    model: Path
+    vocabulary: int
+    common: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    resident: bool
 
+    @classmethod
+    def cpu(cls) -> Bench:
+        return cls(
+            tiny_model(),
+            VOCABULARY,
+            (
+                *("--skip-tokenizer-init", "--device", "cpu", "--dtype", "float32", "--disable-cuda-graph"),
+                *("--grammar-backend", "none", "--context-length", "4096", "--max-running-requests", "64"),
+                "--sleep-on-idle",  # engines that wait for their turn leave the CPU to the others
+            ),
+            (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1")),
+            resident=True,
+        )
 
-def server_arguments(backend: str, pool: int) -> tuple[str, ...]:
-    return (
-        *("--model-path", str(tiny_model()), "--skip-tokenizer-init", "--device", "cpu", "--dtype", "float32"),
-        *("--disable-cuda-graph", "--grammar-backend", "none", "--log-level", "error", "--context-length", "4096"),
-        *("--max-total-tokens", str(pool), "--attention-backend", backend, "--max-running-requests", "64"),
-        "--sleep-on-idle",  # engines that wait for their turn leave the CPU to the others
-    )
+    @classmethod
+    def gpu(cls, model: Path, load_format: str, server_args: str) -> Bench:
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        common = ("--skip-tokenizer-init", "--load-format", load_format, *server_args.split())
+        return cls(model, vocabulary, common, (), resident=False)
 
-
-def cpu_seconds() -> float:
-    """CPU time of this process and all below it."""
-    total = 0.0
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-class CpuProgress(Progress):
-    """Shows nothing, and notes the CPU time of a batch from its first request to its last answer."""
-
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.spent = self._before = 0.0
-        self._left = 0
-
-    def start(self, total: int, done: int) -> None:
-        self._before, self._left = cpu_seconds(), total - done
-        super().start(total, done)
-
-    def advance(self, requests: int, prompt_tokens: int, output_tokens: int, saving: float) -> None:
-        self._left -= requests
-        if self._left == 0:  # to look takes long
-            self.spent = cpu_seconds() - self._before
+    def launch(self, backend: str, pool: int) -> Launch:
+        arguments = (
+            *("--model-path", str(self.model), *self.common, "--log-level", "error"),
+            *("--max-total-tokens", str(pool), "--attention-backend", backend),
+        )
+        return Launch(arguments, self.environment, str(self.model))
 
 
-class KeptEngines(EnginePool):
-    """Stay for the next batch."""
+@dataclass(frozen=True)
+class Batch:
+    """A setting's prompts by repeat, and a pool of a share of the unique tokens."""
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+    setting: Setting
+    share: float
+    vocabulary: int
 
-    def close(self) -> None:
-        super().__exit__()
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}, pool {self.share:g}"
 
+    def prompts(self, repeat: int) -> PromptLists:
+        usable = self.vocabulary - RESERVED_TOKENS
+        prompts = self.setting.prompts(seed=repeat)
+        return [[token % usable + RESERVED_TOKENS for token in prompt] for prompt in prompts]
 
-def serve_plain(connection: Connection, arguments: tuple[str, ...]) -> None:
-    """In a process of its own: an Engine, and a `Run` for each (prompts, output tokens) until None comes."""
-    os.environ.update(_ENVIRONMENT)
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    def tree(self, repeat: int) -> PrefixTree:
+        return PrefixTree(Prompts.from_lists(self.prompts(repeat)))
 
-    load_plugins()
-    engine = Engine(server_args=prepare_server_args(list(arguments)))
-
-    def run(prompts: _Prompts, output: int) -> Run:
-        sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True}
-        cpu, started = cpu_seconds(), time.perf_counter()
-        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
-        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
-        cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
-        tokens = {str(p): answer["output_ids"] for p, answer in zip(prompts, answers, strict=True)}
-        return Run(seconds, cpu, cached, tokens)
-
-    _serve(connection, run)
-    engine.shutdown()
+    def pool(self) -> int:
+        """Tokens. A pool of all has room for the outputs too."""
+        unique, one = self.tree(0).unique_tokens, self.setting.shared + self.setting.own + self.setting.output + 64
+        outputs = self.setting.requests * self.setting.output if self.share >= 1 else 0
+        return max(int(unique * self.share) + outputs, one)
 
 
-def serve_runner(connection: Connection, arguments: tuple[str, ...]) -> None:
-    """As `serve_plain`, by the batch runner with its journal and all."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        source, target = folder / "in.jsonl", folder / "out.jsonl"
-        engine = EngineArguments(arguments, tuple(_ENVIRONMENT.items()), folder / "log")
-        options = BatchOptions(source, target, folder / "errors", str(tiny_model()), (engine,), ordered=True)
-        engines = KeptEngines(engine_process.main, [engine])
-        encoder = PromptEncoder(str(tiny_model()))
-
-        def run(prompts: _Prompts, output: int) -> Run:
-            body = {"max_tokens": output, "temperature": 0, "ignore_eos": True}
-            lines = [
-                {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, **body}}
-                for n, prompt in enumerate(prompts)
-            ]
-            source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            progress = CpuProgress()
-            summary = run_batch(options, engine_process.main, encoder.encode, progress, lambda *_: engines)
-            answers = [json.loads(text)["response"]["body"]["choices"][0]["token_ids"] for text in target.open()]
-            tokens = {str(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
-            return Run(summary.seconds, progress.spent, summary.cached_tokens, tokens)
-
-        _serve(connection, run)
-        engines.close()
+def sides_of(bench: Bench, backends: list[str]) -> dict[str, list[str]]:
+    """Names of the runs by engine. On the GPU a stock backend has no runner of its own."""
+    sides = {}
+    for backend in backends:
+        if bench.resident or backend != "prefixpack":
+            sides[f"plain {backend}"] = [f"{way}, {backend}" for way in _PLAIN]
+        if bench.resident or backend == "prefixpack":
+            sides[f"runner {backend}"] = [f"{_RUNNER}, {backend}"]
+    return sides
 
 
-def _serve(connection: Connection, run: Callable[[_Prompts, int], Run]) -> None:
-    run(_WARM_UP, 4)
-    connection.send(None)  # ready
-    while (job := connection.recv()) is not None:
-        connection.send(run(*job))
+def measure(bench: Bench, batch: Batch, backends: list[str], repeats: int, runs: dict[str, list[Run]]) -> None:
+    """Fills `runs`, by name, with what it lacks."""
+    missing = {
+        side: names
+        for side, names in sides_of(bench, backends).items()
+        if any(len(runs.get(name, ())) < repeats for name in names)
+    }
+    pool = batch.pool()
+
+    def start(side: str) -> Side:
+        kind, _, backend = side.partition(" ")
+        return Side(serve_plain if kind == "plain" else serve_runner, bench.launch(backend, pool))
+
+    for together in [list(missing)] if bench.resident else [[side] for side in missing]:
+        loaded = {side: start(side) for side in together}
+        turns = [(name, loaded[side]) for side in together for name in missing[side]]
+        for name, _ in turns:
+            runs[name] = []
+        for repeat in range(repeats):
+            prompts = batch.prompts(repeat)
+            first = repeat % max(1, len(turns))
+            for name, side in turns[first:] + turns[:first]:
+                run = side.run(sorted(prompts) if "sorted" in name else prompts, batch.setting.output)
+                runs[name].append(run)
+                print(
+                    f"{batch.name} {repeat}: {name} {run.seconds:.1f} s, CPU {run.cpu_seconds:.1f} s", file=sys.stderr
+                )
+        for side in loaded.values():
+            side.close()
 
 
-class Side:
-    """A process that runs batches one way."""
+def summary(batch: Batch, runs: dict[str, list[Run]], repeats: int) -> dict[str, Any]:
+    total, out = batch.tree(0).total_tokens, batch.setting.requests * batch.setting.output
+    reference = next(iter(runs.values()))
 
-    def __init__(self, serve: Callable[[Connection, tuple[str, ...]], None], arguments: tuple[str, ...]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, arguments))
-        self._process.start()
-        theirs.close()
-        self._connection.recv()
+    def equal(done: list[Run]) -> int:
+        pairs = zip(done, reference, strict=True)
+        return sum(a == b for run, first in pairs for a, b in zip(run.outputs, first.outputs, strict=True))
 
-    def run(self, prompts: _Prompts, output: int) -> Run:
-        self._connection.send((prompts, output))
-        run = self._connection.recv()
-        assert isinstance(run, Run)
-        return run
-
-    def close(self) -> None:
-        self._connection.send(None)
-        self._process.join()
-
-
-def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    pool = max(tree_of(setting, 0).unique_tokens // 10, setting.shared + setting.own + setting.output + 64)
-    sides: dict[str, Side] = {}
-    for backend in _BACKENDS:
-        plain, runner = (Side(serve, server_arguments(backend, pool)) for serve in (serve_plain, serve_runner))
-        sides |= {f"{way}, {backend}": runner if way == "batch runner" else plain for way in _WAYS}
-    runs: dict[str, list[Run]] = {name: [] for name in sides}
-    limits, equal = [], dict.fromkeys(sides, 0)
-    names = list(sides)
-    for repeat in range(repeats):
-        prompts = prompts_of(setting, repeat)
-        limits.append(tree_of(setting, repeat).saving)
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            runs[name].append(sides[name].run(sorted(prompts) if "sorted" in name else prompts, setting.output))
-            last = runs[name][-1]
-            print(
-                f"{setting.name} {repeat}: {name} {last.seconds:.1f} s, CPU {last.cpu_seconds:.1f} s", file=sys.stderr
-            )
-        reference = runs[names[0]][-1].outputs
-        for name in names:
-            equal[name] += sum(runs[name][-1].outputs[prompt] == reference[prompt] for prompt in reference)
-    for side in set(sides.values()):
-        side.close()
-    total, out = tree_of(setting, 0).total_tokens, setting.requests * setting.output
     return {
-        "requests": setting.requests,
+        "requests": batch.setting.requests,
         "repeats": repeats,
         "prompt_tokens": total,
         "output_tokens": out,
-        "pool_tokens": pool,
-        "limit": round(statistics.median(limits), 4),
+        "pool_tokens": batch.pool(),
+        "limit": round(statistics.median(batch.tree(repeat).saving for repeat in range(repeats)), 4),
         "runs": {
             name: {
                 "seconds": [round(run.seconds, 2) for run in done],
@@ -218,20 +166,26 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
                 "output_tokens_per_second": round(out / statistics.median(run.seconds for run in done), 1),
                 "output_tokens_per_cpu_second": round(out / statistics.median(run.cpu_seconds for run in done), 1),
                 "saving": round(statistics.median(run.cached_tokens for run in done) / total, 4),
-                "equal_outputs": f"{equal[name]} of {setting.requests * repeats}",
+                "equal_outputs": f"{equal(done)} of {batch.setting.requests * repeats}",
+                "cached_tokens": [run.cached_tokens for run in done],
+                "outputs": [list(run.outputs) for run in done],
             }
             for name, done in runs.items()
         },
     }
 
 
-def prompts_of(setting: Setting, repeat: int) -> _Prompts:
-    prompts = setting.prompts(seed=repeat)
-    return [[token % (VOCABULARY - RESERVED_TOKENS) + RESERVED_TOKENS for token in prompt] for prompt in prompts]
-
-
-def tree_of(setting: Setting, repeat: int) -> PrefixTree:
-    return PrefixTree(Prompts.from_lists(prompts_of(setting, repeat)))
+def measured(result: dict[str, Any]) -> dict[str, list[Run]]:
+    """The runs of an earlier summary()."""
+    return {
+        name: [
+            Run(seconds, cpu, cached, tuple(outputs))
+            for seconds, cpu, cached, outputs in zip(
+                run["seconds"], run["cpu_seconds"], run["cached_tokens"], run["outputs"], strict=True
+            )
+        ]
+        for name, run in result["runs"].items()
+    }
 
 
 def table(results: dict[str, Any]) -> str:
@@ -249,28 +203,61 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parse(text: str, requests: int, output: int) -> Setting:
-    lengths, _, degree = text.partition("x")
-    shared, _, own = lengths.partition("/")
-    return Setting(int(shared), int(own), int(degree), requests, output)
+def setting_of(text: str, requests: int, output: int) -> Setting:
+    """Raises: ValueError, if it is not PREFIX/OWNxDEGREE."""
+    try:
+        lengths, degree = text.split("x")
+        shared, own = lengths.split("/")
+        return Setting(int(shared), int(own), int(degree), requests, output)
+    except ValueError:
+        raise ValueError(f"setting {text!r} is not PREFIX/OWNxDEGREE, such as 2000/200x16") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    result.add_argument("--model", type=Path, help="folder of a model; needed with --device cuda")
+    result.add_argument("--load-format", default="dummy", help="of that model (default dummy: random weights)")
+    result.add_argument("--server-args", default="", help="more arguments for each engine on a GPU, as one string")
+    result.add_argument("--backends", nargs="+", help="default: torch_native and ours; on a GPU fa3, flashinfer, ours")
+    result.add_argument("--settings", nargs="+", help="prefix/own x degree (500/50x4 1000/100x16; GPU: 2000/200x16)")
+    result.add_argument("--requests", type=int, help="of a batch (192; GPU: 512)")
+    result.add_argument("--output-tokens", type=int, default=32, help="of a request (32)")
+    result.add_argument("--pool", type=float, nargs="+", default=[0.1], help="KV pools, of the unique tokens (0.1)")
+    result.add_argument("--repeats", type=int, default=5, help="default 5")
+    result.add_argument("--out", type=Path, help="JSON file of results, written after each workload")
+    result.add_argument("--resume", action="store_true", help="keep the runs that --out already has")
+    return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", default=["500/50x4", "1000/100x16"], help="prefix/own x degree")
-    parser.add_argument("--requests", type=int, default=192)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results = {}
-    for text in args.settings:
-        setting = parse(text, args.requests, args.output_tokens)
-        results[setting.name] = measure(setting, args.repeats)
+    args = parser().parse_args()
+    if (args.device == "cuda") != (args.model is not None):
+        parser().error("--device cuda and --model belong together")
+    defaults = _DEFAULTS[args.device]
+    requests, backends = args.requests or defaults["requests"], args.backends or defaults["backends"]
+    try:
+        settings = [setting_of(text, requests, args.output_tokens) for text in args.settings or defaults["settings"]]
+        bench = Bench.gpu(args.model, args.load_format, args.server_args) if args.model else Bench.cpu()
+    except (OSError, ValueError, KeyError) as error:
+        parser().error(str(error))
+    results: dict[str, Any] = {}
+    if args.resume and args.out and args.out.exists():
+        results = json.loads(args.out.read_text())["workloads"]
+    for batch in (Batch(setting, share, bench.vocabulary) for setting in settings for share in args.pool):
+        runs = measured(results[batch.name]) if batch.name in results else {}
+        for backend in [backends] if bench.resident else [[one] for one in backends]:
+            measure(bench, batch, backend, args.repeats, runs)
+            results[batch.name] = summary(batch, runs, args.repeats)
+            if args.out:
+                write(args.out, results)
     print(table(results))
-    if args.out:
-        args.out.write_text(json.dumps({"cpus": os.cpu_count(), "workloads": results}, indent=1) + "\n")
     return 0
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    origin = {"machine": machine_name(), "cpus": os.cpu_count(), "versions": package_versions(), "commit": git_commit()}
+    path.write_text(json.dumps({**origin, "workloads": results}) + "\n")
 
 
 if __name__ == "__main__":

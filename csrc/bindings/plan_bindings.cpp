@@ -212,7 +212,7 @@ void bind_planner(py::module_& m) {
       [](const Plan& plan, const Lengths& seq_lens, const ModelShape& shape, const Machine& machine) {
         const int64_t* lens = lengths_data(seq_lens, "seq_lens", plan.num_requests);
         const Makespan found = simulate_makespan(plan, lens, shape, machine);
-        return py::make_tuple(found.seconds, found.streaming, found.longest);
+        return py::make_tuple(found.seconds, found.streaming, found.longest, found.work);
       },
       py::arg("plan"), py::arg("seq_lens"), py::arg("shape"), py::arg("machine"));
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -68,6 +69,9 @@ class CostModel {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
       tiles_.push_back(tile_of(smallest_tile(queries * group_)));
     }
+    for (int32_t partials = 0; partials < kTabulated; ++partials) {
+      for (bool narrow : {false, true}) combine_levels_[narrow][partials] = levels_of(partials, narrow);
+    }
     whole_tile_ = tile_of(narrowest_whole_tile());
     longest_narrow_ = longest_narrow();
   }
@@ -101,14 +105,16 @@ class CostModel {
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
   // How much faster a narrow item is read while few are.
   double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
-  // Seconds of a worker to combine the partials of one KV head's rows of `queries` queries.
-  double combine(int32_t queries, int32_t partials, bool narrow) const {
+  // Rows of one KV head and `queries` queries, in steps of a combine.
+  int32_t combine_rows(int32_t queries, bool narrow) const {
     const int32_t rows = std::max(1, narrow ? device_.merge_rows / 8 : device_.merge_rows);
-    const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
-    const bool grouped = partials > device_.merge_fan_in;
-    const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(partials))) : partials;
-    const int32_t steps = ((queries * group_ + rows - 1) / rows) * ((in_group + width - 1) / width);
-    return (grouped ? 2 : 1) * (device_.merge_latency + device_.merge_step * steps);
+    return (queries * group_ + rows - 1) / rows;
+  }
+  // Seconds of a worker to combine so many partials of so many steps' rows.
+  double combine(int32_t rows, int32_t partials, bool narrow) const {
+    const CombineLevels levels =
+        partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
+    return levels.count * (device_.merge_latency + device_.merge_step * (rows * levels.steps));
   }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
@@ -193,6 +199,17 @@ class CostModel {
     return static_cast<int32_t>(std::min(std::max(saved / lost, 0.0), double{INT32_MAX}));
   }
 
+  struct CombineLevels {
+    int32_t count;  // 1 or 2
+    int32_t steps;  // of a row's partials in one of them
+  };
+  CombineLevels levels_of(int32_t partials, bool narrow) const {
+    const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
+    const bool grouped = partials > device_.merge_fan_in;
+    const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(partials))) : partials;
+    return {grouped ? 2 : 1, (in_group + width - 1) / width};
+  }
+
   int32_t smallest_tile(int32_t rows) const {
     for (int32_t tile : device_.tile_rows) {
       if (tile >= rows) return tile;
@@ -206,6 +223,8 @@ class CostModel {
   DeviceModel device_;
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
+  static constexpr int32_t kTabulated = 64;
+  std::array<std::array<CombineLevels, kTabulated>, 2> combine_levels_;  // of wide and narrow items, by partials
   std::vector<TileClass> tiles_;
   TileClass whole_tile_;  // the narrowest that takes a whole worker
   int32_t longest_narrow_;

@@ -88,7 +88,7 @@ class Simulation {
       handle(event);
     }
     last = combine_deferred(last);
-    return {last, streaming_ / machine_.bandwidth, longest_};
+    return {last, streaming_ / machine_.bandwidth, longest_, work_};
   }
 
  private:
@@ -198,6 +198,11 @@ class Simulation {
     const bool narrow = is_narrow(unit);
     if (!narrow && ++running_blocks_ <= machine_.slots / 2) list_[unit].stream_class += kLone;
     const double delay = narrow ? machine_.warp_start : machine_.block_start;
+    const double end = narrow ? machine_.warp_end : machine_.block_end;
+    const double workers = static_cast<double>(machine_.slots) * (narrow ? machine_.warps : 1);
+    const Unit& started = list_[unit];
+    const double position = seconds_[started.stream_class];
+    work_ += (delay + static_cast<double>(item_tokens(plan_.items[started.item])) * position + end) / workers;
     events_.push({now_ + delay, Kind::kStream, unit});
   }
 
@@ -361,7 +366,7 @@ class Simulation {
   std::vector<Deferred> deferred_rows_;
   double idle_warps_ = std::numeric_limits<double>::infinity();  // since when warps have no tile left
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-  double now_ = 0, streaming_ = 0, longest_ = 0;
+  double now_ = 0, streaming_ = 0, longest_ = 0, work_ = 0;
 };
 
 }  // namespace

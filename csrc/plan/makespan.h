@@ -37,6 +37,7 @@ struct Makespan {
   double seconds;    // to the end of the last unit
   double streaming;  // unit bytes over the bandwidth: a lower bound
   double longest;    // of one unit by itself: a lower bound
+  double work;       // of the workers, if the bandwidth had no end and none were ever idle: a lower bound
 };
 
 // seq_lens: [num_requests]. Throws std::invalid_argument unless the machine's figures are positive.

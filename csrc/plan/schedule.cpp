@@ -126,15 +126,15 @@ class Scheduler {
     }
     while (queries > 1 && tiling_.whole_units() > 0 && tiling_.whole_units() < cost_.workers()) {
       queries /= 2;
-      make(narrower_, queries, with_narrow);
+      make(narrower_, queries, with_narrow, &tiling_);
       if (narrower_.finish() > kWorthNarrowing * tiling_.finish()) break;
       if (narrower_.tokens() > schedule_.plan.kv_tokens_per_request) break;
       std::swap(tiling_, narrower_);
     }
   }
 
-  void make(Tiling& tiling, int32_t queries, bool with_narrow) const {
-    tiling.make(packing_.packs, lens_, partials_.data(), num_partials_, queries, with_narrow);
+  void make(Tiling& tiling, int32_t queries, bool with_narrow, const Tiling* wider = nullptr) const {
+    tiling.make(packing_.packs, lens_, partials_.data(), num_partials_, queries, with_narrow, wider);
   }
 
   // Adds the partials that splitting brings.

@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 namespace prefixpack {
 
 namespace {
 
-constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
 constexpr int32_t kPieceAlignment = 16;
 constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
@@ -17,6 +15,7 @@ constexpr double kTooLongForWarps = 32;
 constexpr double kLongestCounted = 2;  // even shares of a worker: longer units are counted as one kind
 // Longest units that are tried, in even shares of a worker.
 constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.33, 0.2};
+constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
 
 }  // namespace
@@ -28,7 +27,7 @@ Tiling::Tiling(const CostModel& cost)
       partial_(cost.partial() * per_worker_) {}
 
 void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-                  int32_t step, bool with_narrow) {
+                  int32_t step, bool with_narrow, const Tiling* wider) {
   tiles_.make_room(packs.size() + num_partials / step);
   list(packs, lens, partials, step);
   if (!with_narrow) {
@@ -43,7 +42,7 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
   if (num_tiles_ == 0) return;
   list_splittable();
   count_unsplit();
-  choose_split();
+  choose_split(wider);
 }
 
 void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step) {
@@ -130,11 +129,6 @@ void Tiling::widen_narrow_tiles(double longer_than) {
   longest_ = std::max(longest_tile_, longest_narrow);
 }
 
-int32_t Tiling::split_pieces(const Tile& tile, double longest) {
-  const int32_t wanted = static_cast<int32_t>(std::ceil(tile.duration / longest));
-  return std::max(1, std::min(wanted, tile.tokens / kMinPieceTokens));
-}
-
 int32_t Tiling::piece_length(const Tile& tile, int32_t pieces) {
   if (pieces == 1) return tile.tokens;
   const int32_t even = (tile.tokens + pieces - 1) / pieces;
@@ -150,10 +144,19 @@ void Tiling::list_splittable() {
   const double whole = kShares.back() * share();
   const double narrow = std::min(whole, kNarrowShares.back() * narrow_ / per_worker_ / cost_->narrow_speedup());
   splittable_.clear();
+  splittable_whole_.clear();
+  splittable_narrow_.clear();
   for (const Tile& tile : *this) {
-    if (tile.duration > (is_narrow(tile) ? narrow : whole))
-      splittable_.push_back(static_cast<int32_t>(&tile - begin()));
+    const bool is_narrow = this->is_narrow(tile);
+    if (tile.duration <= (is_narrow ? narrow : whole)) continue;
+    splittable_.push_back(static_cast<int32_t>(&tile - begin()));
+    const int32_t queries = tile.item.query_count;
+    (is_narrow ? splittable_narrow_ : splittable_whole_)
+        .add({tile.duration, tile.seconds - tile.overhead, queries * partial_, tile.tokens, tile.partials,
+              cost_->combine_rows(queries, is_narrow)});
   }
+  splittable_whole_.finish_adding();
+  splittable_narrow_.finish_adding();
 }
 
 // Of the tiles that no split concerns.
@@ -181,34 +184,31 @@ void Tiling::count_unsplit() {
 }
 
 // When the last worker is done and the last partials are combined.
-double Tiling::finish_time(const Split& split) const {
-  UnitBins whole = whole_, narrow = narrow_bins_;
-  const int64_t heads = cost_->kv_heads();
-  double combine = 0;
-  for (int32_t i : splittable_) {
-    const Tile& tile = tiles_[i];
-    const bool is_narrow = this->is_narrow(tile);
-    const int32_t pieces = this->pieces(tile, is_narrow ? split.narrow : split.whole);
-    (is_narrow ? narrow : whole).add(piece_seconds(tile, pieces) - tile.overhead, heads * pieces);
-    const int32_t partials = tile.partials + pieces - 1;
-    if (partials > 1) combine = std::max(combine, cost_->combine(tile.item.query_count, partials, is_narrow));
-  }
-  return finish_of(workers_, whole, narrow, narrow_prevails()) + combine;
+double Tiling::finish_time(const Split& split) {
+  splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
+  splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
+  return finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails()) +
+         std::max(splittable_whole_.combine(), splittable_narrow_.combine());
 }
 
 // Chooses the split with which the last worker is done first. More pieces bring more partials, and estimates err, so a
 // finer split has to save something.
-void Tiling::choose_split() {
+void Tiling::choose_split(const Tiling* wider) {
   const double even = total_ / per_worker_;
   Split best{longest_, longest_};
   double finish = finish_time(best);
-  for (double part : kShares) {
-    if (finish <= kEvenEnough * even) break;
-    const double candidate = share() * part;
+  int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
+  if (wider != nullptr && wider->chosen_share_ >= 0) {
+    first = std::max(first, wider->chosen_share_ - kNearbyShares);
+    last = std::min(last, wider->chosen_share_ + kNearbyShares);
+  }
+  chosen_share_ = -1;
+  for (int32_t i = first; i <= last && finish > kEvenEnough * even; ++i) {
+    const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
     const Split split{candidate, std::min(best.narrow, candidate)};
     const double time = finish_time(split);
-    if (time < kWorthSplitting * finish) best = split, finish = time;
+    if (time < kWorthSplitting * finish) best = split, finish = time, chosen_share_ = i;
   }
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {

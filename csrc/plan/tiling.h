@@ -10,6 +10,7 @@
 #include "plan/packing.h"
 #include "plan/plan.h"
 #include "plan/queue_model.h"
+#include "plan/split_classes.h"
 
 namespace prefixpack {
 
@@ -32,9 +33,10 @@ class Tiling {
   explicit Tiling(const CostModel& cost);
 
   // Cuts packs into tiles of at most `step` queries and chooses the longest unit. `partials`: of every query, by the
-  // packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker.
+  // packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker. Near the
+  // choice of a `wider` tiling, if it is given, fewer splits are tried.
   void make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-            int32_t step, bool with_narrow);
+            int32_t step, bool with_narrow, const Tiling* wider = nullptr);
 
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
@@ -74,26 +76,25 @@ class Tiling {
   void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
-  int32_t pieces(const Tile& tile, double longest) const {
-    return tile.duration <= longest ? 1 : split_pieces(tile, longest);
-  }
+  int32_t pieces(const Tile& tile, double longest) const { return split_pieces(tile.duration, tile.tokens, longest); }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
-  static int32_t split_pieces(const Tile& tile, double longest);
   double split_seconds(const Tile& tile, int32_t pieces) const;
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(total_ / per_worker_, 2 * longest_overhead_); }
   void list_splittable();
   void count_unsplit();
-  double finish_time(const Split& split) const;
-  void choose_split();
+  double finish_time(const Split& split);
+  void choose_split(const Tiling* wider);
 
   const CostModel* cost_;
   double per_worker_, longest_overhead_, partial_;
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
-  std::vector<int32_t> splittable_;
+  std::vector<int32_t> splittable_;  // tiles that some choice splits
+  SplitClasses splittable_whole_, splittable_narrow_;
   Workers workers_{};
-  UnitBins whole_, narrow_bins_;  // of the tiles that are short enough whatever is chosen
+  UnitBins whole_, narrow_bins_;  // of the other tiles
+  int32_t chosen_share_ = -1;     // of kShares; -1: no split
   double narrow_ = 0, total_ = 0;
   double longest_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
   double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0;

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from sgl_prefix_attn.abtest import live
+from sgl_prefix_attn.abtest import live, recorded, recording, servers
+from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, check_writable, write_whole
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
 from sgl_prefix_attn.routing.cli import run as run
-from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results
+from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
   %(prog)s steps benchmarks/results/gpu_drawn.json packed 'batch>=64' shipped shipped@20 --stock fa3
       time of each policy over the measured steps, against an oracle and the stock backend
+  %(prog)s record http://127.0.0.1:30000 --steps 5000 --out steps.json
+  %(prog)s steps steps.json cost 'batch>=64' stock
+      decode steps of a running server, and where policies would have sent them
   %(prog)s live http://127.0.0.1:30000 'batch>=64' cost --out ab
       both policies in turn on a running server, under the traffic that it has; writes ab.json, ab.png, ab.html
+  %(prog)s servers http://host-a:30000 http://host-b:30000 --requests rollouts.jsonl --out ab
+      the same requests to two servers, for example with PREFIXPACK_ROUTE=cost and =stock
 """
+
+
+_HEADER = (
+    "policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock", "gain", "behind"
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    steps = commands.add_parser("steps", help="policies over measured steps")
-    steps.add_argument("results", metavar="RESULTS.json", help="written by python -m benchmarks.kernel.gpu_attention")
+    steps = commands.add_parser("steps", help="policies over measured or recorded steps")
+    steps.add_argument(
+        "results",
+        metavar="STEPS.json",
+        help="written by `abtest record` or by python -m benchmarks.kernel.gpu_attention",
+    )
     steps.add_argument(
         "policies",
         nargs="+",
@@ -40,8 +58,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--families", action="store_true", help="a row for each family of cases as well")
     steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
-    steps.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
+    steps.add_argument("--stock", nargs="+", default=["fa3"], choices=BACKENDS, help="the stock backends (default fa3)")
+    steps.add_argument(
+        "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
+    )
+    steps.add_argument("--json", action="store_true", help="print JSON")
     steps.set_defaults(act=_steps)
+
+    on_request = commands.add_parser("record", help="record decode steps of a server with PREFIXPACK_LIVE_TESTS=1")
+    on_request.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    on_request.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    on_request.add_argument(
+        "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, up to 65536 (default 5000)"
+    )
+    on_request.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    on_request.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
+    on_request.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    on_request.set_defaults(act=_record)
 
     on_server = commands.add_parser(
         "live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1"
@@ -52,10 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     on_server.add_argument("--api-key", metavar="KEY", help="the server's admin key")
     on_server.add_argument(
-        "--block", type=int, default=32, metavar="STEPS", help="decode steps of a block (default 32)"
+        "--block", type=int, default=16, metavar="STEPS", help="decode steps of a block (default 16)"
     )
-    on_server.add_argument("--warmup", type=int, default=8, metavar="STEPS", help="of a block, not counted (default 8)")
-    on_server.add_argument("--pairs", type=int, default=100, metavar="N", help="pairs of blocks (default 100)")
+    on_server.add_argument("--warmup", type=int, default=4, metavar="STEPS", help="of a block, not counted (default 4)")
+    on_server.add_argument("--pairs", type=int, default=400, metavar="N", help="pairs of blocks (default 400)")
     on_server.add_argument(
         "--lease",
         type=int,
@@ -71,35 +104,113 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_server.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
     on_server.set_defaults(act=_live)
 
+    between = commands.add_parser("servers", help="two servers, by the same requests")
+    between.add_argument("urls", nargs=2, metavar="URL", help="address list: of arm A, of arm B")
+    between.add_argument(
+        "--requests", type=Path, required=True, metavar="FILE.jsonl",
+        help='a line for each: {"input_ids": [...], "max_new_tokens": N, "n": samples}',
+    )  # fmt: skip
+    between.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
+    between.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
+    between.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    between.add_argument(
+        "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
+    )
+    between.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json and NAME.html")
+    between.set_defaults(act=_servers)
 
-def _live(args: argparse.Namespace) -> None:
+
+def _servers(args: argparse.Namespace) -> None:
+    effect = _effect(args)
+    if not 1 <= args.block <= 4096:
+        raise ValueError(f"--block {args.block}: expected 1 to 4096 requests")
+    requests = servers.read_requests(args.requests)
+    verdict = servers.compare_servers(
+        (args.urls[0], args.urls[1]), requests, args.block, seed=args.seed, effect=effect, seconds=args.seconds
+    )
+    lines = verdict.lines()
+    print("\n".join(lines))
+    if args.out is not None:
+        live.write_report(args.out, "A/B test of two servers", lines, {"verdict": verdict.as_json()}, b"")
+
+
+def _effect(args: argparse.Namespace) -> float:
+    """As a fraction. Checks --out as well, before anything runs."""
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
+    if args.out is not None:
+        check_writable(args.out)
+    return float(args.effect) / 100
+
+
+def _live(args: argparse.Namespace) -> None:
+    effect = _effect(args)
     try:
         plan = LivePlan(
             arms=(args.arms[0], args.arms[1]), block_steps=args.block, warmup_steps=args.warmup, pairs=args.pairs,
             seed=args.seed, lease_steps=args.lease,
         )  # fmt: skip
     except ValidationError as error:
-        raise ValueError("; ".join(problem["msg"] for problem in error.errors())) from error
-    answer = live.run(live.LiveClient(args.url, args.api_key), plan, args.seconds)
-    live.report(answer, args.effect / 100, args.out)
+        raise ValueError(_problems(error)) from error
+    copies = live.run(Client(args.url, TESTS, args.api_key), plan, args.seconds)
+    live.report(copies, effect, args.out)
+
+
+def _record(args: argparse.Namespace) -> None:
+    check_writable(args.out)
+    try:
+        plan = RecordPlan(steps=args.steps, lease_steps=args.lease)
+    except ValidationError as error:
+        raise ValueError(_problems(error)) from error
+    copies = recording.record(Client(args.url, RECORDINGS, args.api_key), plan, args.seconds)
+    write_whole(args.out, recording.as_file(copies))
+    counts = ", ".join(str(len(copy["us"])) for copy in copies)
+    print(f"{args.out}: {counts} decode steps")
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors())
+
+
+def _recorded(args: argparse.Namespace) -> None:
+    copies = recording.read_recording(args.results)
+    predictor = recorded.predictor_of(copies, args.profile, ProfileStore.read())
+    rows = recorded.rows_of(copies, args.policies, predictor)
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    total = sum(len(copy.us) for copy in copies)
+    by = "no profile fits, so there are no times" if predictor is None else f"times by {predictor.name}"
+    print(f"{total} decode steps of a server with policy {copies[0].policy}; {by}")
+    print("\n".join(table_lines([recorded.HEADER, *(row.cells() for row in rows)])))
+    print(
+        "steps: with paths and a time, on packed or stock kernels; ms a step: the recorded time, plus the predicted "
+        "difference in each packed layer where the policy takes the other route"
+    )
 
 
 def _steps(args: argparse.Namespace) -> None:
+    if recording.is_recording(args.results):
+        _recorded(args)
+        return
     results = read_results(args.results)
-    print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {args.stock}, one layer, cold L2")
-    header = ("policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst against stock")
-    rows: list[tuple[str, ...]] = [header]
-    for text in args.policies:
-        steps = outcomes(results.cases, candidate(text, args.packed, args.stock, results), args.packed, args.stock)
-        rows.append(_row(text, judge(steps)))
-        if args.families:
-            rows += [_row(f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
-    print("\n".join(table_lines(rows)))
+    found: list[tuple[str, str, Verdict]] = []
+    for stock in args.stock:
+        for text in args.policies:
+            steps = outcomes(results.cases, candidate(text, args.packed, stock, results), args.packed, stock)
+            found.append((stock, text, judge(steps)))
+            if args.families:
+                found += [(stock, f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
+    if args.json:
+        rows = [{"stock": stock, "name": name.strip(), **asdict(verdict)} for stock, name, verdict in found]
+        print(json.dumps({"results": results.source, "commit": results.commit, "rows": rows}, indent=1))
+        return
+    for chosen in args.stock:
+        print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {chosen}, one layer, cold L2")
+        print("\n".join(table_lines([_HEADER, *(_row(name, of) for stock, name, of in found if stock == chosen)])))
     print(
         "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
-        "step"
+        "step; gain: over stock, geometric mean; behind: steps behind stock by more than 2 %"
     )
 
 
@@ -113,6 +224,8 @@ def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
         f"{verdict.mean_regret:+.2%}",
         f"{verdict.worst_regret[0]:+.1%} {verdict.worst_regret[1]}",
         f"{verdict.worst_loss[0]:+.1%} {verdict.worst_loss[1]}",
+        f"{verdict.gain:.3f}",
+        str(verdict.behind),
     )
 
 

@@ -27,12 +27,14 @@ class Shape:
         heads: query heads, KV heads of a rank.
         kv_dtype: a key of `routing.measured.KV_BYTES`.
         dtype: of queries.
+        page_size: of the server. Shared ranges are whole pages, and fa3 reads pages.
     """
 
     heads: Heads
     head_dim: int
     kv_dtype: str
     dtype: str
+    page_size: int = 1
 
 
 class DeviceLostError(RuntimeError):
@@ -84,9 +86,12 @@ class CpuBench:
         q_heads, kv_heads = case.heads
         shape = ModelShape(q_heads, kv_heads, case.head_dim, kv_bytes=4)
         generator = torch.Generator().manual_seed(0)
-        table = torch.from_numpy(case.table())
+        table = torch.from_numpy(case.table(self.shape.page_size))
         lens = torch.from_numpy(case.lengths)
-        k, v = (torch.randn(case.unique_tokens, kv_heads, case.head_dim, generator=generator) for _ in range(2))
+        k, v = (
+            torch.randn(case.slots(self.shape.page_size), kv_heads, case.head_dim, generator=generator)
+            for _ in range(2)
+        )
         q = torch.randn(len(lens), q_heads, case.head_dim, generator=generator)
         plan = Planner(shape, DeviceModel.cpu(self.threads)).plan(case.forest(), case.lengths)
         rows = torch.arange(len(lens))
@@ -152,7 +157,7 @@ class CudaBench:
         """Times of all kernels. Our result is the reference of the others'."""
         from sgl_prefix_attn.calibration.kernels.fixture import Fixture
 
-        fixture = Fixture(case, self.pool, self.device)
+        fixture = Fixture(case, self.pool, self.device, page_size=self.shape.page_size)
         return measured_ways(self.kernels, fixture, self.timer, self.replays)
 
 

@@ -18,6 +18,8 @@ from sgl_prefix_attn.routing.profile import Fit, Profile
 _EXAMPLES = """examples:
   %(prog)s --model /models/Llama-3.1-8B-Instruct --tp 2
       measure this machine for a model, on the GPU where there is one; servers here take the profile from then on
+  %(prog)s --heads 64/8 --kv-dtype bf16 fp8_e4m3 --page-size 16
+      for a head shape, with both KV types and pages of 16 tokens
   %(prog)s --from results.json --out my-gpu.json
       fit a profile to results of `python -m benchmarks.kernel.gpu_attention` or gpu_drawn
   %(prog)s --from old.json:fa3,flashinfer_tc new.json:native --out my-gpu.json --check unseen.json
@@ -38,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks: of their share of heads")
     shape.add_argument("--heads", metavar="Q/KV", help="query heads / KV heads (default 32/8; on a CPU 8/2)")
     shape.add_argument("--head-dim", type=int, metavar="N", help="64, 128 or 256 (default 128; on a CPU 64)")
-    shape.add_argument("--kv-dtype", choices=("bf16", "fp8_e4m3"), default="bf16", help="on a GPU (default bf16)")
+    shape.add_argument(
+        "--kv-dtype", nargs="+", choices=("bf16", "fp8_e4m3"), default=["bf16"],
+        help="on a GPU (default bf16); two: a profile for each, one after the other",
+    )  # fmt: skip
+    shape.add_argument("--page-size", type=int, default=1, metavar="N", help="of the server (default 1)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU, else cpu")
     measuring.add_argument(
@@ -51,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check-seeds", type=int, default=5, metavar="N", help="unseen seeds, 5 or more (default 5)"
     )
     measuring.add_argument("--families", nargs="+", metavar="FAMILY", help="of batches (default: all)")
-    measuring.add_argument("--minutes", type=float, default=5.0, help="most time for measuring (default 5)")
+    measuring.add_argument("--minutes", type=float, default=5.0, help="most time for measuring a profile (default 5)")
     measuring.add_argument("--fresh", action="store_true", help="drop the steps of a stopped run")
     files = parser.add_argument_group("from results files")
     files.add_argument(

@@ -36,8 +36,8 @@ class Counts:
 CUDA_COUNTS, CPU_COUNTS = Counts(150, 54), Counts(27, 9)
 
 
-def shape_of(args: argparse.Namespace, cuda: bool) -> Shape:
-    """The attention shape of the arguments.
+def shape_of(args: argparse.Namespace, cuda: bool, kv_dtype: str = "bf16") -> Shape:
+    """The attention shape of the arguments. kv_dtype: on a GPU.
 
     Raises:
         ValueError: an unusable argument or model.
@@ -58,11 +58,13 @@ def shape_of(args: argparse.Namespace, cuda: bool) -> Shape:
     q_heads, kv_heads = q_heads // args.tp, max(1, kv_heads // args.tp)
     if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"{q_heads}/{kv_heads} heads: the query heads have to be a multiple of the KV heads")
+    if not 1 <= args.page_size <= 1024:
+        raise ValueError(f"--page-size {args.page_size}: expected 1 to 1024")
     if head_dim not in (64, 128, 256):
         raise ValueError(f"head_dim {head_dim}: the kernels have 64, 128 and 256")
     if not cuda:
-        return Shape((q_heads, kv_heads), head_dim, "fp32", "fp32")
-    return Shape((q_heads, kv_heads), head_dim, args.kv_dtype, "bf16")
+        return Shape((q_heads, kv_heads), head_dim, "fp32", "fp32", args.page_size)
+    return Shape((q_heads, kv_heads), head_dim, kv_dtype, "bf16", args.page_size)
 
 
 def _heads_of_model(folder: Path) -> tuple[int, int, int]:
@@ -111,9 +113,14 @@ def run(args: argparse.Namespace) -> None:
     if not 0 < args.minutes <= 600:
         raise ValueError(f"--minutes {args.minutes}: expected more than 0, up to 600")
     families = families_of(args.families)
-    shape = shape_of(args, cuda)
-    bench = make_bench(args, shape, cuda)
-    calibrate(bench, shape, args, families, CUDA_COUNTS if cuda else CPU_COUNTS)
+    kv_dtypes = list(dict.fromkeys(args.kv_dtype)) if cuda else ["fp32"]
+    if args.out is not None and len(kv_dtypes) > 1:
+        raise ValueError("--out is one profile: give one --kv-dtype with it")
+    for kv_dtype in kv_dtypes:
+        shape = shape_of(args, cuda, kv_dtype)
+        bench = make_bench(args, shape, cuda)
+        calibrate(bench, shape, args, families, CUDA_COUNTS if cuda else CPU_COUNTS)
+        del bench  # its KV, before the next one's
 
 
 def calibrate(
@@ -176,6 +183,7 @@ def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ..
         "heads": list(shape.heads),
         "head_dim": shape.head_dim,
         "kv_dtype": shape.kv_dtype,
+        "page_size": shape.page_size,
         "seed": args.seed,
         "check_seeds": args.check_seeds,
         "families": list(families),
@@ -185,7 +193,8 @@ def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ..
 
 def slug(header: dict[str, Any]) -> str:
     """A file name for a machine and shape."""
-    text = "-".join([header["machine"]["gpu"], *header["head_shapes"], header["kv_dtype"]])
+    page = [f"page{header['page_size']}"] if header["page_size"] > 1 else []
+    text = "-".join([header["machine"]["gpu"], *header["head_shapes"], header["kv_dtype"], *page])
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 

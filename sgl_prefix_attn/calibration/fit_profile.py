@@ -8,7 +8,6 @@ from sgl_prefix_attn.calibration.fit import METHOD, fits_of
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.measured import Results
 from sgl_prefix_attn.routing.profile import VERSION, Profile
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 
 SIMULATED = "; margins: packed times that were not measured are simulated"
 
@@ -44,7 +43,8 @@ def fit_profile(
         capability=results.capability,
         head_shapes=list(results.head_shapes),
         dtype=results.dtype,
-        kernels_version=KERNELS_VERSION,
+        kernels_version=results.kernels_version,
+        page_size=results.page_size,
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},

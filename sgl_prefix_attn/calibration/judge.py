@@ -15,6 +15,7 @@ from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, st
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
+BEHIND = 0.02  # fraction of the stock backend's time
 Choose = Callable[[MeasuredCase], Route]
 POLICIES = f"{policy_names.FORMS}; left-out[@PERCENT] or PROFILE[@PERCENT], for example shipped@20"
 
@@ -57,6 +58,8 @@ class Verdict:
         worst_loss: largest loss of a step against the stock backend, and the step's key.
         packed: number of steps that ran packed.
         wrong: number of steps that ran on the slower route.
+        behind: steps behind the stock backend by more than BEHIND.
+        gain: time on the stock backend over time by the policy, geometric mean of the steps.
     """
 
     steps: int
@@ -66,6 +69,8 @@ class Verdict:
     worst_loss: tuple[float, str]
     packed: int
     wrong: int
+    behind: int
+    gain: float
 
 
 def candidate(text: str, packed: str, backend: str, results: Results) -> Candidate:
@@ -178,6 +183,8 @@ def judge(steps: Sequence[Outcome]) -> Verdict:
         worst_loss=max(losses),
         packed=sum(step.route is Route.PACKED for step in steps),
         wrong=sum(step.us > step.best_us for step in steps),
+        behind=sum(step.us > (1 + BEHIND) * step.stock_us for step in steps),
+        gain=math.exp(sum(math.log(step.stock_us / step.us) for step in steps) / len(steps)),
     )
 
 

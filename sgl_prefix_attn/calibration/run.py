@@ -17,12 +17,14 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import KV_BYTES
 from sgl_prefix_attn.routing.profile import head_shape
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads.case import Case
 from sgl_prefix_attn.workloads.draw import ALL_FAMILIES, draw
 
 FIT, CHECK, AGAIN = "fit", "check", "again"
 MOST_READ_RATIO = 8.0  # KV read request by request, over the bytes that the largest batch may have
 _DRAWS_OF_A_CASE = 20
+WRITTEN_SECONDS = 2.0  # most time of measuring that a kill loses
 
 
 def model_shape(shape: Shape) -> ModelShape:
@@ -42,8 +44,9 @@ def drawn_cases(seed: int, shape: Shape, bench: Bench, count: int, families: Seq
                 [seed, index, attempt], family, shape.heads, shape.head_dim, bench.draw_kv_dtype,
                 name=f"{family}/{seed}.{index:03}", most_unique_bytes=bench.most_unique_bytes,
                 most_read_bytes=MOST_READ_RATIO * bench.most_unique_bytes,
-            )  # fmt: skip
-            if case.kv_bytes() <= bench.most_unique_bytes:
+            ).with_pages(shape.page_size)  # fmt: skip
+            padding = case.slots(shape.page_size) / case.unique_tokens
+            if padding * case.kv_bytes() <= bench.most_unique_bytes:
                 yield case
                 break
 
@@ -53,10 +56,10 @@ class StepsFile:
 
     Args:
         path: the file. An existing one is continued.
-        header: of a new file. The arguments in it have to be those of an existing one.
+        header: of a new file. Arguments, GPU and kernels have to be those of an existing one.
 
     Raises:
-        ValueError: the file is of other arguments or another machine, or cannot be read or written.
+        ValueError: the file is of other arguments, another machine or other kernels, or cannot be read or written.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -71,14 +74,16 @@ class StepsFile:
     def _continue(self) -> None:
         try:
             before = json.loads(self.path.read_text(encoding="utf-8"))
-            same = before["arguments"] == self.header["arguments"] and (
+            same = all(before[name] == self.header[name] for name in ("arguments", "kernels_version")) and (
                 before["machine"]["gpu"] == self.header["machine"]["gpu"]
             )
             self.rows = list(before["rows"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}: not the steps of a calibration: {error}; remove it") from error
         if not same:
-            raise ValueError(f"{self.path} has steps of other arguments or another machine; --fresh drops them")
+            raise ValueError(
+                f"{self.path} has steps of other arguments, another machine or other kernels; --fresh drops them"
+            )
         self.header = {key: value for key, value in before.items() if key != "rows"}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -108,9 +113,11 @@ def header_of(bench: Bench, shape: Shape, arguments: dict[str, Any]) -> dict[str
     return {
         "machine": bench.machine(),
         "commit": __version__,
+        "kernels_version": KERNELS_VERSION,
         "kv_dtype": shape.kv_dtype,
         "dtype": shape.dtype,
         "head_shapes": [head_shape(model_shape(shape))],
+        "page_size": shape.page_size,
         "arguments": arguments,
     }
 
@@ -139,7 +146,7 @@ def measure(
                 if time.monotonic() - begin > seconds:
                     return False
                 steps.add({**row_of(case, shape), "set": kind, "baselines": bench.measure(case)})
-                if time.monotonic() - written > 10.0:
+                if time.monotonic() - written > WRITTEN_SECONDS:
                     steps.write()
                     written = time.monotonic()
     finally:

@@ -73,6 +73,8 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
             before = found.get(case.key, case)
             packed, stock = {**before.packed, **case.packed}, {**before.stock, **case.stock}
             found[case.key] = replace(case, packed=packed, stock=stock)
+    # Kernels of versions differ in the native ones; Triton's follow the plans.
+    of_native = [part for part in parts if any("native" in case.packed for case in part.cases)]
     if not found:
         raise ResultsError(f"no step with {8 * kv_bytes}-bit KV in {', '.join(str(s.path) for s in sources)}")
     return Results(
@@ -82,6 +84,7 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
         measured=max(part.measured for part in parts),
         kv_bytes=kv_bytes,
         cases=list(found.values()),
+        kernels_version=min(part.kernels_version for part in of_native or parts),
     )
 
 

@@ -163,7 +163,9 @@ def serve(options: ServerOptions, on_wait: Callable[[float], None] | None = None
     log = _new_log(options)
     port = free_port()
     with log.open("wb") as output:
-        process = options.starter(options.command(port, free_port()), options.full_environment(), output)
+        # Data-parallel copies meet on a port each, and take one given for the same.
+        nccl_port = None if "--dp-size" in options.extra else free_port()
+        process = options.starter(options.command(port, nccl_port), options.full_environment(), output)
     with _killed_with_us(process):
         server = Server(options, port, process, log)
         try:

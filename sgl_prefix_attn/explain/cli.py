@@ -14,6 +14,7 @@ from sgl_prefix_attn.explain.report import Explanation, explain
 from sgl_prefix_attn.explain.server import ServerState, read_states
 from sgl_prefix_attn.explain.text import render, render_state
 from sgl_prefix_attn.explain.trace import read_window
+from sgl_prefix_attn.routing.profile import ProfileError
 from sgl_prefix_attn.routing.profile_store import ProfileStore
 
 _EXAMPLES = """examples:
@@ -178,7 +179,17 @@ def _explain_state(state: ServerState, title: str, args: argparse.Namespace, sto
     shape = model_shape(args, state.shape)
     facts = None if state.route is None else state.route.facts
     machine = machine_of_server(args, shape, state.device, facts, state.stock_backend)
-    return explain(batch, shape, machine, store)
+    named = None if state.route is None else state.route.named_profile
+    return explain(batch, shape, machine, store if named is None else _with_profile(named, store))
+
+
+def _with_profile(path: str, store: ProfileStore) -> ProfileStore:
+    """The profiles with the one that the server's setting names, if this machine has it."""
+    try:
+        return ProfileStore.read(path)
+    except ProfileError as error:
+        print(f"explain: the server predicts by {path}, which is not used here: {error}", file=sys.stderr)
+        return store
 
 
 def _json(explanation: Explanation | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
 from sgl_prefix_attn.explain.spread import RunningPrompts
+from sgl_prefix_attn.routing.profile_store import SETTING
 
 STATE_KEY = "prefixpack"
 STATE_VERSION = 1
@@ -67,6 +68,15 @@ class LiveTest(BaseModel):
     last: tuple[Decision | None, Decision | None]
 
 
+class Recording(BaseModel):
+    """A recording of decode steps."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    status: str
+    steps_done: int
+
+
 class RouteState(BaseModel):
     """How decode steps are routed.
 
@@ -91,7 +101,15 @@ class RouteState(BaseModel):
     margin: int | None = None
     last: Decision | None = None
     live: LiveTest | None = None
+    recording: Recording | None = None
     facts: dict[str, str] | None = None
+
+    @property
+    def named_profile(self) -> str | None:
+        """The file of the setting route_profile, on the server's machine; None: the setting is not in use."""
+        origin = f"{SETTING} profile "
+        named = self.profile_from is not None and self.profile_from.startswith(origin)
+        return str(self.profile_from).removeprefix(origin) if named else None
 
 
 class ServerState(BaseModel):

@@ -53,6 +53,8 @@ def _route_rows(route: RouteState) -> list[tuple[str, str]]:
     if route.borrowed:
         rows.append(("borrowed", f"the profile was measured with {route.borrowed}"))
     rows.append(("last decision", _decision(route.last)))
+    if route.recording is not None and route.recording.status == "running":
+        rows.append(("recording", f"running, {_plural(route.recording.steps_done, 'decode step')}"))
     return rows if route.live is None else rows + _live_rows(route.live)
 
 

@@ -108,7 +108,8 @@ def _profiles(args: argparse.Namespace) -> None:
         taken = found is not None and stored is found.stored
         why = "taken" if taken else f"not taken: {refusal(stored.profile, facts) or 'another one fits better'}"
         heads = ", ".join(stored.profile.head_shapes) or "drawn"
-        kv = f"{8 * stored.profile.kv_bytes}-bit KV"
+        pages = "" if stored.profile.page_size == 1 else f", pages of {stored.profile.page_size}"
+        kv = f"{8 * stored.profile.kv_bytes}-bit KV{pages}"
         print(f"{stored}: {stored.profile.machine}, heads {heads}, {kv}, {stored.profile.measured}: {why}")
     for message in store.unreadable:
         print(message)

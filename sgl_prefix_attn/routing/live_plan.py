@@ -1,16 +1,23 @@
-"""The plan of a live A/B test: which arm runs which decode step. Bounded, seeded, the same on all ranks."""
+"""Plans of live A/B tests and of recordings of steps. Bounded, seeded, the same on all ranks."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy_names import PolicyName, parse
 
 MOST_STEPS = 100_000
+MOST_RECORDED = 65_536
+ROWS_OF_AN_ANSWER = 8192
+RECORDED = tuple(field.name for field in fields(StepFeatures))  # columns of a recording
+
+Lease = Annotated[int, Field(ge=16, le=20_000)]
 
 
 class LivePlan(BaseModel):
@@ -27,11 +34,11 @@ class LivePlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     arms: tuple[str, str]
-    block_steps: Annotated[int, Field(ge=4, le=4096)] = 32
-    warmup_steps: Annotated[int, Field(ge=1, le=2048)] = 8
-    pairs: Annotated[int, Field(ge=2, le=10_000)] = 100
+    block_steps: Annotated[int, Field(ge=4, le=4096)] = 16
+    warmup_steps: Annotated[int, Field(ge=1, le=2048)] = 4
+    pairs: Annotated[int, Field(ge=2, le=10_000)] = 400
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-    lease_steps: Annotated[int, Field(ge=16, le=20_000)] = 2000
+    lease_steps: Lease = 2000
 
     @model_validator(mode="after")
     def _bounded(self) -> LivePlan:
@@ -56,3 +63,18 @@ class LivePlan(BaseModel):
         """int8 [2 * pairs], the arm of each block: 0 or 1."""
         first = np.random.default_rng(self.seed).integers(2, size=self.pairs)
         return np.stack([first, 1 - first], axis=1).reshape(-1).astype(np.int8)
+
+
+class RecordPlan(BaseModel):
+    """A recording of decode steps.
+
+    Attributes:
+        steps: length of the ring: the newest steps are kept.
+        lease_steps: decode steps after which the recording ends unless its client has asked for it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # More than the events that a clock has, so that no time is written to a row that was used again.
+    steps: Annotated[int, Field(ge=512, le=MOST_RECORDED)] = 20_000
+    lease_steps: Lease = 2000

@@ -11,6 +11,7 @@ from typing import Any
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 # Baseline in the results -> kernel in a profile.
 PACKED_BASELINES = {"prefixpack": "native", "prefixpack_triton": "triton", "prefixpack_cpu": "cpu"}
@@ -56,7 +57,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file. capability, head_shapes, dtype: as in a profile."""
+    """A results file. capability, head_shapes, dtype, kernels_version, page_size: as in a profile."""
 
     source: str
     machine: str
@@ -67,6 +68,8 @@ class Results:
     capability: str = ""
     head_shapes: tuple[str, ...] = ()
     dtype: str = ""
+    kernels_version: int = UNRECORDED_VERSION
+    page_size: int = 1
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
@@ -108,6 +111,7 @@ def read_results(path: str | Path) -> Results:
         return Results(
             Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases,
             str(machine.get("capability", "")), tuple(data.get("head_shapes", ())), str(data.get("dtype", "")),
+            int(data.get("kernels_version", UNRECORDED_VERSION)), int(data.get("page_size", 1)),
         )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error

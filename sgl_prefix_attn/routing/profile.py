@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
 DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
@@ -62,6 +63,7 @@ class Profile(BaseModel):
         head_shapes: "query heads/KV heads/head_dim" of a rank in the measured steps; none: many, drawn.
         dtype: of the queries: bf16, fp16 or fp32; "": not recorded.
         kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
+        page_size: of the measured steps.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
     """
 
@@ -77,7 +79,8 @@ class Profile(BaseModel):
     capability: str = ""
     head_shapes: list[str] = []
     dtype: str = ""
-    kernels_version: int = 1
+    kernels_version: int = UNRECORDED_VERSION
+    page_size: Annotated[int, Field(ge=1)] = 1
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.profile import SHIPPED, Profile, ProfileError, head_shape, parse_profile
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def refusal(profile: Profile, facts: ServerFacts) -> str | None:
         return f"of {profile.machine}, not of {facts.gpu}"
     if profile.capability and facts.capability and profile.capability != facts.capability:
         return f"of compute capability {profile.capability}, not {facts.capability}"
-    if profile.kernels_version != KERNELS_VERSION:
+    if profile.kernels_version not in TAKEN_VERSIONS:
         return f"of kernels {profile.kernels_version}; these are {KERNELS_VERSION}: calibrate again"
     if profile.dtype and profile.dtype != facts.dtype and "fp32" in (profile.dtype, facts.dtype):
         return f"of {profile.dtype} queries, not {facts.dtype}"
@@ -163,6 +163,8 @@ def _borrowed(profile: Profile, facts: ServerFacts) -> str:
         )
     if profile.head_shapes and head_shape(facts.shape) not in profile.head_shapes:
         parts.append(f"heads {', '.join(profile.head_shapes)}; these are {head_shape(facts.shape)}")
+    if profile.kernels_version != KERNELS_VERSION:
+        parts.append(f"kernels of version {profile.kernels_version}; these are of {KERNELS_VERSION}")
     return "; ".join(parts)
 
 

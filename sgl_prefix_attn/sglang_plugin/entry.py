@@ -91,12 +91,12 @@ def register_hooks(settings: Settings, version: str) -> None:
 
 
 def register_pinning_addresses(settings: Settings) -> None:
-    """Adds the HTTP addresses of pinning and of live tests, if the settings ask for them."""
+    """Adds the HTTP addresses of pinning, live tests and recordings, if the settings ask for them."""
     from sgl_prefix_attn.sglang_plugin.backend import live_address
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     registration.add_addresses(settings, in_scheduler=in_scheduler_process())
-    live_address.add_address(settings, in_scheduler=in_scheduler_process())
+    live_address.add_addresses(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

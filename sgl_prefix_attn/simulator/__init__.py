@@ -82,16 +82,18 @@ class Makespan:
         seconds: to the end of the last unit.
         streaming: bytes of all units over the bandwidth.
         longest: of one unit by itself.
+        work: of the workers, if the bandwidth had no end and no worker were ever idle.
     """
 
     seconds: float
     streaming: float
     longest: float
+    work: float
 
     @property
     def lower_bound(self) -> float:
         """No order of the units is done sooner."""
-        return max(self.streaming, self.longest)
+        return max(self.streaming, self.longest, self.work)
 
 
 def knows(shape: ModelShape) -> bool:

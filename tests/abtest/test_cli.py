@@ -15,7 +15,7 @@ def test_steps_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) 
     assert main(["abtest", "steps", RESULTS, "packed", "stock", "conservative", "shipped@5", "--stock", "fa3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
-                                "stock"]  # fmt: skip
+                                "stock", "gain", "behind"]  # fmt: skip
     assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "conservative", "shipped@5"]
     steps, packed = lines[2].split()[1:3]
     assert steps == packed

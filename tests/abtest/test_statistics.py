@@ -2,68 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.abtest.statistics import Floats, Verdict, judge, lines_of
+from benchmarks.serving.abtest_simulated import Steps, shares, simulate
+from sgl_prefix_attn.abtest.statistics import CopySteps, judge, lines_of
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
-TESTS = 400
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+TESTS = 60  # benchmarks/results/abtest_simulated.json is of 400
 
 
-def noise(rng: np.random.Generator, steps: int) -> Floats:
-    """Factors on step times: drift over the test, autocorrelated noise of 5 %, bursts of some steps."""
-    drift = 1 + 0.2 * np.sin(np.linspace(0, rng.uniform(1, 6), steps) + rng.uniform(0, 6))
-    shocks = np.convolve(rng.normal(0, 0.05 * math.sqrt(1 - 0.8**2), steps), 0.8 ** np.arange(40))[:steps]
-    bursts = np.ones(steps)
-    for start in rng.integers(steps, size=steps // 200):
-        bursts[start : start + int(rng.integers(1, 12))] *= rng.uniform(1.5, 4)
-    return drift * np.exp(shocks) * bursts
+@pytest.fixture(scope="module")
+def steps() -> Steps:
+    return Steps.read("judge")
 
 
-def verdict(seed: int, b_over_a: float, pairs: int = 150) -> Verdict:
-    rng = np.random.default_rng(seed)
-    plan = LivePlan(arms=("cost", "batch>=64"), block_steps=24, warmup_steps=4, pairs=pairs, seed=seed)
-    arm = np.repeat(plan.order(), plan.block_steps)
-    requests = 64.0 + np.round(8 * np.sin(np.arange(plan.steps) / 400))
-    us = 9000 * noise(rng, plan.steps) * np.where(arm == 1, b_over_a, 1.0)
-    us[rng.random(plan.steps) < 0.02] = np.nan
-    return judge(plan, us, requests, np.zeros(plan.steps))
+def test_equal_arms_show_no_difference(steps: Steps) -> None:
+    assert shares(steps, TESTS, seed=1, b_over_a=1.0)["none"] >= 0.93
 
 
-def test_equal_arms_show_no_difference() -> None:
-    winners = [verdict(seed, 1.0).winner for seed in range(TESTS)]
-    assert winners.count(None) >= 0.93 * TESTS
+@pytest.mark.parametrize(("b_over_a", "better", "worse"), [(1.03, "A", "B"), (1 / 1.03, "B", "A")])
+def test_three_percent_are_found(b_over_a: float, better: str, worse: str, steps: Steps) -> None:
+    found = shares(steps, TESTS // 2, seed=2, b_over_a=b_over_a)
+    assert found[better] >= 0.8
+    assert found[worse] <= 0.01
 
 
-@pytest.mark.parametrize(("b_over_a", "better"), [(1.03, "A"), (1 / 1.03, "B")])
-def test_three_percent_are_found(b_over_a: float, better: str) -> None:
-    winners = [verdict(seed, b_over_a).winner for seed in range(TESTS // 2)]
-    assert winners.count(better) >= 0.8 * len(winners)
-    assert sum(winner not in (better, None) for winner in winners) <= 0.01 * len(winners)
-
-
-def test_the_number_of_steps_that_a_difference_needs_is_enough() -> None:
-    small = verdict(1, 1.0, pairs=60)
+def test_the_number_of_steps_that_a_difference_needs_is_enough(steps: Steps) -> None:
+    small = simulate(steps, 1, 1.0, pairs=100)
     assert small.winner is None
-    assert small.steps_needed is not None
-    pairs = math.ceil(small.steps_needed / 48)
-    found = [verdict(seed, 1.01, pairs).winner == "A" for seed in range(40)]
-    assert sum(found) >= 0.6 * len(found)
     assert "No difference seen at this size" in small.sentence()
     assert "A difference of 1.0% needs about" in "\n".join(lines_of(small))
+    needed = [simulate(steps, seed, 1.0, pairs=100).pairs_needed or 0 for seed in range(20)]
+    effect = 0.01 * math.sqrt(float(np.median(needed)) / 400)  # seen with 400 pairs
+    found = [simulate(steps, seed, 1 + effect, pairs=400).winner == "A" for seed in range(30)]
+    assert sum(found) >= 0.6 * len(found)
+
+
+def test_the_committed_result_is_of_these_recordings() -> None:
+    committed = json.loads((RESULTS / "abtest_simulated.json").read_text())
+    plan = LivePlan(arms=("cost", "packed"))
+    assert (committed["tests"], committed["steps_of_a_test"]) == (400, plan.steps)
+    assert committed["steps"] == Steps.read("judge").facts()["steps"]
+    verdicts = committed["verdicts"]
+    assert verdicts["equal"]["none"] >= 0.93
+    for title, better, worse in (("B 3 % slower", "A", "B"), ("B 3 % faster", "B", "A")):
+        assert verdicts[title][better] >= 0.8
+        assert verdicts[title][worse] <= 0.01
 
 
 def test_blocks_of_unlike_batches_are_not_compared() -> None:
     plan = LivePlan(arms=("cost", "packed"), block_steps=8, warmup_steps=2, pairs=20)
     requests = np.repeat(np.where(np.arange(40) % 4 == 1, 90.0, 60.0), 8)  # every other pair has one larger batch
-    found = judge(plan, 100 * requests, requests, np.zeros(plan.steps))
+    found = judge(plan, [CopySteps(100 * requests, requests, np.zeros(plan.steps))])
     assert (found.pairs, found.dropped, found.winner) == (10, 10, None)
-    few = judge(plan, np.full(40, 5.0), np.ones(40), np.ones(40))
+    few = judge(plan, [CopySteps(np.full(40, 5.0), np.ones(40), np.ones(40))])
     assert (few.pairs, few.winner, few.steps_needed) == (2, None, None)
-    assert "At least 8 pairs are needed" in few.sentence()
+    assert few.sentence() == "No difference seen at this size: 2 pairs of blocks. At least 8 pairs are needed."
+    idle = judge(plan, [CopySteps(np.empty(0), np.empty(0), np.empty(0))])
+    assert idle.sentence() == "The server ran no decode step meanwhile: a live test needs requests."
+    assert json.loads(json.dumps(idle.as_json(), allow_nan=False))["low"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +17,17 @@ import pytest
 import torch
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.calibration import cli
+from sgl_prefix_attn.calibration import cli, command
 from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways, measured_ways
-from sgl_prefix_attn.calibration.command import Counts, calibrate
+from sgl_prefix_attn.calibration.command import CPU_COUNTS, FIT_SEEDS, Counts, calibrate
+from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.profile import load_profile
 from sgl_prefix_attn.routing.profile_store import user_folder
-from sgl_prefix_attn.workloads import ALL_FAMILIES
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
+from sgl_prefix_attn.workloads import ALL_FAMILIES, draw
 from sgl_prefix_attn.workloads.case import Case
 
 SHAPE = Shape((8, 2), 64, "bf16", "bf16")
@@ -97,8 +103,65 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     steps = json.loads((tmp_path / "p.steps.json").read_text())
     assert steps["check_seeds"] == seeds
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
-    with pytest.raises(ValueError, match="has steps of other arguments or another machine; --fresh drops them"):
+    with pytest.raises(ValueError, match="other arguments, another machine or other kernels; --fresh drops them"):
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
+
+
+def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    out, steps = tmp_path / "p.json", tmp_path / "p.steps.json"
+    words = ["calibrate", "--device", "cpu", "--families", "rollouts", "few_shot", "--heads", "4/2", "--out", str(out)]
+
+    def rows() -> list[dict[str, Any]]:
+        return list(json.loads(steps.read_text())["rows"]) if steps.exists() else []
+
+    with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", *words]) as killed:
+        while killed.poll() is None and len(rows()) < 3:
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, "it ended before it was killed"
+    had = rows()
+    assert main(words) == 0
+    assert rows()[: len(had)] == had
+    assert len(rows()) >= FIT_SEEDS * CPU_COUNTS.fit + 5 * CPU_COUNTS.check
+    assert load_profile(out).source == "p.part.steps.json"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"p.json", "p.steps.json", "p.report.json", "p.png"}
+
+
+def test_both_kv_types_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "make_bench", lambda args, shape, cuda: MadeUpBench())
+    monkeypatch.setattr(command, "CUDA_COUNTS", COUNTS)
+    words = ["calibrate", "--heads", "8/2", "--head-dim", "64", "--kv-dtype", "bf16", "fp8_e4m3"]
+    assert main(words) == 0
+    for kv_dtype, kv_bytes in (("bf16", 2), ("fp8_e4m3", 1)):
+        profile = load_profile(user_folder() / f"made-up-gpu-8-2-64-{kv_dtype.replace('_', '-')}.json")
+        assert (profile.kv_bytes, profile.kernels_version) == (kv_bytes, KERNELS_VERSION)
+    assert main([*words, "--out", str(tmp_path / "x.json")]) == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_pages_are_whole_and_shared_ones_are_those_of_all_requests(page_size: int) -> None:
+    """On the CPU; kernels see the same tensors."""
+    for seed, family in enumerate(ALL_FAMILIES):
+        drawn = draw(seed, family, (4, 2), 64, most_unique_bytes=2e6)
+        case = drawn.with_pages(page_size)
+        pool = KvPool(case.slots(page_size) * 2 * 64, torch.device("cpu"))
+        fixture = Fixture(case, pool, torch.device("cpu"), page_size=page_size)
+        assert all(begin % page_size == end % page_size == 0 for path in case.paths for _, begin, end in path)
+        assert case.forest().num_requests == len(case.seq_lens)
+        owners: dict[int, Any] = {}
+        for request, (path, length) in enumerate(zip(case.paths, case.seq_lens, strict=True)):
+            slots = fixture.table[request, :length]
+            by_page = fixture.pages[request].repeat_interleave(page_size)[:length] * page_size
+            assert torch.equal(slots, by_page + torch.arange(length) % page_size)
+            for node, begin, end in path:
+                assert owners.setdefault(node, slots[begin:end].tolist()) == slots[begin:end].tolist()
+            owners[-1 - request] = slots[path[-1][2] if path else 0 :].tolist()
+        used = [slot for slots in owners.values() for slot in slots]
+        assert len(used) == len(set(used)) == case.unique_tokens
+        assert max(used) < case.slots(page_size)
 
 
 def test_the_whole_command_on_the_cpu(
@@ -108,14 +171,15 @@ def test_the_whole_command_on_the_cpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     families = ["rollouts", "few_shot", "ragged"]
     words = ["calibrate", "--device", "cpu", "--minutes", "1", "--families", *families, "--heads", "4/2"]
-    assert main(words) == 0
+    assert main([*words, "--page-size", "4"]) == 0
     out = capsys.readouterr().out
     assert "packed cpu or stock torch_native: 5 unseen seeds" in out
     (path,) = (path for path in user_folder().glob("*.json") if path.name.count(".") == 1)
-    assert path.name == "cpu-4-2-64-fp32.json"
-    assert load_profile(path).kv_bytes == 4
+    assert path.name == "cpu-4-2-64-fp32-page4.json"
+    assert (load_profile(path).kv_bytes, load_profile(path).page_size) == (4, 4)
+    assert path.with_suffix(".png").stat().st_size > 1000
     assert main(["route", "profiles", "--gpu", "cpu"]) == 0
-    assert "cpu-4-2-64-fp32.json: cpu, heads 4/2/64, 32-bit KV" in capsys.readouterr().out
+    assert "cpu-4-2-64-fp32-page4.json: cpu, heads 4/2/64, 32-bit KV, pages of 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -132,6 +196,7 @@ def test_the_whole_command_on_the_cpu(
         (["--model", "nowhere"], "--model nowhere: cannot read nowhere"),
         (["--model", "nowhere", "--heads", "8/1"], "--model has the heads"),
         (["--from", "x.json"], "--from needs --out"),
+        (["--page-size", "0"], "--page-size 0: expected 1 to 1024"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

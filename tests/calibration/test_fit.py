@@ -20,6 +20,8 @@ from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results, stock_kernel
 from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
+from sgl_prefix_attn.workloads import ALL_FAMILIES
 
 RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RESULTS = RESULTS_FOLDER / "gpu_attention.json"
@@ -113,6 +115,15 @@ class TestMeasuredSteps:
         assert verdict.packed > 20
         assert verdict.regret < self.verdict(measured, "stock", backend).regret / 4
 
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+    def test_without_a_profile_no_family_of_drawn_steps_is_behind_stock(self, backend: str) -> None:
+        drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
+        steps = outcomes(drawn.cases, candidate("conservative", "native", backend, drawn), "native", backend)
+        families = {step.case.family for step in steps}
+        assert families == set(ALL_FAMILIES)
+        assert min(judge([step for step in steps if step.case.family == name]).gain for name in families) >= 1.0
+        assert judge(steps).behind <= 0.02 * len(steps)
+
     def test_steps_without_sharing_never_lose(self, measured: Results) -> None:
         steps = outcomes(measured.cases, candidate("shipped", "native", "fa3", measured), "native", "fa3")
         alone = [step for step in steps if step.case.family == "none"]
@@ -135,6 +146,8 @@ class TestMeasuredSteps:
     @pytest.mark.parametrize(("backend", "steps", "mean"), [("fa3", 264, 0.012), ("flashinfer", 214, 0.02)])
     def test_drawn_steps_that_were_not_fitted(self, backend: str, steps: int, mean: float) -> None:
         drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
+        assert drawn.kernels_version == KERNELS_VERSION, "profiles of TAKEN_VERSIONS are judged on these kernels"
+        assert shipped_profile().kernels_version in TAKEN_VERSIONS
         verdict = self.verdict(drawn, "shipped", backend)
         assert verdict.steps == steps
         assert verdict.regret < 0.025

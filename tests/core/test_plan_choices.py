@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -193,3 +194,17 @@ def test_the_queue_begins_with_the_dearest_and_keeps_sibling_tiles_together() ->
     np.testing.assert_array_equal(plan.items[: len(shared)], shared)
     changes = (np.diff(shared[:, planning.KV_BEGIN]) != 0).sum()
     assert changes == len(np.unique(shared[:, planning.KV_BEGIN])) - 1
+
+
+def test_a_plan_may_have_more_kinds_of_tiles_than_are_told_apart() -> None:
+    """Groups of 2 to 27 requests on 128 to 6,889 tokens, and workers enough to split all ranges."""
+    groups = list(product(range(2, 28), (int(2 ** (7 + step / 4)) for step in range(24))))
+    paths = [[(group, 0, length)] for group, (size, length) in enumerate(groups) for _ in range(size)]
+    forest = PrefixForest.from_paths(paths)
+    seq_lens = np.array([path[0][2] + 1 for path in paths])
+    device = replace(DeviceModel.cpu(1 << 16), bandwidth=1e15, flops=1e17)
+    items = Planner(ModelShape(1, 1, 128), device).plan(forest, seq_lens).items
+    shared = items[items[:, planning.KV_END] != planning.OPEN_END]
+    read = (shared[:, planning.KV_END] - shared[:, planning.KV_BEGIN]).sum()
+    assert read == sum(length for _, length in groups)
+    assert len(shared) > len(groups)

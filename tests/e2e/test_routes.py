@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.abtest.live import LiveClient, ServerRefusalError, report
+from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, ServerRefusalError
+from sgl_prefix_attn.abtest.live import report
+from sgl_prefix_attn.abtest.recording import read_recording
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
@@ -61,19 +68,19 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The arms take other routes; the test ends by itself, and the server then routes as before."""
-    client = LiveClient(server.url)
+    client = Client(server.url, TESTS)
     requests = workloads.diverging(vocabulary)
     with pytest.raises(ServerRefusalError, match="no live test was started"):
         client.read()
     replay(server.url, requests[:2])
-    client.start(LivePlan(arms=("packed", "stock"), block_steps=16, warmup_steps=2, pairs=2))
+    client.start(LivePlan(arms=("packed", "stock"), block_steps=16, warmup_steps=2, pairs=2).model_dump())
     with pytest.raises(ServerRefusalError, match="a live test is running"):
-        client.start(LivePlan(arms=("packed", "stock")))
+        client.start(LivePlan(arms=("packed", "stock")).model_dump())
     for _ in range(3):
         server.flush_cache()
         assert tokens_of(replay(server.url, requests)) == expected(requests)
-        answer = client.read()
-    (copy,) = answer["copies"]
+        copies = client.read()
+    (copy,) = copies
     assert (copy["status"], copy["steps_done"]) == ("finished", 64)
     order = np.repeat(LivePlan(**copy["plan"]).order(), 16)
     assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
@@ -81,7 +88,7 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     known = [us for us in copy["us"] if us is not None]
     assert len(known) > 56
     assert min(known) > 0
-    verdict = report(answer, 0.01, tmp_path / "ab")
+    verdict = report(copies, 0.01, tmp_path / "ab")
     assert verdict.pairs + verdict.dropped == 2
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
     assert "At least 8 pairs are needed" in (tmp_path / "ab.html").read_text()
@@ -97,11 +104,147 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
 
 
 def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
-    client = LiveClient(server.url)
-    client.start(LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16))
+    client = Client(server.url, TESTS)
+    plan = LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16)
+    client.start(plan.model_dump())
     replay(server.url, workloads.diverging(vocabulary))
-    (copy,) = client.read()["copies"]
+    (copy,) = client.read()
     assert (copy["status"], copy["steps_done"]) == ("expired", 16)
+
+
+def test_steps_that_a_server_records_are_read_by_abtest_steps(
+    server: Server,
+    expected: Callable[[Sequence[Request]], Tokens],
+    vocabulary: Vocabulary,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, requests = tmp_path / "steps.json", workloads.diverging(vocabulary)
+    server.flush_cache()
+    before = routed_steps(server)
+    with ThreadPoolExecutor(1) as pool:
+        words = ["abtest", "record", server.url, "--steps", "512", "--seconds", "600", "--out", str(path)]
+        done = pool.submit(main, words)
+        wait_for(server, "running")
+        while not done.done():
+            assert tokens_of(replay(server.url, requests)) == expected(requests)
+        assert done.result() == 0
+    taken = routed_steps(server) - before
+    (copy,) = read_recording(path)
+    assert (len(copy.us), copy.layers, copy.policy) == (512, 2, "cost")
+    assert 0 < copy.ran.count("stock") <= taken["stock"]
+    assert 0 < copy.ran.count("packed") <= taken["packed"]
+    assert set(copy.features[:, 0].tolist()) <= set(range(1, 17))
+    assert np.isnan(copy.us).mean() < 0.2
+    capsys.readouterr()
+    profile = server.options.environment["PREFIXPACK_ROUTE_PROFILE"]
+    words = ["abtest", "steps", str(path), "stock", f"{profile}@0", "--profile", profile, "--json"]
+    assert main(words) == 0
+    stock, cost = json.loads(capsys.readouterr().out)
+    assert stock["moved"] == copy.ran.count("packed") - int(np.isnan(copy.us)[np.array(copy.ran) == "packed"].sum())
+    assert cost["moved"] < 0.2 * cost["steps"], "the server decides steady batches at every eighth step"
+
+
+@pytest.mark.parametrize("what", ["recording", "live"])
+def test_a_client_that_is_killed_leaves_nothing_behind(
+    what: str, server: Server, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """The server is on its own policy again, within the lease."""
+    arguments = {"recording": ["--steps", "65536"], "live": ["stock", "stock"]}[what]
+    action = {"recording": "record", "live": "live"}[what]
+    words = [action, server.url, *arguments, "--lease", "16", "--out", str(tmp_path / "x")]
+    with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", "abtest", *words]) as client:
+        wait_for(server, "running", what)
+        client.kill()
+    before = routed_steps(server)
+    replay(server.url, workloads.diverging(vocabulary))
+    wait_for(server, "expired", what)
+    assert not list(tmp_path.iterdir())
+    assert (routed_steps(server) - before)["packed"] > 3, "by cost, which is the server's policy"
+    if what == "recording":
+        with pytest.raises(ServerRefusalError, match="the recording is expired, and its steps are dropped"):
+            Client(server.url, RECORDINGS).read()
+    else:
+        (copy,) = Client(server.url, TESTS).read()
+        assert copy["steps_done"] == 16
+
+
+def test_two_servers_are_compared_by_the_same_requests(
+    packed: Server, stock_server: Server, vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"input_ids": vocabulary.tokens(60, 31, number), "max_new_tokens": 6, "n": 4} for number in range(2 * 10 + 1)
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    urls = [packed.url, stock_server.url]
+    assert (
+        main(["abtest", "servers", *urls, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "x")]) == 0
+    )
+    verdict = json.loads((tmp_path / "x.json").read_text())["verdict"]
+    assert verdict["equal_tokens"] == 1.0
+    assert verdict["comparison"]["pairs"] == 9
+    assert [(arm["url"], arm["blocks"]) for arm in verdict["arms"]] == [(url, 9) for url in urls]
+    assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
+    assert set(verdict["orders"]) == {0, 1}
+    assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_data_parallel_copies_switch_each_for_itself(
+    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    environment = {"PREFIXPACK_LIVE_TESTS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with launch(BACKEND, "--dp-size", "2", environment=environment) as server:
+        client, requests = Client(server.url, TESTS), workloads.diverging(vocabulary)
+        replay(server.url, requests)  # either copy gets some
+        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=4)
+        client.start(plan.model_dump())
+        for _ in range(3):
+            assert tokens_of(replay(server.url, requests)) == expected(requests)
+        copies = client.read()
+    assert [(copy["status"], copy["steps_done"]) for copy in copies] == [("finished", 64)] * 2
+    order = np.repeat(plan.order(), 8)
+    for copy in copies:
+        assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
+        assert np.array(copy["packed"])[order == 0].mean() > 0.5
+    verdict = report(copies, 0.01, tmp_path / "ab")
+    assert (verdict.steps, verdict.pairs + verdict.dropped) == (128, 8)
+    assert "2 data-parallel copies" in (tmp_path / "ab.html").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -> None:
+    environment = {
+        "PREFIXPACK_LIVE_TESTS": "1", "PREFIXPACK_METRICS_FLUSH_STEPS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }  # fmt: skip
+    with launch(BACKEND, "--tp-size", "2", "--enable-metrics-for-all-schedulers", environment=environment) as server:
+        replay(server.url, workloads.diverging(vocabulary)[:2])
+        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=2)
+        client = Client(server.url, TESTS)
+        client.start(plan.model_dump())
+        replay(server.url, workloads.diverging(vocabulary))
+        (copy,) = client.read()
+        assert copy["status"] == "finished"
+        pattern = r'sglang:prefixpack_(arm|routed)_steps_total{(.*)tp_rank="(\d)"} (\S+)'
+        found = re.findall(pattern, server.get("/metrics"))
+    ranks = [{(kind, labels): steps for kind, labels, at, steps in found if at == rank} for rank in "01"]
+    assert ranks[0] == ranks[1]
+    assert {float(steps) for (kind, _), steps in ranks[0].items() if kind == "arm"} == {16.0}
+
+
+def wait_for(server: Server, status: str, what: str = "recording", seconds: float = 120.0) -> None:
+    """Waits until the server's recording, or live test, has a status."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        state = server.packing_state()
+        assert state is not None
+        found = state["route"][what]
+        if found is not None and found["status"] == status:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {what} is {status} within {seconds} s")
 
 
 def routed_steps(server: Server) -> Counter[str]:

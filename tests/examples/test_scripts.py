@@ -63,4 +63,6 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert {metric.name for metric in METRICS if metric.kind == "counter"} - asked == {
         "one_token_steps_total",
         "arm_steps_total",
+        "arm_step_seconds_total",
+        "arm_tokens_total",
     }

@@ -16,6 +16,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.server import read_states
 from tests.explain.conftest import Answers
+from tests.routing.profiles import write_profile
 
 Serve = Callable[..., str]
 Info = dict[str, Any]
@@ -158,6 +159,27 @@ def test_explain_prints_policy_profile_and_last_decision(serve: Serve, h200_info
     text = capsys.readouterr().out
     assert "auto, decided by conservative\n  profile        none\n" in text
     assert "  last decision  none\n" in text
+
+
+def test_a_profile_that_the_servers_setting_names_is_read_here(
+    serve: Serve, h200_info: Info, tmp_path: Path, capsys: Capture
+) -> None:
+    path = write_profile(tmp_path, {"launch": 10.0}, {"launch": 25.0}, kernels="native", backend="flashinfer_cc")
+    route = own_state(h200_info)["route"]
+    route |= {"profile_from": f"setting profile {path}", "recording": {"status": "running", "steps_done": 1}}
+    url = serve({"/server_info": (200, h200_info)})
+    assert explain(url) == 0
+    text = capsys.readouterr().out
+    assert f"2.50x, 10.0 us packed, 25.0 us stock, by the setting profile {path}" in text
+    assert "  recording      running, 1 decode step\n" in text
+    route |= {"profile_from": "setting profile /no/such.json", "recording": {"status": "stopped", "steps_done": 9}}
+    assert explain(serve({"/server_info": (200, h200_info)})) == 0
+    captured = capsys.readouterr()
+    assert (
+        "explain: the server predicts by /no/such.json, which is not used here: /no/such.json: cannot" in captured.err
+    )
+    assert "by the shipped profile" in captured.out
+    assert "recording" not in captured.out
 
 
 def test_explain_prints_the_choices_of_each_arm(serve: Serve, h200_info: Info, capsys: Capture) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sgl_prefix_attn.routing.profile import VERSION, Fit, Profile
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 
 
 def profile(
@@ -19,6 +20,7 @@ def profile(
         measured="never",
         source="a test",
         method="none",
+        kernels_version=KERNELS_VERSION,
         packed={kernels: Fit(us=dict(packed))},
         stock={backend: Fit(us=dict(stock))},
     )

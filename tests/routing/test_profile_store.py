@@ -11,7 +11,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.profile import ProfileError
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, refusal, user_folder
-from sgl_prefix_attn.routing.versions import KERNELS_VERSION
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 from tests.routing.profiles import profile
 
 H200 = "NVIDIA H200"
@@ -52,7 +52,8 @@ def test_kv_types(tmp_path: Path) -> None:
     assert taken(tmp_path, facts(kv_bytes=1, stock="flashinfer_tc")) == "shipped h200_fp8_kv"
     found = ProfileStore.read(folder=tmp_path).find(facts(kv_bytes=1))
     assert found is not None
-    assert found.borrowed == "16-bit KV; of 8 bits, predictions know the bytes alone"
+    older = f"kernels of version {found.stored.profile.kernels_version}; these are of {KERNELS_VERSION}"
+    assert found.borrowed == f"16-bit KV; of 8 bits, predictions know the bytes alone; {older}"
     assert taken(tmp_path, facts(kv_bytes=4, dtype="fp32")) is None
 
 
@@ -68,6 +69,7 @@ def test_kv_types(tmp_path: Path) -> None:
         ({"stock": {}}, "without a cost of the stock kernel fa3"),
         ({"packed": {}}, "without a cost of the packed kernel native"),
         ({"dtype": "fp16"}, None),
+        ({"kernels_version": min(TAKEN_VERSIONS)}, None),
     ],
 )
 def test_what_does_not_fit_is_not_taken(tmp_path: Path, fields: dict[str, Any], why: str | None) -> None:

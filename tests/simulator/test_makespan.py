@@ -14,6 +14,7 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, makespan
 from sgl_prefix_attn.workloads import draw_set
+from sgl_prefix_attn.workloads.case import Case
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(32, 8, 128)
@@ -71,15 +72,29 @@ def test_measured_times_are_met() -> None:
     assert np.median(np.concatenate(list(errors.values()))) <= 0.06
 
 
-def test_sharing_is_seldom_slower_than_none() -> None:
-    """Against the plan of the same batch without a forest, by the simulator."""
-    ratios = []
-    for case in draw_set(12, 150):
+def cut(case: Case, levels: int) -> PrefixForest:
+    """One shared range of a request: the first `levels` nodes of its path as one."""
+    paths = [[(path[:levels][-1][0], 0, path[:levels][-1][2])] if path and levels else [] for path in case.paths]
+    return PrefixForest.from_paths(paths, prefix_lens=(case.lengths - 1).tolist())
+
+
+@pytest.mark.parametrize("batches", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
+    """Against no sharing and the best of the forests with one shared range a request; and how even long steps are."""
+    unshared, two_level, evenness = [], [], []
+    for case in draw_set(12, batches):
         device = device_model(132, case.shape)
         planner = Planner(case.shape, device)
-        unshared = PrefixForest.from_paths([[] for _ in case.lengths])
-        plans = [planner.plan(forest, case.lengths) for forest in (case.forest(), unshared)]
-        ours, theirs = (makespan(plan, case.lengths, case.shape, device).seconds for plan in plans)
-        ratios.append(ours / theirs)
-    assert np.mean(np.array(ratios) > 1.05) <= 0.02
-    assert np.median(ratios) < 0.8
+        depth = max(map(len, case.paths))
+        forests = [case.forest(), *(cut(case, levels) for levels in range(min(depth, 8) + 1))]
+        times = [makespan(planner.plan(forest, case.lengths), case.lengths, case.shape, device) for forest in forests]
+        ours, none, *cuts = (found.seconds for found in times)
+        unshared.append(ours / none)
+        two_level.append(ours / min([none, *cuts]))
+        if case.kv_bytes() / H200["bandwidth"] > 200e-6:
+            evenness.append(ours / times[0].lower_bound)
+    assert np.mean(np.array(unshared) > 1.05) <= 0.02
+    assert np.mean(np.array(two_level) > 1.05) <= 0.06
+    assert np.median(unshared) < 0.8
+    assert np.median(two_level) <= 1
+    assert np.median(evenness) <= 1.1

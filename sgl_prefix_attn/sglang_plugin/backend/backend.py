@@ -140,6 +140,8 @@ class PrefixPackBackend(AttentionBackend):
             decision = self._planner.decide_capture(handed, forward_batch, last)
         else:
             decision = self._planner.decide(handed, forward_batch, last, in_graph)
+            if self._record.router.recording is not None:
+                self._record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         self.decision = decision
         if decision.step is not None and decision.kind is Kind.PACKED:
             self._record.last_packed = handed

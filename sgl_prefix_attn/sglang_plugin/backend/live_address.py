@@ -1,8 +1,12 @@
-"""The HTTP address of live A/B tests on SGLang's server: POST starts, GET reads and renews, DELETE stops."""
+"""HTTP addresses of live A/B tests and recordings on SGLang's server: POST starts, GET reads and renews, DELETE stops.
+
+A command goes to all data-parallel copies. If some start and others refuse, all are stopped.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
 from typing import Any
 
@@ -11,25 +15,57 @@ from sgl_prefix_attn.sglang_plugin.backend import live_commands
 
 logger = logging.getLogger(__name__)
 
-PATH = "/prefixpack/abtest"
+PATHS = {"/prefixpack/abtest": live_commands.TEST, "/prefixpack/record": live_commands.RECORDING}
 _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 _STATUS = {"invalid": 400, "unknown": 404, "refused": 409, "disabled": 503}
 
 
-def add_address(settings: Settings, *, in_scheduler: bool) -> None:
-    """Adds the address in the server's process, if the setting live_tests asks for it."""
+def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
+    """Adds the addresses in the server's process, if the setting live_tests asks for them."""
     if settings.live_tests and (not in_scheduler or _SERVER_MODULE in sys.modules):
         try:
             from sglang.srt.entrypoints import http_server
 
-            if not any(getattr(route, "path", None) == PATH for route in http_server.app.routes):
-                add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager)
+            known = {getattr(route, "path", None) for route in http_server.app.routes}
+            for path, what in PATHS.items():
+                if path not in known:
+                    add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager, path, what)
         except Exception:  # the one guard of a registration: the server has to start
-            logger.exception("prefixpack: the server has no HTTP address for live tests")
+            logger.exception("prefixpack: the server has no HTTP addresses for live tests")
 
 
-def add_routes(app: Any, manager_of: Any) -> None:
-    """Adds the routes to SGLang's FastAPI application. They ask for the admin API key where /flush_cache does.
+async def carried_out(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
+    """The answers of the data-parallel copies to a command; the errors alone if some refuse."""
+    manager.auto_create_handle_loop()
+    if action == live_commands.START:
+        fields["token"] = secrets.token_hex(8)
+    answers = await _asked(manager, what, action, **fields)
+    errors = [_of_copy(index, answer, len(answers)) for index, answer in enumerate(answers) if "error" in answer]
+    if errors and len(errors) < len(answers) and action == live_commands.START:
+        await _asked(manager, what, live_commands.STOP, token=fields["token"])
+    return errors or answers
+
+
+async def _asked(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    request = GetInternalStateReq(rid=live_commands.encode(what, action, **fields))
+    outputs = await manager.get_internal_state_communicator(request)
+    missing = {"error": {"kind": "refused", "message": "the schedulers run no packed steps"}}
+    return [output.internal_state.get(live_commands.ANSWER_KEY, missing) for output in outputs]
+
+
+def _of_copy(index: int, answer: dict[str, Any], copies: int) -> dict[str, Any]:
+    error = dict(answer["error"])
+    if copies > 1:
+        error["message"] = f"data-parallel copy {index} of {copies}: {error['message']}"
+    return {"error": error}
+
+
+def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
+    """Adds the routes of an address to SGLang's FastAPI application.
+
+    They ask for the admin API key where /flush_cache does.
 
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
@@ -39,18 +75,10 @@ def add_routes(app: Any, manager_of: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def answered(action: str, **fields: Any) -> Any:
-        from sglang.srt.managers.io_struct import GetInternalStateReq
-
-        manager = manager_of()
-        manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=live_commands.encode(action, **fields))
-        outputs = await manager.get_internal_state_communicator(request)
-        answers = [output.internal_state.get(live_commands.ANSWER_KEY) for output in outputs]
-        if None in answers:
-            return JSONResponse({"error": {"kind": "refused", "message": "the schedulers run no packed steps"}}, 409)
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
-            return JSONResponse({"error": errors[0]}, status_code=_STATUS.get(errors[0]["kind"], 500))
+        answers = await carried_out(manager_of(), what, action, **fields)
+        error = answers[0].get("error")
+        if error is not None:
+            return JSONResponse({"error": error}, status_code=_STATUS.get(error["kind"], 500))
         return {"copies": answers}
 
     async def start(request: Request) -> Any:
@@ -62,7 +90,7 @@ def add_routes(app: Any, manager_of: Any) -> None:
 
     async def read(request: Request) -> Any:
         first = request.query_params.get("first", "0")
-        return await answered(live_commands.READ, first=int(first) if first.isdecimal() else 0)
+        return await answered(live_commands.READ, first=int(first[:18]) if first.isdecimal() else 0)
 
     async def stop() -> Any:
         return await answered(live_commands.STOP)
@@ -72,4 +100,4 @@ def add_routes(app: Any, manager_of: Any) -> None:
         endpoint.__annotations__["request"] = Request
     endpoints: tuple[tuple[str, Any], ...] = (("POST", start), ("GET", read), ("DELETE", stop))
     for method, endpoint in endpoints:
-        app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+        app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])

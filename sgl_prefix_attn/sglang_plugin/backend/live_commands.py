@@ -1,27 +1,30 @@
-"""Commands of live A/B tests, as JSON in the id of SGLang's request for the internal state, as those of pins.
+"""Commands of live A/B tests and recordings, as JSON in the id of SGLang's request for the internal state, as of pins.
 
-That request reaches every rank between the same two steps, so all ranks begin and end a test at the same step.
+That request reaches every rank between the same two steps, so all ranks begin and end at the same step.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
-from sgl_prefix_attn.routing.live_plan import LivePlan
-from sgl_prefix_attn.sglang_plugin.backend.plugin_state import PluginState
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
+from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
+from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import LiveTestError
 
 ID_PREFIX = "prefixpack-abtest:"
 ANSWER_KEY = "prefixpack_abtest"
 START, READ, STOP = "start", "read", "stop"
+TEST, RECORDING = "test", "recording"  # what a command is about
 
 
-def encode(action: str, **fields: Any) -> str:
+def encode(what: str, action: str, **fields: Any) -> str:
     """The id of the internal-state request that carries a command."""
-    return ID_PREFIX + json.dumps({"action": action, **fields})
+    return ID_PREFIX + json.dumps({"what": what, "action": action, **fields})
 
 
 def command_of(request: Any) -> dict[str, Any] | None:
@@ -36,24 +39,18 @@ def command_of(request: Any) -> dict[str, Any] | None:
 def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     """Carries out a command; a refusal is an answer with "error": {"kind", "message"}.
 
+    A stop with a token ends only what was started with it.
+
     Kinds: disabled (the setting live_tests is off), invalid (unusable fields), refused (this server cannot run the
-    test), unknown (there is no test).
+    test), unknown (there is no test or recording).
     """
     if not state.settings.live_tests:
         return _error("disabled", "live tests are off: start the server with PREFIXPACK_LIVE_TESTS=1")
     record = state.reported()
     if record is None:
         return _error("refused", "no step of this server runs packed")
-    router = record.router
     try:
-        if command["action"] == START:
-            return router.start_live(LivePlan.model_validate(command["plan"])).answer()
-        if router.live is None:
-            return _error("unknown", "no live test was started")
-        if command["action"] == STOP:
-            router.live.stop()
-        router.live.renew()
-        return router.live.answer(int(command.get("first", 0)))
+        return _test(command, record) if command["what"] == TEST else _recording(command, record)
     except LiveTestError as error:
         return _error("refused", str(error))
     except ValidationError as error:
@@ -61,6 +58,43 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
         return _error("invalid", problems)
     except (KeyError, TypeError, ValueError) as error:
         return _error("invalid", repr(error))
+
+
+def _test(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
+    router, action = record.router, command["action"]
+    if action == START:
+        started = router.start_live(LivePlan.model_validate(command["plan"]))
+        started.token = command.get("token", "")
+        return started.answer()
+    live = router.live
+    if live is None:
+        return _error("unknown", "no live test was started")
+    if action == STOP and command.get("token", live.token) == live.token:
+        live.stop()
+    live.renew()
+    return live.answer(int(command.get("first", 0)))
+
+
+def _recording(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
+    router, action = record.router, command["action"]
+    if action == START:
+        started = router.start_recording(RecordPlan.model_validate(command["plan"]))
+        started.token = command.get("token", "")
+        return started.answer()
+    recording = router.recording
+    if recording is None:
+        return _error("unknown", "no recording was started")
+    if action == STOP and command.get("token", recording.token) == recording.token:
+        recording.stop()
+    elif recording.status != RUNNING:
+        return _error("unknown", f"the recording is {recording.status}, and its steps are dropped")
+    recording.renew()
+    return {
+        **recording.answer(int(command.get("first", 0))),
+        "facts": asdict(router.policies.facts()) if router.policies.ready else None,
+        "layers": record.layers.summary()["packed"],
+        "policy": router.running,
+    }
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

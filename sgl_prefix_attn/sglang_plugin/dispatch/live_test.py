@@ -16,6 +16,7 @@ import torch
 
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from sgl_prefix_attn.routing.policy import Route, Router
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 _RING = 256  # marks in use at most
 _COLLECTED_AT_ONCE = 4
@@ -57,8 +58,9 @@ class StepClock:
         """The server was idle: the open step has no end."""
         self._open = None
 
-    def collect(self, us: npt.NDArray[np.float64], most: int = _COLLECTED_AT_ONCE) -> None:
-        """Writes the times of finished steps into their rows, in microseconds."""
+    def collect(self, us: npt.NDArray[np.float64], most: int = _COLLECTED_AT_ONCE) -> list[int]:
+        """Writes the times of finished steps into their rows, in microseconds. Returns these rows."""
+        rows: list[int] = []
         for _ in range(min(most, len(self._pending))):
             row, mark = self._pending[0]
             begin, end = mark % _RING, (mark + 1) % _RING
@@ -67,8 +69,10 @@ class StepClock:
             elif self._events[end].query():
                 us[row] = 1e3 * self._events[begin].elapsed_time(self._events[end])
             else:
-                return
+                break
+            rows.append(row)
             self._pending.popleft()
+        return rows
 
 
 class LiveTest:
@@ -77,13 +81,19 @@ class LiveTest:
     Args:
         routers: of the two arms.
         clock: times steps.
+        counters: for the times of the arms.
+
+    Attributes:
+        token: of the command that started it.
     """
 
-    def __init__(self, plan: LivePlan, routers: tuple[Router, Router], clock: StepClock) -> None:
+    def __init__(self, plan: LivePlan, routers: tuple[Router, Router], clock: StepClock, counters: Counters) -> None:
         self.plan = plan
         self.routers = routers
         self.status = RUNNING
+        self.token = ""
         self._clock = clock
+        self._counters = counters
         self._order = plan.order()
         self._next = 0
         self._renewed = 0
@@ -105,7 +115,7 @@ class LiveTest:
         """A forward begins. Returns the arm of a decode step, None for others and when the test has ended."""
         if not is_decode:
             self._clock.begin(None)
-            self._clock.collect(self.us)
+            self._collect()
             return None
         if self._next >= self.plan.steps or self._next - self._renewed >= self.plan.lease_steps:
             self._clock.begin(None)
@@ -116,8 +126,13 @@ class LiveTest:
         self.requests[row] = requests
         self._clock.begin(row)
         self._next = row + 1
-        self._clock.collect(self.us)
+        self._collect()
         return arm
+
+    def _collect(self, most: int = _COLLECTED_AT_ONCE) -> None:
+        for row in self._clock.collect(self.us, most):
+            arm = "AB"[self._order[row // self.plan.block_steps]]
+            self._counters.arm_timed(arm, 1e-6 * float(self.us[row]), int(self.requests[row]))
 
     def took(self, packed: bool) -> None:
         """The route of the step that has begun."""
@@ -143,7 +158,7 @@ class LiveTest:
 
     def answer(self, first: int = 0) -> dict[str, Any]:
         """The state, and the rows from `first` on, as JSON-able values."""
-        self._clock.collect(self.us, most=_RING)
+        self._collect(most=_RING)
         rows = slice(max(0, first), self._next)
         return {
             "status": self.status,

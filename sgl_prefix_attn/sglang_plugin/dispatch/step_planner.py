@@ -165,8 +165,8 @@ class StepPlanner:
         """
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
         may_route = not in_packed_graph or self.graph_variants.has(forward_batch.batch_size)
-        changed = self._router.watches_steps and self._router.live_step(
-            forward_batch.forward_mode.is_decode(), _requests(handed, forward_batch)
+        changed = self._router.watches_steps and self._router.step_begins(
+            forward_batch.forward_mode.is_decode(), handed, _requests(handed, forward_batch)
         )
         step = last.step
         steady = step is not None and not changed and handed.step is step.paths

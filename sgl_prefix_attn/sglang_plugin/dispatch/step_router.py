@@ -13,23 +13,25 @@ import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.routing.conservative import RULE, ConservativePolicy
-from sgl_prefix_attn.routing.live_plan import LivePlan
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
 from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 logger = logging.getLogger(__name__)
 
 
 class LiveTestError(ValueError):
-    """A live test cannot start: the message says why, and which setting to change."""
+    """A live test or a recording cannot start: the message says why, and which setting to change."""
 
 
 class StepRouter:
@@ -72,6 +74,7 @@ class StepRouter:
         self._decides_verify = self._decides and executor.kernels != "cpu"
         self._executor = executor
         self.live: LiveTest | None = None
+        self.recording: StepRecording | None = None
         self._arm: int | None = None  # of the present step in a live test
 
     # Live tests -----------------------------------------------------------------------------------------------------
@@ -82,8 +85,7 @@ class StepRouter:
         Raises:
             LiveTestError: a test is running, or decode steps of this server cannot change routes.
         """
-        if self.live is not None and self.live.status == RUNNING:
-            raise LiveTestError("a live test is running; wait for its end, or stop it")
+        self._refuse_a_second()
         if not self.policies.ready:
             raise LiveTestError("no decode step has run yet: send the server a request first")
         if self.always_stock or (self._executor.runs_in_graphs and not self.may_change("decode")):
@@ -92,11 +94,38 @@ class StepRouter:
                 "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
             )
         first, second = (Router(self.policies.policy(name)) for name in plan.names())
-        self.live = LiveTest(plan, (first, second), StepClock(cuda=torch.cuda.is_available()))
+        self.live = LiveTest(plan, (first, second), StepClock(torch.cuda.is_available()), self._counters)
         return self.live
 
-    def live_step(self, is_decode: bool, requests: int) -> bool:
-        """A forward begins in a live test. Returns whether its policy is another than that of the last decode step."""
+    def start_recording(self, plan: RecordPlan) -> StepRecording:
+        """Starts a recording of decode steps.
+
+        Raises:
+            LiveTestError: a test or a recording is running.
+        """
+        self._refuse_a_second()
+        self.recording = StepRecording(plan, StepClock(cuda=torch.cuda.is_available()))
+        return self.recording
+
+    def _refuse_a_second(self) -> None:
+        for name, running in (("live test", self.live), ("recording", self.recording)):
+            if running is not None and running.status == RUNNING:
+                raise LiveTestError(f"a {name} is running; wait for its end, or stop it")
+
+    def idle(self) -> None:
+        """The server has no requests."""
+        for running in (self.live, self.recording):
+            if running is not None:
+                running.idle()
+
+    def step_begins(self, is_decode: bool, handed: Handed, requests: int) -> bool:
+        """A forward begins in a live test or a recording.
+
+        Returns:
+            Whether its policy is another than that of the last decode step.
+        """
+        if self.recording is not None and self.recording.status == RUNNING:
+            self.recording.step(is_decode, handed, requests)
         live = self.live
         if live is None or live.status != RUNNING:
             arm = None
@@ -109,10 +138,19 @@ class StepRouter:
             self._arm, self._stock_paths = arm, None
         return changed
 
+    def step_decided(self, is_decode: bool, kind: str) -> None:
+        """What runs the step that has begun: packed, unshared or stock."""
+        if is_decode and self.recording is not None:
+            self.recording.ran(kind)
+
     @property
     def watches_steps(self) -> bool:
-        """Whether `live_step` has to be called: a test runs, or its last arm has to be left."""
-        return self._arm is not None or (self.live is not None and self.live.status == RUNNING)
+        """Whether `step_begins` has to be called: a test or a recording runs, or a test's last arm has to be left."""
+        return (
+            self._arm is not None
+            or (self.live is not None and self.live.status == RUNNING)
+            or (self.recording is not None and self.recording.status == RUNNING)
+        )
 
     # Decisions ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +178,9 @@ class StepRouter:
             **self.policies.state(),
             "last": None if last is None else decision_state(last),
             "live": None if self.live is None else self._live_state(self.live),
+            "recording": None
+            if self.recording is None
+            else {"status": self.recording.status, "steps_done": self.recording.steps_done},
         }
 
     def _live_state(self, live: LiveTest) -> dict[str, Any]:

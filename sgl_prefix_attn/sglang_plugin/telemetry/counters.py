@@ -26,6 +26,7 @@ class Counters:
         routed_steps: decode steps that could run packed or on the stock backend, by where they were sent (packed,
             stock). Those sent to the stock backend are no fallbacks.
         arm_steps: routed decode steps of live A/B tests, by arm (A, B).
+        arm_step_seconds, arm_tokens: time and output tokens of those whose time is known, warm-up included.
         fallbacks: by reason; a step that went to the stock backend counts once, and so does, in a packed step, each
             layer that did, and a step of a packed graph that ran without sharing.
     """
@@ -38,6 +39,8 @@ class Counters:
     one_token_steps: Counter[str] = field(default_factory=lambda: Counter(extend=0, mixed=0))
     routed_steps: Counter[str] = field(default_factory=lambda: Counter(packed=0, stock=0))
     arm_steps: Counter[str] = field(default_factory=Counter)
+    arm_step_seconds: dict[str, float] = field(default_factory=dict)
+    arm_tokens: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     planners: list[Planner] = field(default_factory=list)
     plans_kept: int = 0
@@ -60,6 +63,11 @@ class Counters:
         self.kv_tokens_read += kv_tokens.packed + grown
         self.kv_tokens_per_request += kv_tokens.per_request + grown
         self.kv_tokens_unique += kv_tokens.unique + grown
+
+    def arm_timed(self, arm: str, seconds: float, tokens: int) -> None:
+        """Counts a decode step of a live test whose time is known."""
+        self.arm_step_seconds[arm] = self.arm_step_seconds.get(arm, 0.0) + seconds
+        self.arm_tokens[arm] += tokens
 
     def fallback(self, reason: str) -> None:
         """Counts a fallback; the first one of each reason is logged with what it means."""
@@ -113,6 +121,8 @@ class Counters:
             "one_token_steps": dict(self.one_token_steps),
             "routed_steps": dict(self.routed_steps),
             "arm_steps": dict(self.arm_steps),
+            "arm_step_seconds": dict(self.arm_step_seconds),
+            "arm_tokens": dict(self.arm_tokens),
             "fallbacks": dict(self.fallbacks),
         }
 

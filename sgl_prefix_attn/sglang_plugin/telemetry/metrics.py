@@ -117,6 +117,8 @@ METRICS = (
         label="route",
     ),
     Metric("arm_steps_total", "Routed decode steps of live A/B tests, by arm: A or B.", label="arm"),
+    Metric("arm_step_seconds_total", "Seconds of these steps, by arm; of those whose time is known.", label="arm"),
+    Metric("arm_tokens_total", "Output tokens of these steps, by arm; of those whose time is known.", label="arm"),
     Metric("fallbacks_total", "Steps, or layers of packed steps, on the stock backend, by reason.", label="reason"),
     Metric(
         "kv_read_ratio",
@@ -179,6 +181,8 @@ class MetricsExporter:
         old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
         values["routed_steps_total"] = {**routed, **old}
         values["arm_steps_total"] = dict(counters.arm_steps)
+        values["arm_step_seconds_total"] = dict(counters.arm_step_seconds)
+        values["arm_tokens_total"] = dict(counters.arm_tokens)
         values["fallbacks_total"] = dict(counters.fallbacks)
         read, per_request = counters.kv_tokens_read, counters.kv_tokens_per_request
         read_before, per_request_before = self._last_read

@@ -259,6 +259,7 @@ def test_state_tells_how_steps_are_routed(routed: Routed) -> None:
         "margin": 0,
         "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "fa3"},
         "live": None,
+        "recording": None,
         "last": {"route": "stock", "packed_us": 27.0, "stock_us": 26.4},
         "graph_sizes": [4],
     }

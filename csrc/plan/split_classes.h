@@ -1,0 +1,66 @@
+// Tiles that may be split over their KV range, in classes of like tiles, so that every choice of a split is priced
+// in the time of the classes, not of the tiles.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "plan/cost_model.h"
+#include "plan/queue_model.h"
+
+namespace prefixpack {
+
+constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
+
+// Pieces of a tile so that none takes longer than `longest` seconds, if the pieces are long enough for that.
+inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
+  if (duration <= longest) return 1;
+  const double wanted = duration / longest;
+  auto pieces = static_cast<int32_t>(wanted);
+  pieces += pieces < wanted;  // rounded up
+  return std::max(1, std::min(pieces, tokens / kMinPieceTokens));
+}
+
+// Times in seconds of one worker for one KV head.
+struct SplittableTile {
+  double duration;       // from beginning to end
+  double work;           // without the overhead, in one piece
+  double partial;        // of one partial of each of its queries
+  int32_t tokens;        // KV positions
+  int32_t partials;      // of each query, if it is not split
+  int32_t combine_rows;  // see CostModel
+};
+
+class SplitClasses {
+ public:
+  void clear();
+  void add(const SplittableTile& tile);
+  void finish_adding();
+
+  // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Free with the last `longest`.
+  void cut(double longest, bool narrow, const CostModel& cost, const UnitBins& others);
+  const UnitBins& bins() const { return bins_; }
+  double combine() const { return combine_; }  // seconds of the longest
+
+ private:
+  struct Class {
+    uint64_t key;
+    int64_t tiles;
+    SplittableTile mean;  // of tokens and partials, the most
+    double longest;       // duration
+    double streaming;     // mean work that is divided among pieces
+  };
+  static constexpr size_t kPlaces = 1024, kMostClasses = kPlaces / 2;
+
+  static uint64_t key_of(const SplittableTile& tile);
+  Class& class_of(const SplittableTile& tile);
+
+  std::vector<Class> classes_;
+  std::array<int16_t, kPlaces> places_{};  // of the classes by hash of their keys; -1: none
+  double longest_ = -1, combine_ = 0;      // of the last cut
+  UnitBins bins_;
+};
+
+}  // namespace prefixpack

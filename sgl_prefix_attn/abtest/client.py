@@ -1,0 +1,101 @@
+"""Commands to a server's addresses of live tests and recordings, and files that are written as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TESTS, RECORDINGS = "/prefixpack/abtest", "/prefixpack/record"
+
+
+class ServerRefusalError(ValueError):
+    """The server refused a command, or does not answer: the message says why."""
+
+
+class Client:
+    """Commands to one address of a server.
+
+    Args:
+        url: of the server, for example http://127.0.0.1:30000.
+        path: TESTS or RECORDINGS.
+        api_key: SGLang's admin key, where the server has one.
+    """
+
+    def __init__(self, url: str, path: str, api_key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ServerRefusalError(f"server {url!r}: expected http://HOST:PORT")
+        self.url = url.rstrip("/") + path
+        self.headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def start(self, plan: dict[str, Any]) -> list[dict[str, Any]]:
+        """The state of each data-parallel copy."""
+        return self._ask("POST", self.url, plan)
+
+    def read(self, first: int = 0) -> list[dict[str, Any]]:
+        """The state and rows of each copy, from `first` on; renews the lease."""
+        return self._ask("GET", f"{self.url}?first={first}")
+
+    def stop(self) -> list[dict[str, Any]]:
+        """The last state of each copy."""
+        return self._ask("DELETE", self.url)
+
+    def _ask(self, method: str, url: str, body: object = None) -> list[dict[str, Any]]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, self.headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return list(json.load(response)["copies"])
+        except urllib.error.HTTPError as error:
+            raise ServerRefusalError(_refusal(error)) from error
+        except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ServerRefusalError(f"{self.url}: no answer: {error}") from error
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    text = error.read().decode(errors="replace")
+    if error.code == 404 and "kind" not in text:
+        return "the server has no address for live tests: start it with PREFIXPACK_LIVE_TESTS=1"
+    if error.code in (401, 403):
+        return "the server asks for its admin key: give --api-key"
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {error.code}: {text[:300]}"
+
+
+def check_writable(path: Path) -> None:
+    """Checks a path before a long run, without leaving anything there.
+
+    Raises:
+        ValueError: no file can be written there.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"{path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: cannot write to {folder}")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file as a whole. Nothing is left behind if that fails.
+
+    Raises:
+        ValueError: the file cannot be written; the message says why.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot write {len(content):,} bytes: {error.strerror}") from error

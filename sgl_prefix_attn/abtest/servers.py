@@ -1,0 +1,193 @@
+"""Two servers compared by requests: each block of requests goes to both, one after the other in a drawn order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from sgl_prefix_attn.abtest.statistics import Comparison, compare
+from sgl_prefix_attn.demo.workload import Request
+
+MOST_REQUESTS = 100_000
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """A block of requests on one server.
+
+    Attributes:
+        tpot_ms: time per output token after the first, mean over tokens.
+        ttft_ms: time to the first token, mean over samples.
+        tokens_per_s: output tokens over the time of the block.
+        tokens: [samples] generated token ids.
+    """
+
+    tpot_ms: float
+    ttft_ms: float
+    tokens_per_s: float
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server over all counted blocks: means of the blocks' figures."""
+
+    url: str
+    blocks: int
+    tpot_ms: float
+    ttft_ms: float
+    tokens_per_s: float
+
+
+def read_requests(path: Path) -> list[Request]:
+    """Requests from JSON lines {"input_ids": [...], "max_new_tokens": N, "n": samples, 1 if left out}.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is none of these; the message has its number.
+    """
+    found: list[Request] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if len(found) == MOST_REQUESTS:
+                    raise ValueError(f"{path}: more than {MOST_REQUESTS} requests")
+                if line.strip():
+                    found.append(_request(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the requests: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
+    return found
+
+
+def _request(line: str, place: str) -> Request:
+    try:
+        values = json.loads(line)
+        ids, tokens, samples = values["input_ids"], values["max_new_tokens"], values.get("n", 1)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{place}: expected a JSON object with input_ids and max_new_tokens: {error!r}") from error
+    whole = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
+    if not whole:
+        raise ValueError(f"{place}: input_ids: expected a list of token ids")
+    if type(tokens) is not int or tokens < 2 or type(samples) is not int or samples < 1:
+        raise ValueError(f"{place}: expected max_new_tokens from 2 and n from 1 on")
+    return Request(place, tuple(ids), tokens, samples=samples)
+
+
+def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+    """Sends a block at once, greedy, with as many tokens as each request says.
+
+    Raises:
+        ValueError: the server is gone, refuses a request, or takes longer than `timeout` seconds.
+    """
+    import aiohttp
+
+    from sgl_prefix_attn.demo.client import RequestError, replay
+
+    begin = time.perf_counter()
+    try:
+        answers = replay(url, requests, timeout_seconds=timeout)
+    except TimeoutError as error:
+        raise ValueError(f"{url}: a block of {len(requests)} requests took longer than {timeout:g} s") from error
+    except (aiohttp.ClientError, RequestError, OSError) as error:
+        raise ValueError(f"{url}: {error}") from error
+    seconds = time.perf_counter() - begin
+    samples = [sample for answer in answers for sample in answer.samples]
+    gaps = sum(len(sample.tokens) - 1 for sample in samples)
+    return BlockTimes(
+        tpot_ms=1e3 * sum(sample.last - sample.first for sample in samples) / max(1, gaps),
+        ttft_ms=1e3 * float(np.mean([sample.first for sample in samples])),
+        tokens_per_s=sum(len(sample.tokens) for sample in samples) / seconds,
+        tokens=[sample.tokens for sample in samples],
+    )
+
+
+@dataclass(frozen=True)
+class ServersVerdict:
+    """The comparison by time per output token.
+
+    Attributes:
+        equal_tokens: share of samples with the same tokens from both servers.
+        orders: server of the first sending of each pair, 0 or 1.
+    """
+
+    arms: tuple[Arm, Arm]
+    comparison: Comparison
+    equal_tokens: float
+    orders: list[int]
+
+    def lines(self) -> list[str]:
+        heads = f"{'arm':4} {'blocks':>7} {'TPOT ms':>9} {'TTFT ms':>9} {'tokens/s':>10}  server"
+        found = [heads]
+        for letter, arm in zip("AB", self.arms, strict=True):
+            found.append(
+                f"{letter:4} {arm.blocks:7} {arm.tpot_ms:9.3f} {arm.ttft_ms:9.1f} {arm.tokens_per_s:10.0f}  {arm.url}"
+            )
+        compared = self.comparison
+        text = compared.text("times per output token", (self.arms[0].url, self.arms[1].url))
+        if compared.winner is None and compared.pairs_needed is not None:
+            text += f" A difference of {compared.effect:.1%} needs about {compared.pairs_needed:,} pairs."
+        found.append(text)
+        found.append(f"{self.equal_tokens:.1%} of the samples have equal tokens from both servers.")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_servers(
+    urls: tuple[str, str], requests: Sequence[Request], block: int, *, seed: int, effect: float, seconds: float
+) -> ServersVerdict:
+    """Sends blocks of requests to both servers. The first block is warm-up.
+
+    Args:
+        block: requests of a block; those that fill no block at the end are left out.
+        seed: of the orders.
+        seconds: no block is begun after this time.
+
+    Raises:
+        ValueError: too few requests, equal addresses, or a server that fails.
+    """
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"server {url!r}: expected http://HOST:PORT")
+    first, second = (url.rstrip("/") for url in urls)
+    if first == second:
+        raise ValueError(f"both addresses are {first}: the second sending of a block would find its prompts cached")
+    blocks = [requests[begin : begin + block] for begin in range(0, len(requests) - block + 1, block)]
+    if len(blocks) < 2:
+        raise ValueError(f"{len(requests)} requests are fewer than two blocks of {block}, one of them for warm-up")
+    orders = np.random.default_rng(seed).integers(2, size=len(blocks))
+    found: list[tuple[BlockTimes, BlockTimes]] = []
+    taken: list[int] = []
+    end = time.monotonic() + seconds
+    for number, chosen in enumerate(tqdm(blocks, desc="A/B", unit="block")):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        times: dict[int, BlockTimes] = {}
+        for arm in (int(orders[number]), 1 - int(orders[number])):
+            times[arm] = block_times((first, second)[arm], chosen, max(60.0, left))
+        if number:
+            found.append((times[0], times[1]))
+            taken.append(int(orders[number]))
+    known = [(a, b) for a, b in found if min(a.tpot_ms, b.tpot_ms) > 0]  # 0: all tokens came at once
+    ratios = [float(np.log(b.tpot_ms / a.tpot_ms)) for a, b in known]
+    same = [a == b for one, other in found for a, b in zip(one.tokens, other.tokens, strict=True)]
+    arms = _arm(first, [a for a, _ in found]), _arm(second, [b for _, b in found])
+    return ServersVerdict(arms, compare(ratios, seed, effect), float(np.mean(same)) if same else 0.0, taken)
+
+
+def _arm(url: str, blocks: Sequence[BlockTimes]) -> Arm:
+    means = [
+        float(np.mean([getattr(block, name) for block in blocks])) if blocks else 0.0
+        for name in ("tpot_ms", "ttft_ms", "tokens_per_s")
+    ]
+    return Arm(url, len(blocks), *means)

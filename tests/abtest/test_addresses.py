@@ -1,0 +1,175 @@
+"""The addresses of live tests and recordings, with real commands and routers of data-parallel copies behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+fastapi = pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from fastapi.testclient import TestClient  # noqa: E402
+from sglang.srt.utils.auth import add_api_key_middleware  # noqa: E402
+
+from sgl_prefix_attn.core.forest import PrefixForest  # noqa: E402
+from sgl_prefix_attn.core.planner import ModelShape  # noqa: E402
+from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan  # noqa: E402
+from sgl_prefix_attn.settings import Settings  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.backend import live_address, live_commands  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters  # noqa: E402
+
+ABTEST, RECORD = live_address.PATHS
+PLAN = {"arms": ["packed", "stock"], "block_steps": 8, "warmup_steps": 2, "pairs": 4, "lease_steps": 16}
+
+
+class Copy:
+    """One data-parallel copy. ready: whether it has run a decode step. graphs: whether its steps run in graphs."""
+
+    def __init__(self, *, ready: bool = True, graphs: bool = False, route: str = "auto", live: bool = True) -> None:
+        planners = [SimpleNamespace(shape=ModelShape(4, 2, 64, kv_bytes=4))] if ready else []
+        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs)
+        settings = Settings(metrics=False, route=route, live_tests=live)
+        self.counters = Counters()
+        self.router = StepRouter(settings, self.counters, executor, "torch_native", SimpleNamespace())
+        layers = SimpleNamespace(summary=lambda: {"packed": 2, "stock": {}})
+        record = SimpleNamespace(router=self.router, layers=layers)
+        self.state: Any = SimpleNamespace(settings=settings, reported=lambda: record)
+
+    def decode(self, steps: int) -> list[int | None]:
+        """The arm of each of some decode steps."""
+        forest = PrefixForest.from_paths([[(1, 0, 200)], [(1, 0, 200)]])
+        paths: Any = SimpleNamespace(mode="decode", forest=forest)
+        arms = []
+        for _ in range(steps):
+            handed: Any = SimpleNamespace(step=paths, seq_lens=torch.tensor([210, 220]))
+            if self.router.watches_steps:
+                self.router.step_begins(True, handed, 2)
+                self.router.step_decided(True, self.router.decide(paths, np.array([210, 220])).value)
+            arms.append(self.router._arm)
+        return arms
+
+
+class Manager:
+    """What the addresses use of SGLang's tokenizer manager."""
+
+    def __init__(self, *copies: Copy) -> None:
+        self.copies = copies
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+        command = live_commands.command_of(request)
+        assert command is not None
+        answers = [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in self.copies]
+        return [SimpleNamespace(internal_state=answer) for answer in answers]
+
+
+def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
+    app = fastapi.FastAPI()
+    for path, what in live_address.PATHS.items():
+        live_address.add_routes(app, lambda: Manager(*copies), path, what)
+    if admin_key is not None:
+        add_api_key_middleware(app, api_key=None, admin_api_key=admin_key)
+    return TestClient(app)
+
+
+def error_of(response: Any) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["message"]
+
+
+def test_data_parallel_copies_switch_each_by_its_own_steps() -> None:
+    copies = Copy(), Copy()
+    server = client(*copies)
+    assert server.post(ABTEST, json=PLAN).status_code == 200
+    order = np.repeat(LivePlan.model_validate(PLAN).order(), 8).tolist()
+    assert copies[0].decode(12) == order[:12]
+    assert copies[1].decode(5) == order[:5]
+    assert [copy["steps_done"] for copy in server.get(ABTEST).json()["copies"]] == [12, 5]
+    for copy, steps in ((copies[0], 12), (copies[1], 5)):
+        assert copy.decode(16) == order[steps : steps + 16], "the read renewed the lease"
+        assert copy.decode(1) == [None]
+    assert [copy["status"] for copy in server.get(ABTEST).json()["copies"]] == ["expired", "expired"]
+    for copy in copies:
+        timed = [(arm, us, 2) for arm, us in zip(order, copy.router.live.us, strict=True) if us == us]
+        for arm in (0, 1):
+            seconds = sum(us for of, us, _ in timed if of == arm) / 1e6
+            assert copy.counters.arm_step_seconds["AB"[arm]] == pytest.approx(seconds)
+            assert copy.counters.arm_tokens["AB"[arm]] == sum(tokens for of, _, tokens in timed if of == arm) > 0
+
+
+@pytest.mark.parametrize("path", [ABTEST, RECORD])
+def test_a_copy_that_refuses_starts_nothing_anywhere(path: str) -> None:
+    body = PLAN if path == ABTEST else {"steps": 512}
+    early, late = Copy(), Copy(ready=False)
+    server = client(early, late)
+    if path == ABTEST:
+        expected = "data-parallel copy 1 of 2: no decode step has run yet: send the server a request first"
+    else:
+        late.router.start_recording(RecordPlan())
+        expected = "data-parallel copy 1 of 2: a recording is running; wait for its end, or stop it"
+    assert error_of(server.post(path, json=body)) == (409, expected)
+    assert not early.router.watches_steps, "the copy that had started has stopped"
+    assert early.router.live is not None or early.router.recording is not None
+    assert late.router.watches_steps == (path == RECORD), "what another client had started goes on"
+
+
+def test_one_at_a_time_and_bounded() -> None:
+    copy = Copy()
+    server = client(copy)
+    assert server.post(RECORD, json={"steps": 512}).status_code == 200
+    message = "a recording is running; wait for its end, or stop it"
+    assert error_of(server.post(ABTEST, json=PLAN)) == (409, message)
+    copy.decode(3)
+    (state,) = server.get(RECORD).json()["copies"]
+    assert (state["steps_done"], state["ran"], state["layers"]) == (3, ["packed"] * 3, 2)
+    assert state["facts"]["shape"]["kv_bytes"] == 4
+    assert server.get(RECORD, params={"first": "9" * 5000}).status_code == 200
+    assert server.delete(RECORD).json()["copies"][0]["us"] == []
+    assert error_of(server.get(RECORD)) == (404, "the recording is stopped, and its steps are dropped")
+    for path, body in ((RECORD, {"steps": 1 << 30}), (ABTEST, {**PLAN, "pairs": 10**9}), (RECORD, {"more": 1})):
+        assert server.post(path, json=body).status_code == 400
+    for body in (b"", b"{", b"[]", b'{"arms": [1, 2]}'):
+        assert server.post(ABTEST, content=body).status_code == 400
+    assert not copy.router.watches_steps
+
+
+@pytest.mark.parametrize(
+    ("copy", "message"),
+    [
+        (Copy(graphs=True, route="packed"), "decode steps of this server have one route (route = packed), and"),
+        (Copy(route="stock"), "start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"),
+        (Copy(ready=False), "no decode step has run yet: send the server a request first"),
+        (Copy(live=False), "live tests are off: start the server with PREFIXPACK_LIVE_TESTS=1"),
+    ],
+)
+def test_servers_that_cannot_switch_say_what_to_change(copy: Copy, message: str) -> None:
+    status, text = error_of(client(copy).post(ABTEST, json=PLAN))
+    assert status in (409, 503)
+    assert message in text
+
+
+@pytest.mark.parametrize("path", [ABTEST, RECORD])
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+def test_the_addresses_follow_the_admin_key(path: str, method: str) -> None:
+    server = client(Copy(), admin_key="secret")
+    assert server.request(method, path, json=PLAN).status_code == 401
+    assert server.request(method, path, json=PLAN, headers={"Authorization": "Bearer guess"}).status_code == 401
+    known = server.request(method, path, json=PLAN, headers={"Authorization": "Bearer secret"})
+    assert known.status_code in (200, 400, 404)
+
+
+def test_schedulers_that_run_nothing_packed_refuse() -> None:
+    class Silent(Manager):
+        async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+            return [SimpleNamespace(internal_state={})]
+
+    (found,) = asyncio.run(live_address.carried_out(Silent(), live_commands.TEST, live_commands.READ))
+    assert found["error"]["message"] == "the schedulers run no packed steps"

@@ -1,0 +1,211 @@
+"""Recorded steps: the server's ring, the clock on a GPU, the file, and policies over it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.abtest import recording
+from sgl_prefix_attn.abtest.client import check_writable, write_whole
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import live_plan
+from sgl_prefix_attn.routing.cost import CostModel
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.live_plan import RecordPlan
+from sgl_prefix_attn.sglang_plugin.dispatch.live_test import StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
+from tests.routing.profiles import write_profile
+
+PATHS = [[(1, 0, 200)], [(1, 0, 200)], []]
+SHAPE = ModelShape(4, 2, 64, kv_bytes=4)
+
+
+def handed(lens: list[int], forest: PrefixForest) -> Any:
+    return SimpleNamespace(step=SimpleNamespace(mode="decode", forest=forest), seq_lens=torch.tensor(lens))
+
+
+def recorded(steps: int, plan: RecordPlan) -> StepRecording:
+    """A recording of `steps` decode steps; every third has no paths."""
+    forest = PrefixForest.from_paths(PATHS)
+    made = StepRecording(plan, StepClock(cuda=False))
+    for index in range(steps):
+        no_paths = SimpleNamespace(step="no_cached_prefix", seq_lens=None)
+        step = no_paths if index % 3 == 2 else handed([201 + index, 205 + index, 9 + index], forest)
+        made.step(True, step, 3)
+        made.ran("stock" if index % 3 == 2 else "packed")
+        made.renew()
+    return made
+
+
+def pages(made: StepRecording, first: int = 0) -> Iterator[dict[str, Any]]:
+    while (answer := made.answer(first))["us"]:
+        yield answer
+        first = answer["first"] + len(answer["us"])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 500, 512, 513, 1700])
+def test_the_ring_has_the_newest_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_prefix_attn.sglang_plugin.dispatch.step_recording.ROWS_OF_AN_ANSWER", 200)
+    made = recorded(steps, RecordPlan(steps=512))
+    found = list(pages(made))
+    oldest = max(0, steps - 512)
+    features = [row for page in found for row in page["features"]]
+    assert [page["first"] for page in found] == list(range(oldest, steps, 200))
+    assert made.steps_done == steps
+    facts = ForestFacts.of(PrefixForest.from_paths(PATHS))
+    for index, row in zip(range(oldest, steps), features, strict=True):
+        lens = np.array([201, 205, 9]) + index
+        known = [getattr(StepFeatures.of(facts, lens), name) for name in live_plan.RECORDED]
+        assert row == ([3] + 7 * [-1] if index % 3 == 2 else known)
+    ran = [kind for page in found for kind in page["ran"]]
+    assert ran == ["stock" if index % 3 == 2 else "packed" for index in range(oldest, steps)]
+    us = [value for page in found for value in page["us"]]
+    assert us.count(None) == min(steps, 1), "the last step has no end yet"
+
+
+def test_a_recording_whose_client_is_gone_ends_and_is_dropped() -> None:
+    made = StepRecording(RecordPlan(steps=512, lease_steps=20), StepClock(cuda=False))
+    step = handed([201, 205, 9], PrefixForest.from_paths(PATHS))
+    for _ in range(40):
+        made.step(True, step, 3)
+        made.ran("packed")
+    assert (made.status, made.steps_done, made.answer()["us"]) == ("expired", 20, [])
+    assert made._features.base is None, "no view that keeps the ring's memory"
+    assert made._features.size == 0
+
+
+class Event:
+    """A CUDA event whose work is done when the test says so; waiting for it is an error."""
+
+    done = 0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = -1
+
+    def record(self) -> None:
+        Event.made += 1
+        self.at = Event.made
+
+    def query(self) -> bool:
+        return self.at <= Event.done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "the host would wait for the device"
+        return float(end.at - self.at)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for the device")
+
+
+@pytest.mark.parametrize("behind", [0, 1, 7, 200, 1000])
+def test_times_on_a_gpu_are_events_that_nothing_waits_for(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """behind: steps by which the device is behind the host."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", Event.synchronize)
+    Event.made = Event.done = 0
+    clock = StepClock(cuda=True)
+    us = np.full(3000, np.nan)
+    for row in range(3000):
+        Event.done = max(0, row - behind)
+        clock.begin(row if row % 5 else None)  # every fifth is a prefill
+        clock.collect(us)
+    known = ~np.isnan(us)
+    assert set(us[known].tolist()) <= {1000.0}
+    assert not known[::5].any()
+    assert known.sum() == 0 if behind > 256 else known.sum() >= 0.8 * (3000 - behind) - 8
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "steps.json"
+    write_whole(path, b"before")
+
+    def full(self: Path, content: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"steps.json: cannot write 5 bytes: No space left on device"):
+        write_whole(path, b"after")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["steps.json"]
+    assert path.read_bytes() == b"before"
+    for bad, message in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(ValueError, match=message):
+            check_writable(bad)
+
+
+def answer(made: StepRecording) -> dict[str, Any]:
+    facts = {"gpu": "cpu", "capability": "", "dtype": "fp32", "packed": "cpu", "stock": "torch_native"}
+    return {**made.answer(), "facts": {**facts, "shape": vars(SHAPE)}, "layers": 2, "policy": "cost"}
+
+
+def test_policies_over_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time of a step that goes elsewhere is the recorded time and the predicted difference in both layers."""
+    path = tmp_path / "steps.json"
+    path.write_bytes(recording.as_file([answer(recorded(30, RecordPlan(steps=512)))]))
+    packed, stock = {"launch": 100.0}, {"launch": 150.0, "requests": 1e3}
+    profile = write_profile(tmp_path, packed, stock, kernels="cpu", backend="torch_native")
+    policies = ["packed", "stock", "cost", "batch>=4", f"{profile}@30"]
+    assert main(["abtest", "steps", str(path), *policies, "--profile", profile, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    (copy,) = recording.read_recording(path)
+    counted = [row for row in range(30) if row % 3 != 2]
+    mean = float(np.mean(copy.us[counted]))
+    step = copy.step(0)
+    assert step is not None
+    more = 2 * (CostModel("stock", stock).microseconds(step, SHAPE) - 100.0)
+    for name in policies:
+        on_stock = name in ("stock", "batch>=4")
+        row = rows[name]
+        assert (row["steps"], row["packed"], row["moved"]) == (20, 0 if on_stock else 20, 20 if on_stock else 0)
+        assert row["server_us"] == pytest.approx(mean)
+        assert row["us"] == pytest.approx(mean + on_stock * more)
+    assert main(["abtest", "steps", str(path), *policies]) == 0
+    out = capsys.readouterr().out
+    assert "30 decode steps of a server with policy cost; no profile fits" in out
+    assert out.splitlines()[3].split()[-2:] == ["?", "?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("{}", ["packed"], "not a recording of `abtest record`: KeyError('copies')"),
+        ('{"copies": [{"columns": ["requests"]}]}', ["packed"], "columns ['requests']; this release reads"),
+        ('{"copies": []}', ["packed"], "the recording has no step: the server got no request meanwhile"),
+    ],
+)
+def test_unusable_recordings_are_named(
+    content: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(f'{{"format": "{recording.FORMAT}",{content[1:]}'.replace(",}", "}"))
+    assert main(["abtest", "steps", str(path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "server 'nowhere': expected http://HOST:PORT"),
+        (["http://127.0.0.1:9"], "/prefixpack/record: no answer"),
+        (["http://127.0.0.1:9", "--steps", "100"], "steps: Input should be greater than or equal to 512"),
+        (["http://127.0.0.1:9", "--steps", "70000"], "steps: Input should be less than or equal to 65536"),
+    ],
+)
+def test_mistakes_of_record_are_named(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["abtest", "record", *words, "--out", str(tmp_path / "x.json")]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,87 @@
+"""Two servers compared by requests: pairs, orders, the verdict, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.abtest import servers
+from sgl_prefix_attn.abtest.servers import BlockTimes, compare_servers, read_requests
+from sgl_prefix_attn.demo.workload import Request
+
+URLS = ("http://a:1", "http://b:1")
+REQUESTS = [Request(str(number), (1, 2, number), 8) for number in range(4 * 61)]
+
+
+@pytest.mark.parametrize(("b_over_a", "winner"), [(1.0, None), (1.05, "A"), (1 / 1.05, "B")])
+def test_each_block_goes_to_both_in_a_drawn_order(
+    b_over_a: float, winner: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, str]] = []
+    rng = np.random.default_rng(1)
+
+    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+        sent.append((url, requests[0].name))
+        factor = (b_over_a if url == URLS[1] else 1.0) * rng.lognormal(0, 0.05)
+        return BlockTimes(2.0 * factor, 10.0, 500.0 / factor, [[len(sent)]])
+
+    monkeypatch.setattr(servers, "block_times", block_times)
+    verdict = compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
+    assert (verdict.comparison.winner, verdict.comparison.pairs, verdict.equal_tokens) == (winner, 60, 0.0)
+    pairs = [sent[index : index + 2] for index in range(0, len(sent), 2)]
+    assert [{url for url, _ in pair} for pair in pairs] == [set(URLS)] * 61
+    assert all(one[1] == other[1] for one, other in pairs)
+    assert [URLS.index(pair[0][0]) for pair in pairs[1:]] == verdict.orders
+    assert 15 < sum(verdict.orders) < 45
+    assert ("No difference seen" if winner is None else f"{winner} is faster") in verdict.lines()[3]
+
+
+def test_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "block_times", lambda *arguments: BlockTimes(0.0, 1.0, 1.0, [[1]]))
+    verdict = compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=-1.0)
+    assert (verdict.comparison.pairs, verdict.comparison.pairs_needed) == (0, None)
+    assert "At least 8 pairs are needed" in verdict.lines()[3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: expected a JSON object with input_ids and max_new_tokens"),
+        ("[]", "line 2: expected a JSON object"),
+        ('{"max_new_tokens": 3}', "line 2: expected a JSON object with input_ids and max_new_tokens: KeyError"),
+        ('{"input_ids": "text", "max_new_tokens": 3}', "line 2: input_ids: expected a list of token ids"),
+        ('{"input_ids": [1, true], "max_new_tokens": 3}', "line 2: input_ids: expected a list of token ids"),
+        ('{"input_ids": [1], "max_new_tokens": 1}', "line 2: expected max_new_tokens from 2 and n from 1 on"),
+        ('{"input_ids": [1], "max_new_tokens": 3, "n": 0}', "line 2: expected max_new_tokens from 2 and n from 1 on"),
+    ],
+)
+def test_unusable_lines_are_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps({"input_ids": [5, 6], "max_new_tokens": 4, "n": 2}) + "\n" + line + "\n\n")
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        read_requests(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["http://a", "http://a/", "--block", "1"], "both addresses are http://a: the second sending"),
+        (["a", "http://b"], "server 'a': expected http://HOST:PORT"),
+        (["http://a", "http://b", "--block", "2"], "3 requests are fewer than two blocks of 2"),
+        (["http://a", "http://b", "--block", "0"], "--block 0: expected 1 to 4096 requests"),
+        (["http://127.0.0.1:9", "http://b", "--block", "1", "--seed", "5"], "Cannot connect to host"),
+        (["http://a", "http://b", "--out", "no/where"], "there is no folder no"),
+        (["http://a", "http://b", "--requests", "nowhere"], "nowhere: cannot read the requests"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(3 * (json.dumps({"input_ids": [5, 6], "max_new_tokens": 4}) + "\n"))
+    given = [] if "--requests" in words else ["--requests", str(path)]
+    assert main(["abtest", "servers", *words, *given]) == 2
+    assert message in capsys.readouterr().err
