@@ -71,7 +71,8 @@ class TreeMirror:
         Raises:
             ValueError: the tree contradicts itself, even when read from scratch.
         """
-        self.follows_root()
+        if known is None:
+            self.follows_root()
         try:
             return self._forest(handles, prefix_lens, live, known)
         except ValueError:

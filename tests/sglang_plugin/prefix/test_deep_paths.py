@@ -94,6 +94,24 @@ def test_nodes_that_are_known_are_not_read_again() -> None:
     assert counted.read <= 1000 + 2, "the new node, and the one whose siblings it joins"
 
 
+def test_a_new_group_beside_many_reads_only_nodes_that_may_be_below_it() -> None:
+    """Groups below one prompt: nodes that end where the new group's node ends cannot be below it."""
+    tree = FakeTree()
+    (prompt,) = tree.chain(1, tokens=64)
+    running = [tree.add(tree.add(prompt, tokens=32), tokens=8) for _ in range(100)]
+    first = tree.add(prompt, tokens=40)
+    counted = Counting(tree)
+    mirror = TreeMirror(counted)
+    lens = int64_array([1 << 20] * len(running))
+    mirror.forest(running, lens, None)
+    mirror.forest([*running[1:], first], lens, None)
+    counted.read = 0
+    second = tree.add(tree.split(first, tokens=32), tokens=8)
+    forest, _ = mirror.forest([*running[2:], first, second], lens, None)
+    assert counted.read <= 3, "the new group, its second member, and the first, which is below it now"
+    assert (32 + 64) in forest.node_end[forest.node_parent >= 0].tolist()
+
+
 @pytest.mark.parametrize("deep", [0, 50])
 def test_a_split_below_a_parent_with_many_children_reads_only_nodes_in_use(deep: int) -> None:
     tree = FakeTree()
