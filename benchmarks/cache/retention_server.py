@@ -3,20 +3,24 @@
     python -m benchmarks.cache.retention_server --out benchmarks/results/retention_server.json
 
 The pool has 56 tokens a branch, and as many prompts of 64 tokens are computed first, so it is full and evicts. Then
-32 requests with prompts of 64 tokens decode 150 steps; that is repeated. A step's time is the time between two tokens
-of one of them, whose tokens are streamed. Servers with retention on and off alternate.
+32 requests with prompts of 64 tokens decode 150 steps. Two servers, one with retention, run that in turns, with a new
+pair of servers in each round. `step_ms` is the time between two tokens of a streamed request. `step_cpu_ms` is the time
+of the scheduler's thread on a processor, so other work on the machine changes it less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,11 @@ from benchmarks.serving.host_cost import machine
 
 PROMPT, REQUESTS, STEPS, POOL = 64, 32, 150, 56
 VOCABULARY = range(10, 1000)
-WAYS = ("off", "on")
+MODES = ("off", "on")
 
 
-def serve(branches: int, retention: bool, repeats: int) -> dict[str, Any]:
-    """Starts a server, fills its cache and times the steps."""
+def serve(pipe: Connection, branches: int, retention: bool) -> None:
+    """Starts a server, fills its cache, then answers each message with the figures of one run."""
     os.environ["PREFIXPACK_RETENTION"] = "reuse" if retention else "off"
     import sglang
 
@@ -44,72 +48,109 @@ def serve(branches: int, retention: bool, repeats: int) -> dict[str, Any]:
         max_running_requests=2 * REQUESTS,
         context_length=512,
         disable_cuda_graph=True,
+        sleep_on_idle=True,  # the other server is measured meanwhile
         grammar_backend="none",
         log_level="error",
     )
+    load = Load(engine, branches)
+    run = engine.loop.run_until_complete
     try:
-        return engine.loop.run_until_complete(_measure(engine, branches, retention, repeats))
+        pipe.send(run(load.fill()))
+        while pipe.recv() == "run":
+            pipe.send(run(load.decode()))
+        pinning = run(engine.tokenizer_manager.get_internal_state())[0].get("prefixpack_pinning", {})
+        assert bool(pinning) == retention
+        assert pinning.get("failures", 0) == 0, pinning
+        pipe.send(pinning)
     finally:
         engine.shutdown()
 
 
-async def _measure(engine: Any, branches: int, retention: bool, repeats: int) -> dict[str, Any]:
-    dice = random.Random(branches)
+class Load:
+    """The requests to one server."""
 
-    def prompt() -> list[int]:
-        return dice.choices(VOCABULARY, k=PROMPT)
+    def __init__(self, engine: Any, branches: int) -> None:
+        self._engine, self._branches = engine, branches
+        self._dice = random.Random(branches)
 
-    async def request(tokens: int) -> None:
-        await engine.async_generate(input_ids=prompt(), sampling_params=_sampling(tokens))
+    def _request(self, tokens: int, **options: Any) -> Any:
+        prompt = self._dice.choices(VOCABULARY, k=PROMPT)
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return self._engine.async_generate(input_ids=prompt, sampling_params=sampling, **options)
 
-    started = time.perf_counter()
-    for begin in range(0, branches, 256):
-        await asyncio.gather(*(request(1) for _ in range(begin, min(begin + 256, branches))))
-    fill = time.perf_counter() - started
-    means, medians, longest = [], [], []
-    for _ in range(repeats):
-        others = [asyncio.ensure_future(request(STEPS)) for _ in range(REQUESTS - 1)]
-        at = []
-        async for _ in await engine.async_generate(input_ids=prompt(), sampling_params=_sampling(STEPS), stream=True):
-            at.append(time.perf_counter())
+    async def fill(self) -> float:
+        """Computes a prompt for each branch; returns the seconds."""
+        started = time.perf_counter()
+        for begin in range(0, self._branches, 256):
+            await asyncio.gather(*(self._request(1) for _ in range(begin, min(begin + 256, self._branches))))
+        return time.perf_counter() - started
+
+    async def decode(self) -> dict[str, float]:
+        """Milliseconds a step."""
+        others = [asyncio.ensure_future(self._request(STEPS)) for _ in range(REQUESTS - 1)]
+        seen = []
+        async for chunk in await self._request(STEPS, stream=True):
+            seen.append((chunk["meta_info"]["completion_tokens"], time.perf_counter(), scheduler_seconds()))
         await asyncio.gather(*others)
-        # The first two tokens may come while others are still prefilled.
-        gaps = [1e3 * (after - before) for before, after in zip(at[2:], at[3:], strict=False)]
-        assert len(gaps) > STEPS // 2, f"{len(at)} streamed tokens of {STEPS}"
-        means.append(1e3 * (at[-1] - at[2]) / (STEPS - 3))
-        medians.append(statistics.median(gaps))
-        longest.append(max(gaps))
-    pinning = (await engine.tokenizer_manager.get_internal_state())[0].get("prefixpack_pinning", {})
-    assert bool(pinning) == retention and pinning.get("failures", 0) == 0, pinning
-    return {"mean_ms": means, "median_ms": medians, "longest_ms": longest, "fill_s": fill}
+        # The first tokens may come while others are still prefilled. A chunk has several tokens if this process lags.
+        seen = [point for point in seen if point[0] >= STEPS // 10]
+        (first, begin, used_before), (last, end, used) = seen[0], seen[-1]
+        assert last - first > STEPS // 2, f"tokens {first} to {last} of {STEPS}"
+        return {
+            "step_ms": 1e3 * (end - begin) / (last - first),
+            "step_cpu_ms": 1e3 * (used - used_before) / (last - first),
+            "longest_ms": 1e3 * max(after[1] - before[1] for before, after in itertools.pairwise(seen)),
+        }
 
 
-def _sampling(tokens: int) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+def scheduler_seconds() -> float:
+    """Processor time of the scheduler's main thread."""
+    best = 0.0
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        best = max(best, int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) / 1e9)
+    return best
 
 
 def measure(branches: int, rounds: int, repeats: int) -> dict[str, Any]:
-    """Medians over all repeats, in milliseconds, by whether retention is on."""
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    """Medians over all runs, by whether retention is on."""
+    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    fills: dict[str, list[float]] = {mode: [] for mode in MODES}
+    pinning: dict[str, Any] = {}
+    context = multiprocessing.get_context("spawn")
     for number in range(rounds):
-        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            found[way].append(serve(branches, way == "on", repeats))
-            print(branches, way, found[way][-1], file=sys.stderr, flush=True)
+        order = MODES if number % 2 == 0 else MODES[::-1]
+        pipes, processes = {}, []
+        for mode in order:
+            pipes[mode], other = context.Pipe()
+            processes.append(context.Process(target=serve, args=(other, branches, mode == "on")))
+            processes[-1].start()
+            other.close()
+            fills[mode].append(pipes[mode].recv())
+        for _ in range(repeats):
+            for mode in order:
+                pipes[mode].send("run")
+                runs[mode].append(pipes[mode].recv())
+                print(branches, mode, runs[mode][-1], file=sys.stderr, flush=True)
+        for mode in order:
+            pipes[mode].send("end")
+            pinning[mode] = pipes[mode].recv()
+        for process in processes:
+            process.join()
     row: dict[str, Any] = {"branches": branches}
-    for way in WAYS:
-        runs = found[way]
-        values = {key: [x for run in runs for x in run[key]] for key in ("mean_ms", "median_ms", "longest_ms")}
-        row[way] = {key: round(statistics.median(value), 3) for key, value in values.items()}
-        row[way]["fill_s"] = round(statistics.median(run["fill_s"] for run in runs), 1)
-        row[way]["runs_mean_ms"] = [round(value, 3) for value in values["mean_ms"]]
+    for mode in MODES:
+        row[mode] = {key: round(statistics.median(run[key] for run in runs[mode]), 3) for key in runs[mode][0]}
+        row[mode]["fill_s"] = round(statistics.median(fills[mode]), 1)
+        row[mode]["runs_step_cpu_ms"] = [round(run["step_cpu_ms"], 3) for run in runs[mode]]
+        row[mode]["runs_step_ms"] = [round(run["step_ms"], 3) for run in runs[mode]]
+    row["on"]["counters"] = pinning["on"]
     return row
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--branches", type=int, nargs="+", default=[1000, 4000, 16000])
-    parser.add_argument("--rounds", type=int, default=3, help="servers of each kind")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of 32 requests on each server")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of servers")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of 32 requests on each server")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(argv)
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -119,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         row = measure(branches, options.rounds, options.repeats)
         results["rows"].append(row)
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        on, off = row["on"], row["off"]
-        print(f"{branches} branches: step off {off['mean_ms']} ms, on {on['mean_ms']} ms")
+        for key in ("step_ms", "step_cpu_ms"):
+            print(f"{branches} branches, {key}: off {row['off'][key]}, on {row['on'][key]}")
     return 0
 
 
