@@ -174,9 +174,9 @@ void RadixMirror::mark_used(int32_t slot) {
   for (; slot >= 0 && nodes_[slot].used != generation_; slot = nodes_[slot].parent) nodes_[slot].used = generation_;
 }
 
-std::vector<int64_t> RadixMirror::take_stale() {
-  for (int64_t id : stale_) {
-    Node& node = nodes_[slot_of_.at(id)];
+std::vector<std::pair<int64_t, int32_t>> RadixMirror::take_stale() {
+  for (const auto& stale : stale_) {
+    Node& node = nodes_[slot_of_.at(stale.first)];
     node.checked = splits_below(node.parent);
   }
   return std::exchange(stale_, {});
@@ -240,7 +240,7 @@ Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens
     Node& node = nodes_[slot];
     if (node.requests >= 2) shared.push_back(slot);
     if (may_have_moved(node)) {
-      stale_.push_back(node.id);
+      stale_.emplace_back(node.id, node.candidate);
     } else {
       node.checked = splits_below(node.parent);
     }
