@@ -27,7 +27,7 @@ combine_fan_in: int  # KV splits of a tile up to which its partials are combined
 class CudaDevice:
     name: str
     compute_capability: int  # 10 * major + minor
-    multiprocessors: int
+    num_sms: int
     shared_memory_per_block: int  # bytes
     l2_bytes: int
 

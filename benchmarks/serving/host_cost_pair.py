@@ -8,7 +8,7 @@ work on the machine only adds to it. Cases:
 
 * steady: the requests of a step are those of the step before. Every eighth step asks the planner.
 * change: a request has left, and one has joined.
-* one plan: the native planner's time for the last plan, part of the decision of a step with a change.
+* nine plans: the native planner's time for all plans of a run, a part of the decisions of steps with a change.
 * stock: a step without paths, as the backend hands it to the stock backend.
 * layer: one packed layer of a batch of one request, SGLang's store of K and V included.
 """
@@ -59,7 +59,7 @@ class Worker:
         self.make_prompts = importlib.import_module("benchmarks.serving.host_cost").make_prompts
 
     def steps(self, kind: str, count: int) -> dict[str, list[float]]:
-        """Microseconds of each step, with a change and without. The last plan is part of a decision."""
+        """Microseconds of each step, with a change and without."""
         dice = random.Random(count)
         prompts = iter(self.make_prompts(dice, count + CHANGES))
         scheduler = self.scheduler(kind, slots=count * 400, rows=count + CHANGES + 1, context=2048)
@@ -98,7 +98,7 @@ class Worker:
                 took[f"{part}: paths"].append((read - begin) / 1e3)
                 took[f"{part}: decision"].append((end - read) / 1e3)
         (record,) = fixture.backend._executor.planners
-        took["one plan"] = [1e6 * record.plan_seconds]
+        took["nine plans"] = [1e6 * record.plan_seconds]
         assert not fixture.fallbacks, fixture.fallbacks
         return took
 

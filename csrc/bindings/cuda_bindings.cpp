@@ -107,12 +107,12 @@ void bind_devices(py::module_& m) {
   py::class_<CudaDevice>(m, "CudaDevice")
       .def_readonly("name", &CudaDevice::name)
       .def_readonly("compute_capability", &CudaDevice::compute_capability)
-      .def_readonly("multiprocessors", &CudaDevice::multiprocessors)
+      .def_readonly("num_sms", &CudaDevice::num_sms)
       .def_readonly("shared_memory_per_block", &CudaDevice::shared_memory_per_block)
       .def_readonly("l2_bytes", &CudaDevice::l2_bytes)
       .def("__repr__", [](const CudaDevice& device) {
         return "<CudaDevice " + device.name + ", sm_" + std::to_string(device.compute_capability) + ", " +
-               std::to_string(device.multiprocessors) + " multiprocessors>";
+               std::to_string(device.num_sms) + " SMs>";
       });
   m.def("cuda_devices", &cuda_devices,
         "Devices the CUDA runtime finds; RuntimeError with CUDA's words where it fails.");

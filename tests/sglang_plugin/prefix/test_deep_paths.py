@@ -13,7 +13,7 @@ import pytest
 from sgl_prefix_attn.core.forest import PrefixForest, int64_array
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import ObjectReader
-from tests.sglang_plugin.prefix.fake_tree import FakeTree, Node, path_of
+from tests.support.fake_tree import FakeTree, Node, path_of
 
 NODES = 100_000
 # CPU seconds. Reading takes about a fifth; quadratic reading takes minutes.
