@@ -161,6 +161,21 @@ class LaunchSize:
 def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
     """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""
 
+def cuda_draft_tables(
+    *,
+    committed: int,
+    mask: int,
+    mask_size: int,
+    rows: int,
+    requests: int,
+    drafts: int,
+    has_committed_columns: bool,
+    seq_lens: int,
+    visible: int,
+    stream: int,
+) -> None:
+    """Launches the tables of a verify step on a cudaStream_t; parameters as in csrc/cuda/draft_params.h."""
+
 def cuda_prepare(
     step: StepAddresses,
     *,

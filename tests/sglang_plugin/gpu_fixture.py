@@ -340,7 +340,9 @@ class DecodeGraphs:
         for i, layer in enumerate(fixture.layers):
             q, k, v = fixture.qkv(layer)
             self.q[i, :rows] = q[:rows]
-            fixture.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc), k[:rows], v[:rows])
+            if rows:  # SGLang's kernel for it cannot be launched with no rows at all
+                loc = KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc)
+                fixture.pool.set_kv_buffer(layer, loc, k[:rows], v[:rows])
         mode = self.capture_forward_mode
         view = build_replay_fb_view(batch, buffers, size, raw, size * self.width, 1, mode, False)
         with fixture.handover.handed_over(fixture.handed if handed is None else handed):
