@@ -13,6 +13,7 @@ from sgl_prefix_attn.core.draft_tables import visible_words
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import DTYPES, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep, as_int64
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
@@ -34,6 +35,7 @@ class CpuExecutor:
 
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.planners: list[Planner] = []
+        self.drafts = versions.drafts_of(runner)
         self._settings = settings
         self._req_to_token_pool = runner.req_to_token_pool
         self._workspace = PartialWorkspace()

@@ -85,7 +85,7 @@ class CudaExecutor:
         self.planners: list[Planner] = []
         self.kernels = kernels.name
         self.reads_trees = kernels.reads_trees
-        self._drafts = versions.drafts_of(runner)
+        self.drafts = versions.drafts_of(runner)
         self._no_verify = unsupported_server(runner, kernels.reads_trees)
         self._settings = settings
         self._kernels = kernels
@@ -199,10 +199,10 @@ class CudaExecutor:
         """
         rows, context = self._req_to_token_pool.req_to_token.shape
         batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
-        tokens = self._graph_tokens or batch * self._drafts
+        tokens = self._graph_tokens or batch * self.drafts
         most_rows = min(self._settings.max_tile_rows, self._kernels.max_tile_rows)
         widest = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group, max_tile_rows=most_rows).tile_rows[-1]
-        tiles = -(-self._drafts // max(1, widest // shape.group))
+        tiles = -(-self.drafts // max(1, widest // shape.group))
         queries = max(tokens, rows) + self._prefill_tokens
         return StepLimits(
             queries=queries,
@@ -210,7 +210,7 @@ class CudaExecutor:
             kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
             # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self._drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
+            partial_slots=(6 if self.drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class CudaExecutor:
     def _tables_of(self, device: torch.device) -> DraftTables:
         if self._draft_tables is None:
             requests = max(self._graph_batch, self._req_to_token_pool.req_to_token.shape[0])
-            self._draft_tables = DraftTables(requests, self._drafts, device)
+            self._draft_tables = DraftTables(requests, self.drafts, device)
         return self._draft_tables
 
     def memory_resumed(self) -> None:

@@ -33,5 +33,5 @@ def test_a_dry_run_predicts_each_case(options: list[str], capsys: pytest.Capture
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows
     assert all(row["predicted_us"] > 0.8 * row["limit_us"] for row in rows)
-    assert len({row["case"] for row in rows}) == len(rows)
+    assert len({row["key"] for row in rows}) == len(rows)
     assert all(np.isfinite(row["limit_us"]) and row["kv_tokens_packed"] >= row["kv_tokens_unique"] for row in rows)
