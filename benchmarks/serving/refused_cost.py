@@ -42,7 +42,7 @@ from tests.sglang_plugin.execution.test_verify_graphs import Verify
 from tests.sglang_plugin.gpu_fixture import host_kernels
 
 DRAFTS = 4
-STEPS = 2000
+STEPS = 200  # of a window: short, so that other processes interrupt few of them
 
 
 class Stock:
@@ -181,7 +181,7 @@ def hooks_of_steps() -> tuple[Any, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--out", type=Path, help="JSON file of runs by commit; this one is added")
     parser.add_argument("--commit", default=git_commit(), help="commit to record (default: git's)")
     args = parser.parse_args()
