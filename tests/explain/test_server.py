@@ -254,7 +254,10 @@ def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> No
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
-        ({"steps_packed": {"decode": 1506}, "fallbacks": {"compute_bound": 461}}, "461 steps beside 1,510 decode steps"),
+        (
+            {"steps_packed": {"decode": 1506}, "fallbacks": {"compute_bound": 461}},
+            "461 steps beside 1,510 decode steps",
+        ),
         ({"steps_packed": {"decode": 1506}, "fallbacks": {"compute_bound": 151}}, None),
         ({"steps_packed": {"decode": 200, "extend": 30, "mixed": 9}, "fallbacks": {}}, "39 steps beside 204 decode"),
         ({"steps_packed": {}, "fallbacks": {"compute_bound": 9}, "routed_steps": {}}, None),
