@@ -90,8 +90,8 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
         OSError, ValueError, RuntimeError: what SGLang has against the arguments.
         SystemExit: arguments that SGLang does not know; it has printed which.
     """
+    arguments, environ = list(arguments), dict(environ)  # a copy, since `environ` may be os.environ itself
     first = last = _diagnose_once(arguments, environ)
-    arguments, environ = list(arguments), dict(environ)
     seen: set[str] = set()
     while len(first.changes) < _MOST_CHANGES:
         reason = last.steps["decode"].reason
