@@ -41,6 +41,8 @@ _SHAPE = {
 # SGLang's torch_native backend ignores it, so that on a CPU there would be nothing to compare with.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
+    # A head size that kernels of a GPU have.
+    "llama_gpu": ("LlamaForCausalLM", {"head_dim": 64, "num_attention_heads": 4}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "gemma2": (

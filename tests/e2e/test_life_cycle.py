@@ -20,8 +20,8 @@ import pytest
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerError
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
-from tests.e2e.conftest import BACKEND, STOCK, Launch, Tokens, packing
-from tests.e2e.life_cycle import LONGEST, Engine, other_weights, prompts, stock_tokens, update_from_disk
+from tests.e2e.conftest import BACKEND, STOCK, Launch, packing
+from tests.e2e.life_cycle import LONGEST, Engine, other_weights, prompts, same_as, stock_tokens, update_from_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -42,13 +42,14 @@ def run(
     """run(server, seeds, calls, pins=False): a random sequence of calls for each seed."""
     models = (model, other_weights(model, tmp_path_factory.mktemp("other")))
     requests = prompts(vocabulary)
-    expected: tuple[Tokens, Tokens] = stock_tokens(stock_server, requests, models)
-    assert expected[0] != expected[1]
+    first, second = stock_tokens(stock_server, requests, models)
+    assert first != second
+    judges = same_as(first), same_as(second)
     with ThreadPoolExecutor(64) as pool:
 
         def sequences(server: Server, seeds: range, calls: int, *, pins: bool = False) -> None:
             for seed in seeds:
-                engine = Engine(server, requests, models, expected, pool, random.Random(seed), pins)
+                engine = Engine(server, requests, models, judges, pool, random.Random(seed), pins)
                 try:
                     engine.live(calls)
                 except BaseException as error:

@@ -46,9 +46,10 @@ class TestKnownSituations:
             assert tracker.step(scheduler.decode_batch()) is first
 
     def test_nothing_is_kept_from_a_tree_that_another_has_replaced(self, kind: str) -> None:
-        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
-        scheduler.decode()
-        first = check(scheduler, tracker, scheduler.decode_batch())
+        scheduler, tracker = self.start(kind, *([1] * 50 + [last] for last in range(2, 8)))
+        for _ in range(6):  # until none counts as new
+            scheduler.decode()
+            first = check(scheduler, tracker, scheduler.decode_batch())
         batch = scheduler.decode_batch()
         batch.tree_cache = object()
         assert tracker.step(batch) == fallback_reasons.UNKNOWN_TREE
