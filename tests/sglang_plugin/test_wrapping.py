@@ -184,6 +184,7 @@ REFUSED = {
     "no radix cache": (_argument(disable_radix_cache=True), reasons.NO_RADIX_CACHE),
     "unknown pool": (_pool(_become(PagedPool)), reasons.KV_LAYOUT),
     "hnd": (_pool(_hnd), reasons.KV_LAYOUT),
+    "wide heads": (_layers(qk_head_dim=512, v_head_dim=512), reasons.HEAD_DIM),
     "fp4": (_pool(lambda pool: setattr(pool, "k_scale_buffer", [])), reasons.KV_DTYPE),
     "bidirectional": (_layers(attn_type=AttentionType.ENCODER_ONLY), reasons.NON_CAUSAL),
     "reads metadata": (

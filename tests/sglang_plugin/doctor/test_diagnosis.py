@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "odd_heads": ("Llama", {"head_dim": 24}),
+    "wide_heads": ("Llama", {"head_dim": 512}),
     "mla": (
         "DeepseekV2",
         {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
@@ -101,7 +102,9 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(
     assert (found.after is not None and found.after.steps["decode"].reason is None) == helps
 
 
-@pytest.mark.parametrize(("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM)])
+@pytest.mark.parametrize(
+    ("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM), ("wide_heads", reasons.HEAD_DIM)]
+)
 def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str) -> None:
     found = diagnosis(models[model], **WRAP)
     assert found.steps["decode"].reason == reason
