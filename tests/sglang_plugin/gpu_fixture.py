@@ -54,6 +54,7 @@ class HostStep:
         self.prepared = 0
         self.attended = 0
         self.recording: list[Callable[[], Any]] | None = None
+        self.lost = False  # whether a release of memory has taken its content
         self._plan: Plan | None = None
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
@@ -71,7 +72,7 @@ class HostStep:
         self._plan, self._most = plan, seq_lens + growth
 
     def reset(self) -> None:
-        self._plan = None
+        self._plan, self.lost = None, False
 
     def prepare(
         self,
@@ -81,6 +82,7 @@ class HostStep:
         visible: torch.Tensor | None = None,
     ) -> None:
         assert self._plan is not None
+        assert not self.lost
         self._visible = visible
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64
         count = self._plan.num_requests

@@ -140,6 +140,14 @@ class TestScalesOfALayer:
         assert fixture.stock.layer_calls == 1
         assert fallback_reasons.KV_SCALES in fallback_reasons.EXPLANATIONS
 
+    def test_so_does_a_layer_of_which_a_weight_update_takes_that_knowledge(self) -> None:
+        fixture = give_scales(make_fixture())
+        fixture.run()
+        fixture.layers[1].k_scale_float = None
+        fixture.run()
+        assert fixture.fallbacks == {fallback_reasons.KV_SCALES: 1}
+        assert fixture.stock.layer_calls == 1
+
 
 def test_which_stock_backends_know_scales() -> None:
     assert all(knows_kv_scales(name) for name in ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx"))
