@@ -52,7 +52,8 @@ def test_paths_are_read_whichever_backend_may_pack_them() -> None:
 
 def test_one_handover_serves_all_backends() -> None:
     fixture = Fixture(PATHS, LENGTHS)
-    assert fixture.state.serve("hooks", fixture.runner) is fixture.handover
+    first = fixture.handover
+    assert fixture.state.serve("hooks", fixture.runner) is first
 
 
 def test_paths_are_read_while_one_backend_may_pack_them() -> None:
