@@ -30,6 +30,7 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e.conftest import Tokens, tokens_of
 
 LONGEST = 96  # output tokens
+COUNTS = (1, 2, 8, 8, 8, 24, 24, LONGEST)  # often the same: requests then end together
 SECONDS = 60.0  # for a call that has to wait for running requests
 TAGS = ("kv_cache", "weights", "cuda_graph")
 PAUSES = ("abort", "retract", "in_place")
@@ -39,11 +40,19 @@ Judge = Callable[[int, list[int]], None]
 
 
 def prompts(vocabulary: Vocabulary) -> list[Request]:
-    """Eight prompts over two common beginnings."""
-    return [
-        Request(f"life-{i}", vocabulary.tokens(220, 21, i % 2) + vocabulary.tokens(5 + i, 22, i), LONGEST)
-        for i in range(8)
-    ]
+    """Twelve prompts over four documents, whole and in part, half of them behind a system prompt.
+
+    They fork at many depths, so that a request in another's place, or a node that has been split, shows in the tokens.
+    """
+    system = vocabulary.tokens(30, 21, 9)
+    documents = [vocabulary.tokens(110 + 30 * number, 21, number) for number in range(4)]
+    prompts = []
+    for number in range(12):
+        document = documents[number % 4]
+        begin = document[: len(document) * (number % 3 + 1) // 3]
+        own = vocabulary.tokens(5 + number, 22, number)
+        prompts.append(Request(f"life-{number}", system * (number % 2) + begin + own, LONGEST))
+    return prompts
 
 
 def other_weights(model: Path, folder: Path) -> Path:
@@ -139,8 +148,8 @@ class Engine:
     def send(self) -> None:
         if self.released:
             return
-        for _ in range(self.draw.randint(1, 4)):
-            which, count = self.draw.randrange(len(self.requests)), self.draw.randint(1, LONGEST)
+        for _ in range(self.draw.randint(1, 8)):
+            which, count = self.draw.randrange(len(self.requests)), self.draw.choice(COUNTS)
             sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
             body = {"input_ids": list(self.requests[which].prompt), "sampling_params": sampling}
             answer = self.pool.submit(self.server.post, "/generate", body, SECONDS)
