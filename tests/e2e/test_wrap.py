@@ -78,9 +78,7 @@ def follow(changes: Sequence[Change], options: ServerOptions) -> tuple[list[str]
     """Launch arguments and our variables of a server after the doctor's changes."""
     arguments, environment = launch_arguments(options), dict(options.environment)
     for change in changes:
-        arguments = arguments_without(arguments, change.without)
-        environment = {name: value for name, value in environment.items() if name not in change.unset}
-        environment.update(change.variables)
+        arguments, environment = change.followed(arguments, environment)
     return arguments, environment
 
 

@@ -145,9 +145,22 @@ def as_text(found: Diagnosis, arguments: list[str], environ: Mapping[str, str]) 
     if found.after is not None:
         packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
         lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")
+        lines.append(f"  Launch: {_launch_after(found, arguments, environ)}")
     if not found.packs and not found.changes:
         lines.append("There is nothing to change: this server cannot run packed.")
     return "\n".join([*lines, "", f"Launch arguments: {shlex.join(arguments)}"])
+
+
+def _launch_after(found: Diagnosis, arguments: list[str], environ: Mapping[str, str]) -> str:
+    """The command of the server after the changes, for this shell."""
+    after = dict(environ)
+    for change in found.changes:
+        arguments, after = change.followed(arguments, after)
+    unset = ["env", *(f"-u {name}" for name in os.environ if name not in after)]
+    changed = [f"{name}={shlex.quote(after[name])}" for name in sorted(after) if after[name] != os.environ.get(name)]
+    return " ".join(
+        [*(unset if len(unset) > 1 else []), *changed, "python -m sglang.launch_server", shlex.join(arguments)]
+    )
 
 
 def _line(answer: Answer) -> str:

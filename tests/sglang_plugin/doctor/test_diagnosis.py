@@ -204,6 +204,8 @@ class TestCommand:
         text = capsys.readouterr().out
         assert "Variables: PREFIXPACK_WRAP=1" in text
         assert "1. Unset SGLANG_USE_HND_KVCACHE." in text
+        after = f"python -m sglang.launch_server --model-path {models['llama']} {' '.join(CPU)}"
+        assert f"  Launch: env -u SGLANG_USE_HND_KVCACHE PREFIXPACK_WRAP=1 {after}\n" in text
 
     @pytest.mark.parametrize(
         ("arguments", "variables", "message"),
