@@ -239,6 +239,14 @@ class TestRefused:
         settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", gpu_stock(), settings) == reasons.DISABLED
 
+    @pytest.mark.parametrize("mixes", [False, True])
+    def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, mixes: bool) -> None:
+        """`pack_mixed` is on by default on a CPU; without mixed steps it packs nothing."""
+        fixture = new_fixture(server_args=SimpleNamespace(enable_mixed_chunk=mixes))
+        settings = Settings(wrap=True, route="stock", pack_extend=False)  # type: ignore[arg-type]
+        refusal = eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, settings)
+        assert refusal == (None if mixes else reasons.DISABLED)
+
     def test_an_object_of_another_class_behind_the_name(self) -> None:
         fixture = new_fixture()
         other = SimpleNamespace(forward=None)

@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
         print(json.dumps({**facts, **as_dict(found)}, indent=2))
     else:
-        print(
-            f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{as_text(found, arguments, environ)}"
-        )
+        text = as_text(found, arguments, environ, variables)
+        print(f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}")
     return 0 if found.packs else 1
 
 
@@ -123,8 +122,17 @@ def _explained(reason: str) -> str:
     return explained(reason)
 
 
-def as_text(found: Diagnosis, arguments: list[str], environ: Mapping[str, str]) -> str:
-    """A diagnosis for people."""
+def as_text(
+    found: Diagnosis, arguments: list[str], environ: Mapping[str, str], given: Mapping[str, str] | None = None
+) -> str:
+    """A diagnosis for people.
+
+    Args:
+        found: the diagnosis.
+        arguments: launch arguments.
+        environ: variables of the server's process.
+        given: those of them that come before the launch arguments.
+    """
     prefill, decode = found.backends
     backends = str(decode) if prefill == decode else f"{prefill} for prefill, {decode} for decode"
     no_settings = set(OTHER_VARIABLES) - {CONFIG_VARIABLE}
@@ -145,22 +153,21 @@ def as_text(found: Diagnosis, arguments: list[str], environ: Mapping[str, str]) 
     if found.after is not None:
         packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
         lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")
-        lines.append(f"  Launch: {_launch_after(found, arguments, environ)}")
+        lines.append(f"  Launch: {_launch_after(found, arguments, environ, given or {})}")
     if not found.packs and not found.changes:
         lines.append("There is nothing to change: this server cannot run packed.")
     return "\n".join([*lines, "", f"Launch arguments: {shlex.join(arguments)}"])
 
 
-def _launch_after(found: Diagnosis, arguments: list[str], environ: Mapping[str, str]) -> str:
-    """The command of the server after the changes, for this shell."""
-    after = dict(environ)
+def _launch_after(found: Diagnosis, arguments: list[str], environ: Mapping[str, str], given: Mapping[str, str]) -> str:
+    """The command of the server after the changes, for a shell with the variables of `environ` that are not `given`."""
+    after = dict(given)
+    unset = [name for change in found.changes for name in change.unset if name in environ and name not in given]
     for change in found.changes:
         arguments, after = change.followed(arguments, after)
-    unset = ["env", *(f"-u {name}" for name in os.environ if name not in after)]
-    changed = [f"{name}={shlex.quote(after[name])}" for name in sorted(after) if after[name] != os.environ.get(name)]
-    return " ".join(
-        [*(unset if len(unset) > 1 else []), *changed, "python -m sglang.launch_server", shlex.join(arguments)]
-    )
+    begin = ["env", *(f"-u {name}" for name in unset)] if unset else []
+    changed = [f"{name}={shlex.quote(value)}" for name, value in sorted(after.items())]
+    return " ".join([*begin, *changed, "python -m sglang.launch_server", shlex.join(arguments)])
 
 
 def _line(answer: Answer) -> str:
