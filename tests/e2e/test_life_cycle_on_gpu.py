@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module", params=["prefixpack", "wrapped"])
-def server(request: pytest.FixtureRequest, models: tuple[Path, Path], tmp_path_factory: object) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[Server]:
     """A server under our name, and one in wrap mode under the name that SGLang chooses."""
     wrapped = request.param == "wrapped"
     options = ServerOptions(

@@ -131,6 +131,7 @@ def test_doctor_on_a_server_with_packing_switched_off(launch: Launch, vocabulary
     ("way", "backend"),
     [
         ("engine", None),
+        ("serve", STOCK),
         ("slime", STOCK),
         ("verl", STOCK),
         ("areal", STOCK),
@@ -156,8 +157,8 @@ def test_other_launchers(
     task = tmp_path / "task.json"
     prompts = [list(request.prompt) for request in requests]
     task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))
-    # Two ways run in forks, which start in a fraction of the time. The others show that fresh processes do as well.
-    start = forked_server.start if way in ("verl", "areal") else start_process
+    # Forks start in a fraction of the time. The other ways show that fresh processes do as well.
+    start = forked_server.start if way in ("serve", "verl", "areal") else start_process
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.launchers", way, str(task)]
     with log.open("wb") as output:
