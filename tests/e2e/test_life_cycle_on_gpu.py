@@ -33,8 +33,8 @@ pytestmark = [
 ]
 
 SEQUENCES = 50
-# How far a token's logit may be below the best one's. In bf16 this model's tokens stay within 0.12. With an eighth of
-# the prompt's keys replaced, two of three tokens are more than 0.5 below.
+# How far a token's logit may be below the best one's. In bf16 on a CPU, transformers' tokens stay within 0.14. With an
+# eighth of the prompt replaced, more than half of the tokens are more than 0.5 below.
 TOLERANCE = 0.5
 RELEASED_BYTES = 64 * 2**20  # at least, by all tags
 ENVIRONMENT = {"PREFIXPACK_ROUTE": "packed", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
