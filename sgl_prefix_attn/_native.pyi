@@ -27,7 +27,7 @@ combine_fan_in: int  # KV splits of a tile up to which its partials are combined
 class CudaDevice:
     name: str
     compute_capability: int  # 10 * major + minor
-    multiprocessors: int
+    num_sms: int
     shared_memory_per_block: int  # bytes
     l2_bytes: int
 
@@ -161,6 +161,21 @@ class LaunchSize:
 def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
     """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""
 
+def cuda_draft_tables(
+    *,
+    committed: int,
+    mask: int,
+    mask_size: int,
+    rows: int,
+    requests: int,
+    drafts: int,
+    has_committed_columns: bool,
+    seq_lens: int,
+    visible: int,
+    stream: int,
+) -> None:
+    """Launches the tables of a verify step on a cudaStream_t; parameters as in csrc/cuda/draft_params.h."""
+
 def cuda_prepare(
     step: StepAddresses,
     *,
@@ -204,7 +219,7 @@ class RadixMirror:
     def end_of(self, node_id: int) -> int: ...
     def put(self, *, parent_id: int, begin: int, ids: Sequence[int], ends: Sequence[int], leaf: bool) -> None: ...
     def forest(self, last_nodes: _Int64, prefix_lens: _Int64, live: npt.NDArray[np.bool_] | None = None) -> Forest: ...
-    def take_stale(self) -> list[int]: ...
+    def take_stale(self) -> list[tuple[int, int]]: ...
     def clear(self) -> None: ...
 
 class ModelShape:

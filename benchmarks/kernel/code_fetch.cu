@@ -5,7 +5,7 @@
 //
 // Before each run 192 KiB of other code are run and the L2 is written and read over. Cases: a kernel by itself, and one
 // that is launched behind another (programmatic dependent launch), which lets it begin at once or so many microseconds
-// later. Medians of one multiprocessor; needs compute capability 9.0.
+// later. Medians of one SM; needs compute capability 9.0.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kStepBytes = 4096, kMostSteps = 64, kRuns = 15, kProbed = 60;  // the block that is looked at
 constexpr int kFlushWords = 64 << 20;
-constexpr int kSharedForTwo = 60 << 10, kSharedForOne = 200 << 10;  // of a block: what fits on a multiprocessor
+constexpr int kSharedForTwo = 60 << 10, kSharedForOne = 200 << 10;  // of a block: what fits on an SM
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -147,7 +147,7 @@ int main(int count, char** arguments) {
   cudaDeviceProp device{};
   check(cudaGetDeviceProperties(&device, 0), "no GPU");
   if (device.major < 9 || device.multiProcessorCount <= kProbed) {
-    std::fprintf(stderr, "code_fetch: needs compute capability 9.0 and more than %d multiprocessors\n", kProbed);
+    std::fprintf(stderr, "code_fetch: needs compute capability 9.0 and more than %d SMs\n", kProbed);
     return 1;
   }
   Probe probe{device.multiProcessorCount};

@@ -2,7 +2,7 @@
 
     python benchmarks/kernel/cpu_packed.py --out benchmarks/results/cpu_packed.json
 
-Three ways to compute the same step, the first two timed in turn: `packed` runs the planner's plan; `request-wise`
+Three baselines compute the same step, the first two timed in turn: `packed` runs the planner's plan; `request-wise`
 runs the plan of the same requests without their sharing on the same executor; `sdpa` is torch's
 scaled_dot_product_attention request by request over gathered KV, as SGLang's torch_native backend does it, timed on
 some requests of the batch and scaled up to all. Planning is not in these times (see plan_time.py: a plan serves all
@@ -79,7 +79,7 @@ class Storage:
 
 
 class Case:
-    """A decode step of one tree with one head setting: its tensors, and the ways to compute it."""
+    """A decode step of one tree with one head setting: its tensors, and the baselines to compute it."""
 
     def __init__(self, tree: str, heads: tuple[int, int], storage: Storage, args: argparse.Namespace) -> None:
         self.threads: int = args.threads
@@ -105,7 +105,7 @@ class Case:
         if np.array_equal(self.packed.items, self.request_wise.items):
             self.request_wise = self.packed
         self.sampled = torch.linspace(0, len(paths) - 1, min(args.sdpa_requests, len(paths))).long().tolist()
-        self.ways: dict[str, Callable[[], torch.Tensor]] = {
+        self.baselines: dict[str, Callable[[], torch.Tensor]] = {
             "packed": lambda: self._run_plan(self.packed),
             "request_wise": lambda: self._run_plan(self.request_wise),
             "sdpa": self._run_sdpa,
@@ -142,7 +142,7 @@ class Case:
             req_pool_indices=self.req_pool_indices[sample], seq_lens=self.seq_lens[sample], scale=SCALE,
         )  # fmt: skip
         unit, worst, packed = expected.abs().max(), 0.0, None
-        for name, run in self.ways.items():
+        for name, run in self.baselines.items():
             self.out.fill_(torch.nan)
             result = run().double()
             packed = result if packed is None else packed
@@ -160,12 +160,12 @@ class Case:
 
         sdpa comes after the others: torch's threads look out for more work for a while, on cores that others need.
         """
-        times: dict[str, list[float]] = {name: [] for name in self.ways}
-        processor = dict.fromkeys(self.ways, math.inf)
+        times: dict[str, list[float]] = {name: [] for name in self.baselines}
+        processor = dict.fromkeys(self.baselines, math.inf)
 
         def take(name: str) -> float:
             start, spent = time.perf_counter(), time.process_time()
-            self.ways[name]()
+            self.baselines[name]()
             processor[name] = min(processor[name], (time.process_time() - spent) * 1e3)
             times[name].append((time.perf_counter() - start) * 1e3)
             return sum(times[name])

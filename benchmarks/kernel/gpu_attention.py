@@ -89,7 +89,7 @@ def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return {
-        "gpu": properties.name, "multiprocessors": properties.multi_processor_count,
+        "gpu": properties.name, "num_sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1), "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
         "copy_bandwidth": copy_bandwidth(device), "matrix_rate": MATRIX_RATE,

@@ -3,19 +3,21 @@
     python -m benchmarks.kernel.mixed_steps --list
     python -m benchmarks.kernel.mixed_steps --seed 1 --cases 40 --out build/mixed_steps.json
     python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
+    python -m sgl_prefix_attn calibrate --from decode.json:native,fa3 build/verify_4.json build/verify_8.json --out P
 
 Mixed cases are drawn as the papers on POD and PackInfer do: chunks of 512 to 4,096 tokens beside 16 to 256 decodes of
 1K to 32K tokens, shared or not; and short suffixes over long cached prefixes. Verify cases are those of
-`sgl_prefix_attn.workloads.draw_set` with n drafts a request. Ways:
+`sgl_prefix_attn.workloads.draw_set` with n drafts a request; a profile is fitted to them together with decode steps.
+Baselines:
 
-    ours        all rows in one plan
-    ours_split  decode rows packed, prefill rows by FA3 (mixed steps)
+    prefixpack  all rows in one plan
+    split       decode rows packed, prefill rows by FA3 (mixed steps)
     fa3         all rows in one call, as SGLang runs a mixed or a verify step
     fa3_split   FA3 in two calls, one for prefill rows and one for decode rows (mixed steps)
     flashinfer  BatchAttention over all rows
 
-FlashInfer's POD is absent: its wrapper takes the keys of the chunk as a tensor of their own. --list predicts `ours`
-with the makespan simulator and needs no GPU.
+FlashInfer's POD is absent: its wrapper takes the keys of the chunk as a tensor of their own. --list predicts
+`prefixpack` with the makespan simulator and needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.kernel.gpu_report import OURS
 from benchmarks.provenance import git_commit
+from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
 from sgl_prefix_attn.calibration.kernels.packed import device_model
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
@@ -40,6 +44,7 @@ from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 
@@ -114,7 +119,9 @@ def draw_verify(seed: int, count: int, drafts: int) -> list[RowsCase]:
     for case in draw_set(seed, count):
         if case.kv_dtype == "bf16":
             lens = tuple(length - 1 + drafts for length in case.seq_lens)
-            longer = Case(case.name, case.heads, case.paths, lens, case.head_dim, case.kv_dtype, case.detail)
+            longer = Case(
+                f"{case.name}-n{drafts}", case.heads, case.paths, lens, case.head_dim, case.kv_dtype, case.detail
+            )
             cases.append(RowsCase(longer, np.full(len(lens), drafts, dtype=np.int64), 0))
     return cases
 
@@ -183,12 +190,13 @@ class OnGpu:
         everything, prefill = slice(0, len(self.step.query_lens)), slice(0, self.step.num_prefill)
         decode = slice(self.step.num_prefill, len(self.step.query_lens))
         found: dict[str, Callable[[], Run]] = {
-            "ours": lambda: self.ours(everything),
+            OURS: lambda: self.ours(everything),
             "fa3": lambda: self.fa3(everything),
-            "flashinfer": self.flashinfer,
         }
+        if self.step.case.head_dim == 128:  # compiled ahead; other head sizes take minutes at first use
+            found["flashinfer_batch_attention"] = self.flashinfer
         if self.step.num_prefill:
-            found["ours_split"] = lambda: _both(self.fa3(prefill), self.ours(decode))
+            found["split"] = lambda: _both(self.fa3(prefill), self.ours(decode))
             found["fa3_split"] = lambda: _both(self.fa3(prefill), self.fa3(decode))
         return found
 
@@ -215,8 +223,9 @@ def _both(first: Run, second: Run) -> Run:
 
 
 def measure(step: RowsCase, pool: KvPool, timer: Timer) -> dict[str, Any]:
-    """Cold times of each way in microseconds; an error's message for a way that failed."""
+    """Cold times of each baseline in microseconds; an error's message for one that failed."""
     on_gpu, row = OnGpu(step, pool, timer.device), described(step)
+    found: dict[str, dict[str, Any]] = {}
     for name, make in on_gpu.ways().items():
         try:
             run = make()
@@ -224,17 +233,26 @@ def measure(step: RowsCase, pool: KvPool, timer: Timer) -> dict[str, Any]:
             error = on_gpu.error(run())
             if not error < 2e-2:
                 raise ValueError(f"relative error {error:.3g}")
-            row[name] = round(timer.quick(run), 3)
+            found[name] = {"cold_us": round(timer.quick(run), 3), "error": error}
         except (ImportError, RuntimeError, ValueError) as failure:
-            row[name] = f"{type(failure).__name__}: {str(failure)[:200]}"
-    return row
+            found[name] = {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
+    return {**row, "baselines": found}
 
 
 def described(step: RowsCase) -> dict[str, Any]:
+    case = step.case
     plan, lens, device = step.plan(slice(0, len(step.query_lens)))
+    rows = 1 if step.num_prefill else int(step.query_lens[0])
+    forest = PrefixForest.from_paths(case.paths, prefix_lens=(lens - step.query_lens).tolist())
     return {
-        "case": step.case.key,
-        "detail": step.case.detail,
+        "key": case.key,
+        "case": case.name,
+        "q_heads": case.heads[0],
+        "kv_heads": case.heads[1],
+        "head_dim": case.head_dim,
+        "kv_dtype": case.kv_dtype,
+        "step": asdict(StepFeatures.of(ForestFacts.of(forest), lens, rows)),
+        "detail": case.detail,
         "requests": len(step.query_lens),
         "tokens": int(step.query_lens.sum()),
         "limit_us": round(step.limit_us, 2),
@@ -243,6 +261,30 @@ def described(step: RowsCase) -> dict[str, Any]:
         "kv_tokens_packed": plan.kv_tokens_packed,
         "kv_tokens_unique": plan.kv_tokens_unique,
     }
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """As in other results files, so that a profile can be fitted to this one."""
+    properties = torch.cuda.get_device_properties(device)
+    return {"gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "date": now()}
+
+
+def summary(results: list[dict[str, Any]]) -> list[str]:
+    """Geometric means by family: of the limit and 12 us over ours, and of each baseline's time over ours."""
+    lines = []
+    for family in ("all", *dict.fromkeys(row["case"].split("/")[0] for row in results)):
+        ratios: dict[str, list[float]] = {}
+        for row in results:
+            ours = row["baselines"][OURS].get("cold_us")
+            if ours is None or family not in ("all", row["case"].split("/")[0]):
+                continue
+            ratios.setdefault("(limit + 12 us)", []).append((row["limit_us"] + 12) / ours)
+            for name, times in row["baselines"].items():
+                if name != OURS and "cold_us" in times:
+                    ratios.setdefault(name, []).append(times["cold_us"] / ours)
+        means = (f"{name} / ours {np.exp(np.mean(np.log(found))):.3f} ({len(found)})" for name, found in ratios.items())
+        lines.append(f"{family:16} {'  '.join(means)}")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -265,6 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     begin, device, results = time.monotonic(), torch.device("cuda", 0), []
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
+    header = {"machine": machine_of(device), "commit": git_commit(), "seed": args.seed, "verify": args.verify}
     with torch.inference_mode():
         for step in steps:
             if time.monotonic() - begin > args.seconds:
@@ -272,8 +315,8 @@ def main(argv: list[str] | None = None) -> int:
             results.append(measure(step, pool, timer))
             print(json.dumps(results[-1]), flush=True)
             if args.out:
-                header = {"commit": git_commit(), "device": torch.cuda.get_device_name(), "seed": args.seed}
-                args.out.write_text(json.dumps({**header, "verify": args.verify, "rows": results}, indent=1) + "\n")
+                args.out.write_text(json.dumps({**header, "rows": results}, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(summary(results)))
     return 0
 
 

@@ -35,7 +35,7 @@ from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import ObjectReader
-from tests.sglang_plugin.prefix.fake_tree import FakeTree, Node
+from tests.support.fake_tree import FakeTree, Node
 
 SIZES = (1000, 4000, 16_000, 100_000)
 # The planner's partial results grow with the square of the depth; it refuses more than 4,096 levels.

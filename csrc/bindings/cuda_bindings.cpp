@@ -74,6 +74,24 @@ void bind_launches(py::module_& m) {
       py::kw_only(), py::arg("head_dim"), py::arg("dtype"), py::arg("kv_dtype"),
       "CTAs of a packed launch on the current device. Asks the driver.");
   m.def(
+      "cuda_draft_tables",
+      [](uintptr_t committed, uintptr_t mask, int64_t mask_size, int32_t rows, int32_t requests, int32_t drafts,
+         bool has_committed_columns, uintptr_t seq_lens, uintptr_t visible, uintptr_t stream) {
+        const DraftParams params{pointer<const int64_t>(committed),
+                                 pointer<const uint8_t>(mask),
+                                 mask_size,
+                                 rows,
+                                 requests,
+                                 drafts,
+                                 has_committed_columns,
+                                 pointer<int64_t>(seq_lens),
+                                 pointer<uint64_t>(visible)};
+        launch_draft_tables(params, pointer<void>(stream));
+      },
+      py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("mask_size"), py::arg("rows"), py::arg("requests"),
+      py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"), py::arg("stream"),
+      "Launches the tables of a verify step. See sgl_prefix_attn.core.draft_tables.");
+  m.def(
       "cuda_prepare",
       [](const StepAddresses& step, uintptr_t req_to_token, int64_t req_to_token_stride, uintptr_t req_pool_indices,
          uintptr_t seq_lens, uintptr_t visible, int32_t ctas, uintptr_t stream) {
@@ -107,12 +125,12 @@ void bind_devices(py::module_& m) {
   py::class_<CudaDevice>(m, "CudaDevice")
       .def_readonly("name", &CudaDevice::name)
       .def_readonly("compute_capability", &CudaDevice::compute_capability)
-      .def_readonly("multiprocessors", &CudaDevice::multiprocessors)
+      .def_readonly("num_sms", &CudaDevice::num_sms)
       .def_readonly("shared_memory_per_block", &CudaDevice::shared_memory_per_block)
       .def_readonly("l2_bytes", &CudaDevice::l2_bytes)
       .def("__repr__", [](const CudaDevice& device) {
         return "<CudaDevice " + device.name + ", sm_" + std::to_string(device.compute_capability) + ", " +
-               std::to_string(device.multiprocessors) + " multiprocessors>";
+               std::to_string(device.num_sms) + " SMs>";
       });
   m.def("cuda_devices", &cuda_devices,
         "Devices the CUDA runtime finds; RuntimeError with CUDA's words where it fails.");

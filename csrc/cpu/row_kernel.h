@@ -142,8 +142,8 @@ PREFIXPACK_INLINE void add_values(const float* weights, KvRows values, KvRows ne
 
 // Turns scores[0 .. count) into softmax weights against the running maximum; returns the decay of the sums so far.
 // Scores outside [first, last] are masked, and so are those that `visible` hides; `last` is the query's own.
-inline float weigh(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last,
-                   uint64_t visible, float* largest, float* sum) {
+inline float softmax_step(const AttentionParams& p, float* scores, int32_t count, int32_t first, int32_t last,
+                          uint64_t visible, float* largest, float* sum) {
   using S = Simd<kLanes>;
   using F = typename S::F;
   if (p.logit_cap > 0) {
@@ -186,8 +186,8 @@ inline void add_keys_to_rows(const ItemTask& task, const RowState& state, int32_
   for (int r = 0; r < R; ++r) {
     const Row source = row_of(task, group, row + r);
     const int32_t first = first_visible(task, source.query) - begin, last = last_visible(task, source.query) - begin;
-    decay[r] = weigh(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count, last,
-                     visible_mask(task, source.query), state.largest + row + r, state.sum + row + r);
+    decay[r] = softmax_step(p, scores + r * kRowScoreStride, keys.count, first < keys.count ? first : keys.count, last,
+                            visible_mask(task, source.query), state.largest + row + r, state.sum + row + r);
   }
   // As many accumulators as fit in registers beside the converted values.
   constexpr int kVectors = R == 1 ? 8 : (kLanes == 16 ? 16 : 8) / (R == 3 ? 4 : R);

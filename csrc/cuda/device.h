@@ -10,7 +10,7 @@ namespace prefixpack {
 struct CudaDevice {
   std::string name;
   int32_t compute_capability;  // 90 for sm_90
-  int32_t multiprocessors;
+  int32_t num_sms;
   int64_t shared_memory_per_block;  // bytes a CTA can opt in to
   int64_t l2_bytes;
 };

@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/kernel/draft_tables.cuh"
 #include "cuda/kernel/kernels.cuh"
 #include "cuda/kernel/prepare.cuh"
 #include "cuda/launch.h"
@@ -14,6 +15,10 @@ constexpr int kPrepareThreads = 128;
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ KernelParams params) {
   prepare_step(params);
+}
+
+__global__ void __launch_bounds__(kDraftTableThreads) draft_tables_kernel(const __grid_constant__ DraftParams params) {
+  fill_draft_tables(params);
 }
 
 // Calls run.operator()<HeadDim, Format>() for the matching instantiation.
@@ -72,6 +77,11 @@ LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
   const LaunchSize with_trees = dispatch(head_dim, dtype, kv_dtype, true, Size{});
   return {std::min(size.ctas, with_trees.ctas), std::min(size.few_ctas, with_trees.few_ctas),
           std::min(size.warp_ctas, with_trees.warp_ctas), size.overlap};
+}
+
+void launch_draft_tables(const DraftParams& params, void* stream) {
+  draft_tables_kernel<<<params.rows, kDraftTableThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  check_cuda(cudaGetLastError(), "tables of a verify step");
 }
 
 void launch_prepare(const KernelParams& params, int32_t ctas, void* stream) {

@@ -1,6 +1,7 @@
 // Host side of the GPU kernels. Without CUDA headers, so that any C++ file may include it.
 #pragma once
 
+#include "cuda/draft_params.h"
 #include "cuda/kernel_params.h"
 
 namespace prefixpack {
@@ -18,6 +19,9 @@ struct LaunchSize {
 
 // For the current device; of all kernels of these types. Queries the driver; call it once.
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);
+
+// Lengths and masks of a verify step.
+void launch_draft_tables(const DraftParams& params, void* stream);
 
 void launch_prepare(const KernelParams& params, int32_t ctas, void* stream);
 

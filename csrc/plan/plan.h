@@ -15,7 +15,7 @@ constexpr int32_t kOpenEnd = -1;
 // WorkItem::slot_begin of an item whose queries have no other partial: it writes the output itself.
 constexpr int32_t kWriteThrough = -1;
 
-// One unit of the work queue, to be run once per KV head: some queries against one range of KV positions.
+// A row tile of the work queue, run once per KV head: some queries against one range of KV positions.
 struct WorkItem {
   int32_t query_begin;  // first entry in Plan::query_token and its siblings
   int32_t query_count;  // consecutive entries; times the GQA group size = rows of the tile

@@ -1,6 +1,7 @@
 #include "plan/radix_mirror.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -91,6 +92,7 @@ void RadixMirror::clear() {
   nodes_.clear();
   slot_of_.clear();
   stale_.clear();
+  splits_.clear();
   root_splits_ = 0;
 }
 
@@ -138,7 +140,7 @@ void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_
     }
     // A new node with children may have been inserted by a split: its siblings may now be below it. The other nodes of
     // the branch have no known siblings.
-    if (i == 0 && inserted && inner) ++splits_below(parent);
+    if (i == 0 && inserted && inner) count_split(parent, ends[i]);
     Node& node = nodes_[slot];
     node.id = ids[i];
     node.parent = parent;
@@ -151,14 +153,30 @@ void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_
   }
 }
 
+void RadixMirror::count_split(int32_t parent, int32_t end) {
+  std::vector<Split>& splits = splits_[id_of(parent)];
+  while (!splits.empty() && splits.back().end >= end) splits.pop_back();
+  splits.push_back({++splits_below(parent), end});
+}
+
+// Whether a split since the node was put may have inserted a node above it.
+bool RadixMirror::may_have_moved(const Node& node) {
+  if (node.checked == splits_below(node.parent)) return false;
+  const std::vector<Split>& splits = splits_.at(id_of(node.parent));
+  const auto smallest_end =
+      std::upper_bound(splits.begin(), splits.end(), node.checked,
+                       [](uint32_t checked, const Split& split) { return checked < split.number; });
+  return smallest_end->end < node.end;
+}
+
 void RadixMirror::mark_used(int32_t slot) {
   // The ancestors of a node are used at least as late as the node.
   for (; slot >= 0 && nodes_[slot].used != generation_; slot = nodes_[slot].parent) nodes_[slot].used = generation_;
 }
 
-std::vector<int64_t> RadixMirror::take_stale() {
-  for (int64_t id : stale_) {
-    Node& node = nodes_[slot_of_.at(id)];
+std::vector<std::pair<int64_t, int32_t>> RadixMirror::take_stale() {
+  for (const auto& stale : stale_) {
+    Node& node = nodes_[slot_of_.at(stale.first)];
     node.checked = splits_below(node.parent);
   }
   return std::exchange(stale_, {});
@@ -219,9 +237,13 @@ Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens
   // A shared node continues its parent's node where no request leaves in between.
   std::vector<int32_t> shared;
   for (int32_t slot : touched) {
-    const Node& node = nodes_[slot];
+    Node& node = nodes_[slot];
     if (node.requests >= 2) shared.push_back(slot);
-    if (node.checked != splits_below(node.parent)) stale_.push_back(node.id);
+    if (may_have_moved(node)) {
+      stale_.emplace_back(node.id, node.candidate);
+    } else {
+      node.checked = splits_below(node.parent);
+    }
   }
   std::sort(shared.begin(), shared.end(), [this](int32_t a, int32_t b) {
     const Node &x = nodes_[a], &y = nodes_[b];
@@ -271,6 +293,10 @@ void RadixMirror::sweep() {
     slot_of_.emplace(kept[slot].id, static_cast<int32_t>(slot));
   }
   nodes_ = std::move(kept);
+  for (auto splits = splits_.begin(); splits != splits_.end();) {
+    const bool gone = splits->first != -1 && !known(splits->first);
+    splits = gone ? splits_.erase(splits) : std::next(splits);
+  }
 }
 
 }  // namespace prefixpack

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "plan/forest.h"
@@ -32,9 +33,9 @@ class RadixMirror {
   // Visits every node on the batch's paths once, except nodes that reach beyond a prefix: those once per request.
   Forest forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live, int32_t num_requests);
 
-  // Nodes of the last forest below which a split may have changed the parent since they were put. The caller reads them
-  // again and calls forest() again.
-  std::vector<int64_t> take_stale();
+  // Nodes of the last forest whose parent a split may have changed since they were put, each with the batch index of a
+  // request on whose path it is. The caller reads them again and calls forest() again.
+  std::vector<std::pair<int64_t, int32_t>> take_stale();
 
  private:
   struct Node {
@@ -49,7 +50,15 @@ class RadixMirror {
     int32_t shared = -1;     // scratch of forest(): index among the shared nodes, or -1
   };
 
+  struct Split {
+    uint32_t number;  // value of the parent's counter
+    int32_t end;      // of the new node: only siblings that end later can be below it
+  };
+
   uint32_t& splits_below(int32_t parent) { return parent < 0 ? root_splits_ : nodes_[parent].splits; }
+  int64_t id_of(int32_t slot) const { return slot < 0 ? -1 : nodes_[slot].id; }
+  void count_split(int32_t parent, int32_t end);
+  bool may_have_moved(const Node& node);
   void mark_used(int32_t slot);
   std::vector<int32_t> count_requests(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
                                       std::vector<int32_t>& deepest);
@@ -57,7 +66,10 @@ class RadixMirror {
 
   std::vector<Node> nodes_;
   std::unordered_map<int64_t, int32_t> slot_of_;
-  std::vector<int64_t> stale_;
+  std::vector<std::pair<int64_t, int32_t>> stale_;
+  // Splits right below a node, by its id (-1: a root), in their order. A later split with the same end or a smaller one
+  // replaces those before it, so ends ascend.
+  std::unordered_map<int64_t, std::vector<Split>> splits_;
   uint32_t generation_ = 0;
   uint32_t root_splits_ = 0;
 };

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from sgl_prefix_attn.calibration.fit import METHOD, fits_of
 from sgl_prefix_attn.calibration.margins import margins_of
-from sgl_prefix_attn.routing.measured import Results
-from sgl_prefix_attn.routing.profile import VERSION, Profile
+from sgl_prefix_attn.routing.measured import MeasuredCase, Results
+from sgl_prefix_attn.routing.profile import VERSION, Profile, VerifyFits
 
 SIMULATED = "; margins: packed times that were not measured are simulated"
 
@@ -26,12 +26,13 @@ def fit_profile(
     Raises:
         ValueError: no packed kernel, or no stock kernel, was measured on as many cases as its cost has terms.
     """
-    packed = fits_of("packed", results.cases)
-    stock = fits_of("stock", results.cases)
+    decode = [case for case in results.cases if case.step.rows == 1]
+    packed = fits_of("packed", decode)
+    stock = fits_of("stock", decode)
     for kind, fits in (("packed", packed), ("stock", stock)):
         if not fits:
             raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
-    found = margins_of(results.cases, simulated) if margins is None else margins
+    found = margins_of(decode, simulated) if margins is None else margins
     return Profile(
         version=VERSION,
         machine=results.machine,
@@ -48,4 +49,14 @@ def fit_profile(
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
+        verify=_verify_fits([case for case in results.cases if case.step.rows > 1]),
     )
+
+
+def _verify_fits(cases: list[MeasuredCase]) -> VerifyFits | None:
+    """Fits over all numbers of drafts together; None without enough cases of a packed and a stock kernel."""
+    packed, stock = fits_of("packed", cases), fits_of("stock", cases)
+    if not packed or not stock:
+        return None
+    rows = sorted({case.step.rows for case in cases})
+    return VerifyFits(rows=rows, packed=packed, stock=stock, margins=margins_of(cases))

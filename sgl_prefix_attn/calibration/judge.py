@@ -140,16 +140,17 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
     Args:
         margin: percent; None: the profile's.
     """
-    packed_cost = profile.cost("packed", packed)
-    if packed_cost is None:
+    if profile.cost("packed", packed) is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
 
     def choose(case: MeasuredCase) -> Route:
-        kernel = stock_kernel(backend, case.shape)
-        stock_cost = profile.cost("stock", kernel)
-        if stock_cost is None:
+        kernel, rows = stock_kernel(backend, case.shape), case.step.rows
+        packed_cost, stock_cost = profile.cost("packed", packed, rows), profile.cost("stock", kernel, rows)
+        if rows > 1 and (packed_cost is None or stock_cost is None):  # as a server decides it
+            return ConservativePolicy(case.shape).decide(case.step).route
+        if packed_cost is None or stock_cost is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
-        percent = profile.margin(packed, kernel) if margin is None else margin
+        percent = profile.margin(packed, kernel, rows) if margin is None else margin
         return CostPolicy(packed_cost, stock_cost, case.shape, percent / 100).decide(case.step).route
 
     return choose

@@ -97,7 +97,7 @@ def simulated_times(results: Results, sm_count: int = SMS) -> dict[str, float]:
         return {}
     found = {}
     for case in results.cases:
-        if "native" in case.packed or not case.stock:
+        if "native" in case.packed or not case.stock or case.step.rows > 1:
             continue
         shape = case.shape
         batch = case_of_name(case.key.partition("@")[0], shape)

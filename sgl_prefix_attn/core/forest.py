@@ -208,10 +208,13 @@ class RadixMirror:
         """
         return PrefixForest(self._native.forest(last_nodes, prefix_lens, live))
 
-    def take_stale(self) -> list[int]:
+    def take_stale(self) -> list[tuple[int, int]]:
         """Nodes of the last forest whose parent a split may have changed since they were put; each is named once.
 
         Read them again, put what was read, and ask for the forest again.
+
+        Returns:
+            (node, batch index of a request on whose path it is).
         """
         return self._native.take_stale()
 

@@ -41,6 +41,8 @@ _SHAPE = {
 # SGLang's torch_native backend ignores it, so that on a CPU there would be nothing to compare with.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
+    # A head size that kernels of a GPU have.
+    "llama_gpu": ("LlamaForCausalLM", {"head_dim": 64, "num_attention_heads": 4}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "gemma2": (
@@ -64,6 +66,34 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "is_hybrid_swa": True,
             "hybrid_layer_pattern": [1, 0, 1, 0],
             "tie_word_embeddings": True,
+        },
+    ),
+    # Multi-head latent attention, without experts: all layers are dense.
+    "deepseek": (
+        "DeepseekV2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 2,
+            "moe_layer_freq": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            # SGLang's CPU engine knows no other position encoding for this model.
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": CONTEXT_LENGTH // 2,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
 }

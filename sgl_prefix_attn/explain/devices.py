@@ -41,10 +41,10 @@ DEVICE_NAMES = ("cpu", *_GPUS)
 STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
 
 
-def _gpu(shape: ModelShape, multiprocessors: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
+def _gpu(shape: ModelShape, num_sms: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
     """The device with the row tiles that the kernels have for this shape."""
     return DeviceModel.gpu(
-        multiprocessors,
+        num_sms,
         head_dim=shape.head_dim,
         group=shape.group,
         kv_bytes=shape.kv_bytes,

@@ -20,6 +20,7 @@ STATE_KEY = "prefixpack"
 STATE_VERSION = 1
 _PATH, _OLDER_PATH = "/server_info", "/get_server_info"
 _TIMEOUT_SECONDS = 10.0
+PREFILL_REASON = "compute_bound"  # of fallbacks that only prefill and mixed steps have
 
 
 class Counters(BaseModel):
@@ -37,6 +38,19 @@ class Counters(BaseModel):
     steps_packed: dict[str, int]
     fallbacks: dict[str, int]
     one_token_steps: dict[str, int] = {}
+    routed_steps: dict[str, int] = {}
+
+    @property
+    def decode_steps(self) -> int:
+        """Decode and verify steps, packed or routed to the stock backend."""
+        packed = self.steps_packed.get("decode", 0) + self.steps_packed.get("verify", 0)
+        return packed + self.routed_steps.get("stock", 0)
+
+    @property
+    def prefill_steps(self) -> int:
+        """Prefill and mixed steps, packed or not, that did not run as decode steps."""
+        packed = self.steps_packed.get("extend", 0) + self.steps_packed.get("mixed", 0)
+        return packed + self.fallbacks.get(PREFILL_REASON, 0)
 
 
 class Decision(BaseModel):

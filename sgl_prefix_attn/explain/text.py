@@ -10,6 +10,8 @@ from sgl_prefix_attn.explain.server import Decision, LiveTest, RouteState, Serve
 from sgl_prefix_attn.simulator import SIMULATED_GPU
 
 _NO_NODE = -1
+_MANY_PREFILLS = 0.1  # prefill steps for each decode step, from which the options for refills are named
+REFILL_OPTIONS = "--enable-mixed-chunk, --min-free-slots-delay, --prefill-decode-interval"
 _ROOTS_SHOWN = 8  # a quarter of that below each, and so on, but at least one
 
 
@@ -41,6 +43,14 @@ def render_state(state: ServerState) -> str:
         ("KV tokens", f"{read:,} read, {per_request:,} per request, {unique:,} at the limit"),
         ("KV reads", f"{_percent(read, per_request)} of per-request, limit {_percent(unique, per_request)}"),
     ]
+    if counters.prefill_steps > _MANY_PREFILLS * counters.decode_steps > 0:
+        rows.append(
+            (
+                "prefill",
+                f"{counters.prefill_steps:,} steps beside {counters.decode_steps:,} decode steps; if requests refill a "
+                f"rollout: {REFILL_OPTIONS}, see docs/refills.md",
+            )
+        )
     if state.route is not None:
         rows += _route_rows(state.route)
     return "\n".join(_aligned(rows))

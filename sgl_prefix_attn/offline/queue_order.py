@@ -32,7 +32,7 @@ RequestT = TypeVar("RequestT", bound=Hashable)
 
 
 class SharedPrefix(NamedTuple):
-    """A stretch of a prompt that requests of its job share.
+    """A span of a prompt that requests of its job share.
 
     Attributes:
         node: its number within the job.

@@ -1,4 +1,7 @@
-"""Features of a decode step from its forest and lengths, before it is planned. Tokens count per layer and KV head."""
+"""Features of a decode or verify step from its forest and lengths, before it is planned.
+
+Tokens count per layer and KV head.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class ForestFacts:
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """The features of a decode step that its cost depends on.
+    """The features of a decode or verify step that its cost depends on.
 
     Attributes:
         requests: number of requests.
@@ -62,6 +65,7 @@ class StepFeatures:
         nodes, links: see `ForestFacts`.
         longest_range: tokens of the longest shared range or tail.
         longest_request: tokens of the longest request.
+        rows: query rows of each request: 1, or the drafts of a verify step.
     """
 
     requests: int
@@ -72,13 +76,15 @@ class StepFeatures:
     links: int
     longest_range: int
     longest_request: int
+    rows: int = 1
 
     @classmethod
-    def of(cls, facts: ForestFacts, seq_lens: Int64Array) -> StepFeatures:
+    def of(cls, facts: ForestFacts, seq_lens: Int64Array, rows: int = 1) -> StepFeatures:
         """Features of a step whose forest has these facts.
 
         Args:
             seq_lens: int64 [requests] KV lengths, including the tokens of this step.
+            rows: query rows of each request.
 
         Raises:
             ValueError: the number of lengths is not the number of requests in the forest.
@@ -95,4 +101,5 @@ class StepFeatures:
             links=facts.links,
             longest_range=max(facts.longest_shared, int((seq_lens - facts.tail_begin).max())),
             longest_request=int(seq_lens.max()),
+            rows=rows,
         )

@@ -1,4 +1,4 @@
-"""The route of a decode step: packed, or on the stock backend.
+"""The route of a decode or verify step: packed, or on the stock backend.
 
 A decision depends on the step's forest, its lengths and the last decision only. All tensor-parallel ranks have the same
 values of these and decide alike.
@@ -18,7 +18,7 @@ from sgl_prefix_attn.routing.policy_names import PolicyName
 
 
 class Route(enum.Enum):
-    """The kernels that run a decode step."""
+    """The kernels that run a step."""
 
     PACKED = "packed"
     STOCK = "stock"
@@ -124,7 +124,10 @@ def policy_of(name: PolicyName, cost: Policy, conservative: Policy) -> Policy:
 
 
 class Router:
-    """A policy over the decode steps of a server. Keeps the facts of the forest and the last decision."""
+    """A policy over the decode steps of a server, or over its verify steps.
+
+    Keeps the facts of the forest and the last decision.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -132,17 +135,18 @@ class Router:
         self._forest: PrefixForest | None = None
         self._facts: ForestFacts | None = None
 
-    def decide(self, forest: PrefixForest, seq_lens: Int64Array) -> Route:
-        """The route of a decode step.
+    def decide(self, forest: PrefixForest, seq_lens: Int64Array, rows: int = 1) -> Route:
+        """The route of a step.
 
         Args:
             forest: of the batch; the same object while the batch has the same requests.
             seq_lens: int64 [requests] KV lengths, including the tokens of this step.
+            rows: query rows of each request.
         """
         facts = self._facts
         if facts is None or forest is not self._forest:
             facts = ForestFacts.of(forest)
             self._forest, self._facts = forest, facts
         before = Route.STOCK if self.last is None else self.last.route
-        self.last = self.policy.decide(StepFeatures.of(facts, seq_lens), before)
+        self.last = self.policy.decide(StepFeatures.of(facts, seq_lens, rows), before)
         return self.last.route

@@ -49,6 +49,28 @@ class Fit(BaseModel):
     error_left_out: dict[str, float] = {}
 
 
+class VerifyFits(BaseModel):
+    """Costs of verify steps, whose requests have several query rows.
+
+    Attributes:
+        rows: query rows of a request in the measured steps; the fits hold from the fewest to the most.
+        packed: cost by packed kernels.
+        stock: cost by stock backend, since it may verify with another kernel than it decodes with.
+        margins: as in a profile.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rows: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    packed: dict[str, Fit]
+    stock: dict[str, Fit]
+    margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
+
+    def holds(self, rows: int) -> bool:
+        """Whether steps with so many rows a request lie between the measured ones."""
+        return min(self.rows) <= rows <= max(self.rows)
+
+
 class Profile(BaseModel):
     """Fitted costs of one machine.
 
@@ -65,6 +87,7 @@ class Profile(BaseModel):
         kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
         page_size: of the measured steps.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
+        verify: costs of verify steps; None: not measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,6 +107,7 @@ class Profile(BaseModel):
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
+    verify: VerifyFits | None = None
 
     @field_validator("version")
     @classmethod
@@ -102,14 +126,29 @@ class Profile(BaseModel):
     def _stock_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
         return _checked("stock", fits)
 
-    def cost(self, kind: Kind, kernel: str) -> CostModel | None:
-        """The cost model of a kernel; None if the profile has none."""
-        fits: Mapping[str, Fit] = self.packed if kind == "packed" else self.stock
+    @field_validator("verify")
+    @classmethod
+    def _verify_terms(cls, fits: VerifyFits | None) -> VerifyFits | None:
+        if fits is not None:
+            _checked("packed", fits.packed)
+            _checked("stock", fits.stock)
+        return fits
+
+    def _of_rows(self, rows: int) -> Profile | VerifyFits | None:
+        if rows == 1:
+            return self
+        return self.verify if self.verify is not None and self.verify.holds(rows) else None
+
+    def cost(self, kind: Kind, kernel: str, rows: int = 1) -> CostModel | None:
+        """The cost model of a kernel for steps with so many query rows a request; None if the profile has none."""
+        part = self._of_rows(rows)
+        fits: Mapping[str, Fit] = {} if part is None else part.packed if kind == "packed" else part.stock
         return CostModel(kind, fits[kernel].us) if kernel in fits else None
 
-    def margin(self, packed: str, stock: str) -> int:
+    def margin(self, packed: str, stock: str, rows: int = 1) -> int:
         """Route margin of a pair of kernels, in percent."""
-        return self.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
+        part = self._of_rows(rows)
+        return DEFAULT_MARGIN if part is None else part.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")

@@ -65,7 +65,10 @@ def register_wrapping(settings: Settings) -> None:
 
 
 def register_hooks(settings: Settings, version: str) -> None:
-    """Adds our hooks to SGLang's registry. They do nothing until a prefixpack backend is built in this process."""
+    """Adds our hooks to SGLang's registry. They do nothing until a prefixpack backend is built in this process.
+
+    Hooks that run in each step come with the first backend that may run packed, so that other servers have none.
+    """
     import torch
 
     from sgl_prefix_attn.sglang_plugin import hook_table
@@ -79,14 +82,8 @@ def register_hooks(settings: Settings, version: str) -> None:
     wanted = hook_table.OTHER_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
-    if settings.handover == "hooks" or not versions.has_native_seam():
-        wanted += hook_table.handover_hooks(state.handover_hooks)
-    elif settings.one_token_steps:
-        wanted += hook_table.one_token_hooks(state.handover_hooks)
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
-    elif settings.policy.fixed is None:
-        wanted += hook_table.GRAPH_HOOKS
     hooks.register(wanted + registration.hooks_for(settings, state))
 
 

@@ -10,6 +10,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import hook_table
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
@@ -39,9 +40,13 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     name = stock_name(runner, settings.stock_backend)
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
-    state, missing = connect(runner, settings, name)
+    executor = eligibility.make_executor(runner, settings)
+    state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
     log_missing(missing, version)
-    backend = PrefixPackBackend(runner, build_stock(runner, name), state)
+    stock = build_stock(runner, name)
+    if isinstance(executor, str):
+        return StockOnlyBackend(runner, stock, state, executor)
+    backend = PrefixPackBackend(runner, stock, state, executor)
     hook_verify_steps(runner, backend, state)
     return backend
 
@@ -90,12 +95,13 @@ def _log_refusal(name: str, reason: str, error: Exception | None) -> None:
 
 
 def connect(
-    runner: Any, settings: Settings, name: str, *, wraps: bool = False
+    runner: Any, settings: Settings, name: str, *, wraps: bool = False, packs: bool = True
 ) -> tuple[plugin_state.PluginState, list[hooks.Hook]]:
     """Makes this process hand request paths to our backends.
 
     Args:
         name: the stock backend's name.
+        packs: whether any step of this backend may run packed. Others need no hooks on their steps.
         wraps: whether SGLang knows the backend by that name; what it decides by the name is right then.
 
     Returns:
@@ -106,17 +112,17 @@ def connect(
     handover = state.serve(handover_kind(settings, version, runner), runner)
     kind = handover.kind
     wanted = hook_table.OTHER_HOOKS
-    wanted += hook_table.handover_hooks(state.handover_hooks) if kind == "hooks" else ()
+    wanted += hook_table.handover_hooks(state.handover_hooks) if packs and kind == "hooks" else ()
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-        if settings.one_token_steps and runs_one_token_steps(runner):
+        if packs and settings.one_token_steps and runs_one_token_steps(runner):
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
         wanted += hook_table.cpu_hooks(fallbacks)
-    elif not is_cpu(runner) and settings.policy.fixed is None:
+    elif packs and not is_cpu(runner) and settings.policy.fixed is None:
         wanted += hook_table.GRAPH_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))

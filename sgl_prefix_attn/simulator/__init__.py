@@ -79,9 +79,9 @@ class Makespan:
     """Seconds of one layer.
 
     Attributes:
-        seconds: to the end of the last unit.
-        streaming: bytes of all units over the bandwidth.
-        longest: of one unit by itself.
+        seconds: to the end of the last work tile.
+        streaming: bytes of all work tiles over the bandwidth.
+        longest: of one work tile by itself.
         work: of the workers, if the bandwidth had no end and no worker were ever idle.
     """
 
@@ -92,7 +92,7 @@ class Makespan:
 
     @property
     def lower_bound(self) -> float:
-        """No order of the units is done sooner."""
+        """No order of the work tiles is done sooner."""
         return max(self.streaming, self.longest, self.work)
 
 
@@ -109,7 +109,7 @@ def makespan(
     Args:
         plan: for the device.
         seq_lens: [num_requests] int64 KV lengths by batch index.
-        device: gives the workers and the units of narrow items; two workers to an SM.
+        device: gives the workers and the work tiles of narrow items; two workers to an SM.
         figures: of the machine; None: H200.
 
     Raises:

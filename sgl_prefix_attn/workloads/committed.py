@@ -139,7 +139,7 @@ def conversations(requests: int) -> tuple[list[Path], list[int]]:
     return paths, lengths
 
 
-def alone(requests: int, tokens: int) -> tuple[list[Path], list[int]]:
+def unshared(requests: int, tokens: int) -> tuple[list[Path], list[int]]:
     """Requests that share nothing."""
     return [[] for _ in range(requests)], [tokens] * requests
 
@@ -165,4 +165,4 @@ def catalogue() -> Iterator[tuple[str, tuple[Heads, ...], Build]]:
         yield f"chat/b{batch}", USUAL_HEADS, partial(conversations, batch)
     for batch in NONE_BATCHES:
         for tokens in NONE_TOKENS:
-            yield f"none/b{batch}_l{tokens}", USUAL_HEADS, partial(alone, batch, tokens)
+            yield f"none/b{batch}_l{tokens}", USUAL_HEADS, partial(unshared, batch, tokens)

@@ -126,9 +126,9 @@ class TestMeasuredSteps:
 
     def test_steps_without_sharing_never_lose(self, measured: Results) -> None:
         steps = outcomes(measured.cases, candidate("shipped", "native", "fa3", measured), "native", "fa3")
-        alone = [step for step in steps if step.case.family == "none"]
-        assert len(alone) == 24
-        assert judge(alone).worst_loss[0] <= 0.02
+        unshared = [step for step in steps if step.case.family == "none"]
+        assert len(unshared) == 24
+        assert judge(unshared).worst_loss[0] <= 0.02
 
     def test_fp8_kv_has_a_profile_of_its_own(self) -> None:
         """flashinfer alone takes it. By 16-bit KV's profile a fifth of the time would be lost."""

@@ -96,7 +96,8 @@ def test_mirror_shares_exactly_what_the_tree_shares(seed: int) -> None:
         last, ends = int64_array(last_nodes), int64_array([path[-1][2] for path in paths])
         forest = mirror.forest(last, ends)
         while stale := mirror.take_stale():
-            for node in stale:
+            for node, request in stale:
+                assert node in [step[0] for step in tree.path(last_nodes[request])]
                 tree.tell(mirror, node)
             forest = mirror.forest(last, ends)
         check_structure(forest)

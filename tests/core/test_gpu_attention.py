@@ -54,23 +54,23 @@ def test_what_native_kernels_do_not_run_is_said(
     for_cpu, _ = make_plan(DeviceModel.cpu(2))
     q = OnGpu()
 
-    def obstacle(plan: Plan = plan, q: OnGpu = q, cache: OnGpu = q) -> str | None:
+    def unsupported_reason(plan: Plan = plan, q: OnGpu = q, cache: OnGpu = q) -> str | None:
         return unsupported_call(plan, q, cache, cache, q)  # type: ignore[arg-type]
 
-    assert obstacle() is None
-    assert "not 80" in str(obstacle(q=OnGpu(80)))
-    assert "not torch.float32" in str(obstacle(q=OnGpu(dtype=torch.float32)))
-    assert "over torch.float16" in str(obstacle(cache=OnGpu(dtype=torch.float16)))
-    assert "k_cache has strides" in str(obstacle(cache=OnGpu(gap=4)))
-    assert "made for another device" in str(obstacle(plan=for_cpu))
+    assert unsupported_reason() is None
+    assert "not 80" in str(unsupported_reason(q=OnGpu(80)))
+    assert "not torch.float32" in str(unsupported_reason(q=OnGpu(dtype=torch.float32)))
+    assert "over torch.float16" in str(unsupported_reason(cache=OnGpu(dtype=torch.float16)))
+    assert "k_cache has strides" in str(unsupported_reason(cache=OnGpu(gap=4)))
+    assert "made for another device" in str(unsupported_reason(plan=for_cpu))
     most = int(np.diff(plan.merge_offset).max())
     with monkeypatch.context() as smaller:
         smaller.setattr(_native, "merge_room", most - 1)
-        assert f"{most} partial results of one query" in str(obstacle())
+        assert f"{most} partial results of one query" in str(unsupported_reason())
     capability[0] = (7, 5)
-    assert "the GPU has 7.5" in str(obstacle())
+    assert "the GPU has 7.5" in str(unsupported_reason())
     monkeypatch.setattr(_native, "built_with_cuda", False)
-    assert "built without CUDA" in str(obstacle())
+    assert "built without CUDA" in str(unsupported_reason())
 
 
 def test_without_triton_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def make_case(
     tokens: int = 90,
     max_new_tokens: int = 1,
     grown: int = 0,
-    multiprocessors: int = 1,
+    num_sms: int = 1,
     logit_cap: float = 0.0,
     window_left: int = -1,
     with_sinks: bool = False,
@@ -73,7 +73,7 @@ def make_case(
     pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
-    device = DeviceModel.gpu(multiprocessors, head_dim=head_dim, group=q_heads // kv_heads)
+    device = DeviceModel.gpu(num_sms, head_dim=head_dim, group=q_heads // kv_heads)
     # Warps are as fast as blocks, so that few tails are for warps too.
     device = replace(device, overlap=0.0, lone_speedup=1.0, narrow_to_fill=1)
     # Small batches too are packed as if reading KV was all that counts: more levels, more to be merged. And warps take

@@ -28,7 +28,7 @@ def document(requests: int, tokens: int, *, heads: tuple[int, int], **options: A
     """`requests` on one document, split for many CTAs; each has a short tail."""
     lens = tokens + 1 + 3 * np.arange(requests, dtype=np.int64)
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    case = make_case(tokens, heads=heads, batch=batch, multiprocessors=132, **options)
+    case = make_case(tokens, heads=heads, batch=batch, num_sms=132, **options)
     assert splits_of(case) > FAN_IN
     return case
 
@@ -36,7 +36,7 @@ def document(requests: int, tokens: int, *, heads: tuple[int, int], **options: A
 def single(tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
     """One request, split for many warps, whatever tile the planner chose."""
     batch = ([[]], np.array([tokens], dtype=np.int64), np.ones(1, dtype=np.int64))
-    case = make_case(tokens, heads=heads, batch=batch, multiprocessors=132, **options)
+    case = make_case(tokens, heads=heads, batch=batch, num_sms=132, **options)
     assert splits_of(case) > FAN_IN
     return with_tile_rows(case, 16 if case.shape.group > WARP_ROWS else WARP_ROWS)
 
@@ -85,7 +85,7 @@ def test_one_split_more_than_one_level_takes(emulation: ModuleType) -> None:
 @pytest.mark.parametrize("fan_in", [1, 2, 3, 5])
 def test_any_fan_in(emulation: ModuleType, fan_in: int) -> None:
     """Small groups, on several levels of a forest, also of tiles with queries of different lists."""
-    case = make_case(fan_in, heads=(8, 2), requests=8, levels=3, tokens=900, multiprocessors=132)
+    case = make_case(fan_in, heads=(8, 2), requests=8, levels=3, tokens=900, num_sms=132)
     assert splits_of(case) > fan_in
     check(case, emulate(emulation, case, fan_in=fan_in))
 
@@ -93,7 +93,7 @@ def test_any_fan_in(emulation: ModuleType, fan_in: int) -> None:
 @pytest.mark.parametrize("queries", [5, 128])
 def test_queries_of_extend(emulation: ModuleType, queries: int) -> None:
     batch = ([[]], np.array([1000], dtype=np.int64), np.full(1, queries, dtype=np.int64))
-    case = make_case(queries, heads=(1, 1), batch=batch, multiprocessors=132)
+    case = make_case(queries, heads=(1, 1), batch=batch, num_sms=132)
     assert splits_of(case) > FAN_IN
     check(case, emulate(emulation, case, fan_in=FAN_IN))
 

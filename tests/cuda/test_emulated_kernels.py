@@ -190,21 +190,21 @@ def test_lengths_around_the_kv_tile(emulation: ModuleType, length: int) -> None:
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
 def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
     batch = ([[]], np.array([2600], dtype=np.int64), np.ones(1, dtype=np.int64))
-    case = make_case(7, heads=heads, batch=batch, multiprocessors=132)
+    case = make_case(7, heads=heads, batch=batch, num_sms=132)
     assert len(case.plan.items) > 16
     check(case, emulate(emulation, case))
 
 
 def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
-    case = make_case(7, heads=(1, 1), batch=batch, multiprocessors=264)
+    case = make_case(7, heads=(1, 1), batch=batch, num_sms=264)
     assert case.plan.num_slots > _native.merge_room
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
-    case = make_case(8, heads=(64, 1), batch=batch, multiprocessors=250)
+    case = make_case(8, heads=(64, 1), batch=batch, num_sms=250)
     assert case.plan.num_slots > 100
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
@@ -322,7 +322,7 @@ def test_verify_steps(emulation: ModuleType, heads: tuple[int, int], drafts: int
         {"head_dim": 128},
         {"head_dim": 256},
         {"head_dim": 128, "kv_dtype": torch.float8_e4m3fn},
-        {"multiprocessors": 60},  # splits among the drafts
+        {"num_sms": 60},  # splits among the drafts
         {"with_sinks": True, "logit_cap": 3.0},
         {"grown": GROWTH},
     ],

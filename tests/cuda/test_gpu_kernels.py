@@ -84,7 +84,7 @@ def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: i
         requests=40,
         levels=5,
         tokens=300,
-        multiprocessors=132,
+        num_sms=132,
     )
     check(case, OnGpu(case).run())
 
@@ -111,7 +111,7 @@ def test_random_ragged_forests(seed: int) -> None:
         levels=int(rng.integers(1, 9)),
         tokens=int(rng.choice([20, 200, 600])),
         max_new_tokens=int(rng.choice([1, 5, 200])),
-        multiprocessors=132,
+        num_sms=132,
     )
     check(case, OnGpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
 
@@ -125,9 +125,7 @@ def test_verify_steps(drafts: int, trees: bool, head_dim: int) -> None:
     paths = [[(prompt, 0, 700)] for prompt in range(3) for _ in range(16)]
     lens = 700 + drafts + rng.integers(0, 300, len(paths))
     batch = (paths, lens, np.full(len(paths), drafts, dtype=np.int64))
-    case = make_case(
-        drafts, heads=(32, 8), head_dim=head_dim, batch=batch, multiprocessors=132, grown=GROWTH, trees=trees
-    )
+    case = make_case(drafts, heads=(32, 8), head_dim=head_dim, batch=batch, num_sms=132, grown=GROWTH, trees=trees)
     on_gpu = OnGpu(case)
     check(case, on_gpu.run())
     graph = torch.cuda.CUDAGraph()
@@ -146,7 +144,7 @@ def test_verify_steps(drafts: int, trees: bool, head_dim: int) -> None:
 def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
     case = make_case(
         seed, heads=(32, 8), head_dim=128, kv_dtype=kv_dtype, requests=60, levels=4, tokens=300, max_new_tokens=64,
-        multiprocessors=132, trees=True,
+        num_sms=132, trees=True,
     )  # fmt: skip
     check(case, OnGpu(case).run())
 
@@ -154,12 +152,12 @@ def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
 def test_lengths(length: int) -> None:
     batch = ([[], []], np.array([length, 1], dtype=np.int64), np.ones(2, dtype=np.int64))
-    case = make_case(length, heads=(8, 1), head_dim=128, batch=batch, multiprocessors=132)
+    case = make_case(length, heads=(8, 1), head_dim=128, batch=batch, num_sms=132)
     check(case, OnGpu(case).run())
 
 
 def test_the_same_bits_twice() -> None:
-    case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, multiprocessors=132)
+    case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, num_sms=132)
     on_gpu = OnGpu(case)
     first, second = on_gpu.run(), on_gpu.run()
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
@@ -167,7 +165,7 @@ def test_the_same_bits_twice() -> None:
 
 
 def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
-    case = make_case(5, head_dim=128, requests=30, multiprocessors=132, grown=GROWTH)
+    case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH)
     on_gpu = OnGpu(case)
     eager = on_gpu.run()
     graph = torch.cuda.CUDAGraph()

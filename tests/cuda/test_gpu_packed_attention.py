@@ -50,7 +50,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif not _native.built_with_cuda:
         pytest.skip("the native module was built without CUDA")
     else:
-        monkeypatch.setattr(step_pool, "_triton_step", lambda obstacle: pytest.fail(obstacle))
+        monkeypatch.setattr(step_pool, "_triton_step", lambda reason: pytest.fail(reason))
     return request.param
 
 
@@ -68,7 +68,7 @@ def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype) -> 
             levels=4,
             tokens=300,
             max_new_tokens=[1, 40][seed % 2],
-            multiprocessors=132,
+            num_sms=132,
         )
         check_same(case, workspace=workspace)
 
@@ -93,7 +93,7 @@ def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
             levels=4,
             tokens=300,
             max_new_tokens=[1, 40][seed % 2],
-            multiprocessors=132,
+            num_sms=132,
         )
         case.variant.update(k_scale=0.4, v_scale=1.5)
         check_same(case, workspace=workspace)

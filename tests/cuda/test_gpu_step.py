@@ -20,7 +20,7 @@ from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from sgl_prefix_attn.core.step_pool import limits_of
 
 LIMITS = StepLimits(queries=256, items=512, kv_slots=1 << 16, partial_slots=1024)
-FEW = 2  # multiprocessors, so few that the widest tiles leave none idle
+FEW = 2  # num_sms, so few that the widest tiles leave none idle
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_many_splits_of_an_item_form_groups() -> None:
     tokens, requests = 4000, 6
     lens = tokens + np.arange(1, requests + 1)
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    case = make_case(1, heads=(8, 1), batch=batch, multiprocessors=60)
+    case = make_case(1, heads=(8, 1), batch=batch, num_sms=60)
     plan = case.plan
     words, _ = _native.serialize_plan(plan, lens, growth=0, group=8)
     _, lists, parents, group_slots = item_columns(words)
@@ -91,7 +91,7 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     tokens, requests = 1000, 16
     lens = tokens + np.arange(1, requests + 1)
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    plan = make_case(1, heads=(8, 1), batch=batch, multiprocessors=10).plan
+    plan = make_case(1, heads=(8, 1), batch=batch, num_sms=10).plan
     words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
     count, at = words[DEFERRED : DEFERRED + 2]
     assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
@@ -126,8 +126,8 @@ def test_few_splits_form_no_groups() -> None:
     ],
 )  # fmt: skip
 def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: int) -> None:
-    alone = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
-    case = make_case(1, batch=alone)
+    unshared = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
+    case = make_case(1, batch=unshared)
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
     words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas)

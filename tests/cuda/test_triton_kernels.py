@@ -81,7 +81,7 @@ def run(case: Case, **options: Any) -> Result:
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (5, 1), (7, 1), (16, 1), (20, 1), (64, 2)], ids=str)
 def test_groups(heads: tuple[int, int]) -> None:
-    case = make_case(heads[0], heads=heads, requests=5, multiprocessors=4)
+    case = make_case(heads[0], heads=heads, requests=5, num_sms=4)
     check(case, run(case))
 
 
@@ -100,7 +100,7 @@ def test_head_sizes_and_types(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def test_float32_is_as_exact_as_float32() -> None:
-    case = make_case(3, head_dim=64, dtype=torch.float32, requests=4, multiprocessors=8)
+    case = make_case(3, head_dim=64, dtype=torch.float32, requests=4, num_sms=8)
     out, lse = run(case)
     torch.testing.assert_close(out.double().cpu(), case.expected[0], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse.double().cpu(), case.expected[1], atol=2e-5, rtol=2e-5)
@@ -112,11 +112,11 @@ def test_random_ragged_forests(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size: dict[str, Any] = (
         {"heads": (4, 1), "requests": 8, "levels": 4, "tokens": 40, "max_new_tokens": [1, 30][seed % 2],
-         "multiprocessors": 3}
+         "num_sms": 3}
         if INTERPRETED
         else {"heads": (32, 8), "head_dim": 128, "requests": int(rng.integers(1, 257)),
               "levels": int(rng.integers(1, 9)), "tokens": int(rng.choice([20, 200, 600])),
-              "max_new_tokens": int(rng.choice([1, 5, 200])), "multiprocessors": 132}
+              "max_new_tokens": int(rng.choice([1, 5, 200])), "num_sms": 132}
     )  # fmt: skip
     case = make_case(seed, **size)
     check(case, run(case, limits=LIMITS if INTERPRETED else StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)))
@@ -141,7 +141,7 @@ def test_lengths_around_the_kv_tile(length: int) -> None:
 def test_partials_of_one_query_are_merged() -> None:
     """A long request cut into many parts."""
     lens = np.array([40, 4000], dtype=np.int64)
-    case = make_case(1, heads=(5, 1), head_dim=256, batch=([[], []], lens, np.ones_like(lens)), multiprocessors=4)
+    case = make_case(1, heads=(5, 1), head_dim=256, batch=([[], []], lens, np.ones_like(lens)), num_sms=4)
     assert np.diff(case.plan.merge_offset).tolist() == [case.plan.num_slots]
     assert case.plan.num_slots > 2
     check(case, run(case))
@@ -219,7 +219,7 @@ def test_nan_in_the_cache_reaches_the_output() -> None:
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_cache_with_scales(dtype: torch.dtype, head_dim: int) -> None:
-    case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, v_scale=2.5, multiprocessors=8)
+    case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, v_scale=2.5, num_sms=8)
     assert 0 < len(case.plan.merge_query) < case.plan.num_queries, "some results are merged, and scaled once"
     check(case, run(case))
 
@@ -241,7 +241,7 @@ def test_all_256_numbers_of_fp8_are_read_exactly() -> None:
 
 def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
     size: dict[str, Any] = {} if INTERPRETED else {"heads": (32, 8), "head_dim": 128, "requests": 200, "tokens": 400}
-    runner = Runner(make_case(9, multiprocessors=8, **size))
+    runner = Runner(make_case(9, num_sms=8, **size))
     first = runner.run()
     runner.step.blocks = 1 if INTERPRETED else runner.step.blocks // 3
     second = runner.run()
@@ -252,7 +252,7 @@ def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs are the GPU's")
 def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
-    case = make_case(5, head_dim=128, requests=30, multiprocessors=132, grown=GROWTH, eager=False)
+    case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH, eager=False)
     runner = Runner(case)
     eager = runner.run()
     graph = torch.cuda.CUDAGraph()
@@ -266,7 +266,7 @@ def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     graph.replay()
     assert torch.equal(runner.out, eager[0])
     check(case, (runner.out, runner.lse))
-    other = make_case(5, head_dim=128, requests=30, multiprocessors=4, grown=GROWTH, eager=False).plan
+    other = make_case(5, head_dim=128, requests=30, num_sms=4, grown=GROWTH, eager=False).plan
     assert len(other.items) != len(case.plan.items)
     runner.out.fill_(torch.nan)
     runner.step.load(other, case.planned_lens, GROWTH)

@@ -44,6 +44,30 @@ def slime(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[st
     port = free_port()
     server_args = ServerArgs(**arguments, host="127.0.0.1", port=port)
     process = multiprocessing.get_context("spawn").Process(target=launch_server, args=(server_args,))
+    return _over_http(process, port, prompts, sampling)
+
+
+def serve(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[str, Any]) -> Result:
+    """As `sglang serve`."""
+    from sgl_prefix_attn.demo.server import free_port
+
+    port = free_port()
+    options = {**arguments, "host": "127.0.0.1", "port": port}
+    words = ["sglang", "serve"]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return _over_http(multiprocessing.Process(target=_command, args=(words,)), port, prompts, sampling)
+
+
+def _command(words: list[str]) -> None:
+    from sglang.cli.main import main
+
+    sys.argv = words
+    main()
+
+
+def _over_http(process: Any, port: int, prompts: list[list[int]], sampling: dict[str, Any]) -> Result:
+    """Starts a server's process, and asks it."""
     process.start()
     try:
         while process.is_alive():
@@ -110,7 +134,7 @@ def _call(port: int, path: str, body: Any = None) -> Any:
     return json.loads(text) if text else None
 
 
-WAYS = {"engine": engine, "slime": slime, "verl": verl, "areal": areal}
+WAYS = {"engine": engine, "serve": serve, "slime": slime, "verl": verl, "areal": areal}
 
 
 def main() -> None:

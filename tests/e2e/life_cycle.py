@@ -30,17 +30,29 @@ from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e.conftest import Tokens, tokens_of
 
 LONGEST = 96  # output tokens
+COUNTS = (1, 2, 8, 8, 8, 24, 24, LONGEST)  # often the same: requests then end together
 SECONDS = 60.0  # for a call that has to wait for running requests
 TAGS = ("kv_cache", "weights", "cuda_graph")
 PAUSES = ("abort", "retract", "in_place")
 
+# judge(which prompt, tokens): asserts that they begin the greedy continuation of the prompt.
+Judge = Callable[[int, list[int]], None]
+
 
 def prompts(vocabulary: Vocabulary) -> list[Request]:
-    """Eight prompts over two common beginnings."""
-    return [
-        Request(f"life-{i}", vocabulary.tokens(220, 21, i % 2) + vocabulary.tokens(5 + i, 22, i), LONGEST)
-        for i in range(8)
-    ]
+    """Twelve prompts over four documents, whole and in part, half of them behind a system prompt.
+
+    They fork at many depths, so that a request in another's place, or a node that has been split, shows in the tokens.
+    """
+    system = vocabulary.tokens(30, 21, 9)
+    documents = [vocabulary.tokens(110 + 30 * number, 21, number) for number in range(4)]
+    prompts = []
+    for number in range(12):
+        document = documents[number % 4]
+        begin = document[: len(document) * (number % 3 + 1) // 3]
+        own = vocabulary.tokens(5 + number, 22, number)
+        prompts.append(Request(f"life-{number}", system * (number % 2) + begin + own, LONGEST))
+    return prompts
 
 
 def other_weights(model: Path, folder: Path) -> Path:
@@ -81,16 +93,20 @@ class Outstanding:
     """A request under way.
 
     Attributes:
-        expected: the stock backend's tokens.
+        which: its prompt.
+        count: output tokens that it asks for.
+        judge: judges its tokens.
         aborted: whether it may have been aborted.
     """
 
     answer: Future[str]
-    expected: list[int]
+    which: int
+    count: int
+    judge: Judge
     aborted: bool = False
 
     def check(self) -> None:
-        """Waits for the answer and compares its tokens."""
+        """Waits for the answer and has its tokens judged."""
         try:
             answer = json.loads(self.answer.result(SECONDS))
         except ServerError as error:
@@ -99,8 +115,8 @@ class Outstanding:
             raise
         finish, tokens = answer["meta_info"]["finish_reason"]["type"], answer["output_ids"]
         assert finish == "length" or (finish == "abort" and self.aborted), finish
-        assert tokens == self.expected[: len(tokens)]
-        assert finish == "abort" or len(tokens) == len(self.expected)
+        self.judge(self.which, tokens)
+        assert len(tokens) == self.count or (finish == "abort" and len(tokens) < self.count)
 
 
 @dataclass
@@ -109,7 +125,7 @@ class Engine:
 
     Attributes:
         models: folders with the two sets of weights.
-        expected: the stock backend's tokens of each prompt, by set of weights.
+        judges: of the tokens, by set of weights.
         pins: whether the server has a budget for pins.
         done: calls made so far, for the message of a failure.
     """
@@ -117,7 +133,7 @@ class Engine:
     server: Server
     requests: Sequence[Request]
     models: tuple[Path, Path]
-    expected: tuple[Tokens, Tokens]
+    judges: tuple[Judge, Judge]
     pool: ThreadPoolExecutor
     draw: random.Random
     pins: bool = False
@@ -132,12 +148,12 @@ class Engine:
     def send(self) -> None:
         if self.released:
             return
-        for _ in range(self.draw.randint(1, 4)):
-            which, count = self.draw.randrange(len(self.requests)), self.draw.randint(1, LONGEST)
+        for _ in range(self.draw.randint(1, 8)):
+            which, count = self.draw.randrange(len(self.requests)), self.draw.choice(COUNTS)
             sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
             body = {"input_ids": list(self.requests[which].prompt), "sampling_params": sampling}
             answer = self.pool.submit(self.server.post, "/generate", body, SECONDS)
-            self.outstanding.append(Outstanding(answer, self.expected[self.weights][which][0][:count]))
+            self.outstanding.append(Outstanding(answer, which, count, self.judges[self.weights]))
 
     def wait(self) -> None:
         time.sleep(self.draw.random() * 0.1)
@@ -205,6 +221,8 @@ class Engine:
             tags = self.draw.sample(sorted(self.released), self.draw.randint(1, len(self.released)))
             self.server.post("/resume_memory_occupation", {"tags": tags}, SECONDS)
             self.released.difference_update(tags)
+            if "weights" in tags:  # a GPU has lost them
+                self._update(self.models[self.weights], flush=False)
 
     def drain(self) -> bool:
         """Waits until no request is in the engine, and flushes. Returns False if a pause keeps some."""
@@ -250,6 +268,15 @@ class Engine:
     def _call(self, call: Callable[[], Any]) -> None:
         self.done.append(getattr(call, "__name__", "?"))
         call()
+
+
+def same_as(expected: Tokens) -> Judge:
+    """Accepts the tokens of `expected` only."""
+
+    def judge(which: int, tokens: list[int]) -> None:
+        assert tokens == expected[which][0][: len(tokens)]
+
+    return judge
 
 
 def stock_tokens(stock: Server, requests: Sequence[Request], models: tuple[Path, Path]) -> tuple[Tokens, Tokens]:

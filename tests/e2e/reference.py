@@ -23,10 +23,18 @@ class Reference:
 
     def check(self, request: Request, tokens: list[int]) -> None:
         """Asserts that `tokens` is the greedy continuation of the request, with no near tie on the way."""
+        best = self._scores(request, tokens).topk(2)
+        assert tokens == best.indices[:, 0].tolist(), request.name
+        assert (best.values[:, 0] - best.values[:, 1]).min() > SMALLEST_MARGIN, request.name
+
+    def deficits(self, request: Request, tokens: list[int]) -> torch.Tensor:
+        """[tokens] fp32: how far the logit of each token is below the best one's."""
+        scores = self._scores(request, tokens)
+        return scores.max(dim=1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    def _scores(self, request: Request, tokens: list[int]) -> torch.Tensor:
         with torch.no_grad():
             scores = self._model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
             for token, bias in request.logit_bias:
                 scores[:, token] += bias
-        best = scores.topk(2)
-        assert tokens == best.indices[:, 0].tolist(), request.name
-        assert (best.values[:, 0] - best.values[:, 1]).min() > SMALLEST_MARGIN, request.name
+        return scores

@@ -41,13 +41,12 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        pytest.param(STANDALONE, ["ragged"], id="chains"),
-        pytest.param(NGRAM, ["three_levels", "three_levels"], id="trees"),
-        pytest.param(STANDALONE, [*workloads.ALL], id="chains, all", marks=pytest.mark.slow),
-        pytest.param(NGRAM, [*workloads.ALL], id="trees, all", marks=pytest.mark.slow),
-        pytest.param((*NGRAM, *BREADTH_1), ["ragged", "ragged"], id="breadth 1", marks=pytest.mark.slow),
+        pytest.param(STANDALONE, [*workloads.ALL], id="chains"),
+        pytest.param(NGRAM, [*workloads.ALL], id="trees"),
+        pytest.param((*NGRAM, *BREADTH_1), ["ragged", "ragged"], id="breadth 1"),
     ],
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding(
     launch: Launch,
     expected: Expected,
@@ -64,17 +63,25 @@ def test_tokens_are_those_of_plain_decoding(
     assert done.steps["decode"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [STANDALONE, NGRAM], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    ("seeds", "count"), [pytest.param(1, 24, id="one"), pytest.param(10, 48, id="ten", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("arguments", [STANDALONE, NGRAM, (*NGRAM, *BREADTH_1)], ids=["chains", "trees", "breadth 1"])
 def test_random_rollouts(
-    launch: Launch, rollout_on: Callable[..., Rollout], environment: dict[str, str], arguments: tuple[str, ...]
+    launch: Launch,
+    rollout_on: Callable[..., Rollout],
+    environment: dict[str, str],
+    arguments: tuple[str, ...],
+    seeds: int,
+    count: int,
 ) -> None:
     """With aborts, retractions and flushes."""
     conservative = ("--schedule-conservativeness", "0.01")
     with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=environment) as server:
         rollout = rollout_on(server)
         with packing(server) as done:
-            for seed in range(10):
-                rollout.run(seed)
+            for seed in range(seeds):
+                rollout.run(seed, count)
     done.assert_packed("verify", "extend")
+    assert done.steps["decode"] == 0
     assert rollout.retractions > 0

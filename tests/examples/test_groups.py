@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.sglang_router import HEADER, request
-from examples.slime_groups import share_sessions
+from examples.slime_groups import keep_groups_together, share_sessions
 from examples.verl_balancer import GroupBalancer, request_id
 from sgl_prefix_attn.group_routing import GroupRouter, group_key
 
@@ -109,13 +110,45 @@ def test_slimes_samples_share_a_session() -> None:
     assert ids == [[group_key("x")] * 2, [group_key("y")] * 2, ["own", "own"], []]
 
 
+def test_slimes_rollout_sends_the_groups_key() -> None:
+    """With a stand-in for slime's module, which sends the key under its own condition."""
+    sent: list[Any] = []
+
+    async def generate_and_rm_group(args: Any, group: list[Any], sampling_params: Any, evaluation: bool = False) -> Any:
+        sent.extend(sample.session_id for sample in group if args.router_policy == "consistent_hashing")
+        return group
+
+    rollout = SimpleNamespace(generate_and_rm_group=generate_and_rm_group)
+    keep_groups_together(rollout)
+    args = SimpleNamespace(router_policy="manual")
+    group = [SimpleNamespace(prompt="x", session_id=None) for _ in range(3)]
+    assert asyncio.run(rollout.generate_and_rm_group(args, group, {}, evaluation=True)) == group
+    assert sent == [group_key("x")] * 3
+    assert args.router_policy == "manual"
+
+
 def test_verls_balancer_pins_groups_and_counts() -> None:
-    balancer = GroupBalancer({server: object() for server in SERVERS})
-    first = balancer.acquire_server(request_id("uid-1", 0))
+    handles = {server: object() for server in SERVERS}
+    balancer = GroupBalancer(handles, {"load_bound": 1.5, "full_determinism": False})
+    first, handle = balancer.acquire_server(request_id("uid-1", 0))
+    assert handle is handles[first]
     balancer.release_server(first)
-    other = balancer.acquire_server("another request")
-    assert balancer.acquire_server(request_id("uid-1", 1)) == first
-    assert sum(balancer._router.in_flight.values()) == 2
+    other, _ = balancer.acquire_server("another request")
+    assert balancer.acquire_server(request_id("uid-1", 1))[0] == first
+    assert sum(balancer.get_status()["servers"].values()) == 2
     balancer.release_server(other)
-    balancer.release_server(other)
-    assert min(balancer._router.in_flight.values()) == 0
+    assert sum(balancer.get_status()["servers"].values()) == 1
+
+
+def test_verls_balancer_knows_a_group_by_its_prompt_and_its_later_turns() -> None:
+    balancer = GroupBalancer(dict.fromkeys(SERVERS))
+    group = {balancer.acquire_server(f"uuid-{sample}", [5, 6, 7])[0] for sample in range(8)}
+    other, _ = balancer.acquire_server("uuid-other", [8])
+    assert len(group) == 1
+    assert other not in group
+    for sample in range(8):
+        assert balancer.acquire_server(f"uuid-{sample}", [5, 6, 7, 100 + sample])[0] in group
+    balancer.remove_servers(group)
+    assert balancer.acquire_server("uuid-0", [5, 6, 7, 100, 9])[0] not in group
+    balancer.add_servers(dict.fromkeys(group))
+    assert sorted(balancer.get_all_servers()) == SERVERS

@@ -249,3 +249,25 @@ def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> No
     del own_state(server_info)["device"]["workers"]
     assert explain(serve({"/server_info": (200, server_info)})) == 2
     assert "the server's device: workers: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        (
+            {"steps_packed": {"decode": 1506}, "fallbacks": {"compute_bound": 461}},
+            "461 steps beside 1,510 decode steps",
+        ),
+        ({"steps_packed": {"decode": 1506}, "fallbacks": {"compute_bound": 151}}, None),
+        ({"steps_packed": {"decode": 200, "extend": 30, "mixed": 9}, "fallbacks": {}}, "39 steps beside 204 decode"),
+        ({"steps_packed": {}, "fallbacks": {"compute_bound": 9}, "routed_steps": {}}, None),
+    ],
+)
+def test_options_for_refills_are_named_where_prefill_steps_are_many(
+    serve: Serve, server_info: Info, capsys: Capture, changes: Info, shown: str | None
+) -> None:
+    own_state(server_info)["counters"].update({"routed_steps": {"packed": 1506, "stock": 4}, **changes})
+    assert main(["explain", "--server", serve({"/server_info": (200, server_info)})]) == 0
+    out = capsys.readouterr().out
+    assert ("--min-free-slots-delay" in out) == (shown is not None)
+    assert shown is None or shown in out

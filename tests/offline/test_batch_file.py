@@ -49,6 +49,7 @@ BAD = [
     (with_body(GOOD, best_of=3), "unknown_field", "body.best_of is an unknown field"),
     (with_body(GOOD, prompt=[]), "invalid_request", "body.prompt"),
     (with_body(GOOD, prompt=[1, -1]), "invalid_request", "body.prompt.1 = -1"),
+    (with_body(GOOD, prompt=[True]), "invalid_request", "body.prompt.0 = True"),
     (with_body(GOOD, prompt=[[1], [2]]), "invalid_request", "body.prompt.0 = [1]"),
     (with_body(GOOD, prompt=None), "invalid_request", "body.prompt = None"),
     (with_body(GOOD, max_tokens=0), "invalid_request", "body.max_tokens = 0"),

@@ -17,8 +17,8 @@ from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedP
 from sgl_prefix_attn.pinning import PinBudgetError
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
-from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
+from tests.support.caches import CACHES
 
 
 class RandomSchedule:

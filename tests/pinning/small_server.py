@@ -1,6 +1,6 @@
 """SGLang's real requests, prefill adder, pools and prefix caches, driven as its scheduler drives them, without a model.
 
-What the scheduler's loop does is written out here in short (generations.py has what differs between releases):
+What the scheduler's loop does is written out here in short (support/caches.py has what differs between releases):
 admission in queue order that stops at the first refusal, the flag `batch_is_full` that a refusal for lack of tokens
 sets and only a running batch clears, eviction before each allocation, retraction when decode finds no room. Our hooks
 sit where they sit in the server.
@@ -8,7 +8,6 @@ sit where they sit in the server.
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import common
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
-from tests.pinning.generations import GENERATION, make_cache
+from tests.support.caches import GENERATION, Pools
 
 
 class NoHooks(PinningHooks):
@@ -33,7 +30,7 @@ class NoHooks(PinningHooks):
         self.state.manager_of = lambda cache: None  # type: ignore[method-assign]
 
 
-class SmallServer:
+class SmallServer(Pools):
     """Args:
     settings: None: SGLang without our hooks.
     """
@@ -41,11 +38,9 @@ class SmallServer:
     def __init__(
         self, kind: str, *, slots: int, rows: int = 8, context: int = 512, settings: PinningSettings | None
     ) -> None:
+        super().__init__(kind, slots=slots, rows=rows, context=context)
         self.kind = kind
         self.slots = slots
-        self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
-        self.cache = make_cache(kind, slots, self.pool)
-        self.allocator = self.cache.token_to_kv_pool_allocator
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))
@@ -55,7 +50,6 @@ class SmallServer:
         self.aborted: list[Req] = []
         self.retractions = 0
         self.prompt_tokens = self.cached_tokens = 0
-        self._count = 0
         self.hooks = NoHooks() if settings is None else PinningHooks(settings)
 
     @property
@@ -71,14 +65,7 @@ class SmallServer:
         return len(prompt) + new_tokens + 2 < self.slots
 
     def send(self, prompt: list[int], new_tokens: int, extra_key: str | None = None) -> Req:
-        self._count += 1
-        request = Req(
-            f"r{self._count}",
-            "",
-            array("q", prompt),
-            SamplingParams(max_new_tokens=new_tokens),
-            extra_key=extra_key,
-        )
+        request = self.request(prompt, extra_key, new_tokens)
         self.waiting.append(request)
         return request
 
@@ -92,9 +79,7 @@ class SmallServer:
     def flush(self) -> bool:
         done = not self.waiting and not self.running.reqs
         if done:
-            self.cache.reset()
-            self.pool.clear()
-            self.allocator.clear()
+            self.clear()
         self.hooks.after_flush_cache(done, self)
         return done
 

@@ -123,6 +123,7 @@ def test_schedulers_that_do_not_know_the_command_are_named() -> None:
         b'{"id": "x"}',
         b'{"text": 3}',
         b'{"token_ids": 5}',
+        b'{"token_ids": [true]}',
         b'{"text": "\\ud800"}',
         pytest.param(b'{"token_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="nested too deep"),
     ],

@@ -37,11 +37,11 @@ def test_a_negative_budget_is_refused() -> None:
         PinLedger(budget=-1)
 
 
-def test_the_least_worth_is_shed_first_then_what_expires_first_then_the_newest() -> None:
+def test_the_lowest_score_is_shed_first_then_what_expires_first_then_the_newest() -> None:
     ledger = PinLedger(budget=100)
     a, b, c, d = (ledger.add([name] * 10, ttl_steps=ttl) for name, ttl in ((1, None), (2, None), (3, 5), (4, None)))
-    worth = {a.id: 0.5, b.id: 0.1, c.id: 0.1, d.id: 0.1}
-    assert ledger.shed_order(lambda pin: worth[pin.id]) == [c, d, b, a]
+    scores = {a.id: 0.5, b.id: 0.1, c.id: 0.1, d.id: 0.1}
+    assert ledger.shed_order(lambda pin: scores[pin.id]) == [c, d, b, a]
 
 
 def test_a_pin_gives_way_in_part_or_ends() -> None:

@@ -12,8 +12,8 @@ from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
-from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
+from tests.support.caches import CACHES
 
 
 @pytest.fixture(params=CACHES)

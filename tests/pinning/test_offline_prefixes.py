@@ -13,8 +13,8 @@ from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedP
 from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, offline_prefixes
 from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
-from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
+from tests.support.caches import CACHES
 
 
 def request(place: Place | None, tokens: int = 10) -> Any:
@@ -68,7 +68,7 @@ def test_a_malformed_place_leaves_retention_its_look_ahead(value: object):
     assert server.manager.counters.failures == 0
 
 
-def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_is_hashed_once_however_many_spans_of_it_are_shared(monkeypatch: pytest.MonkeyPatch):
     hashed: list[int] = []
     keys_of = eviction_policy.keys_of
     monkeypatch.setattr(
@@ -76,12 +76,12 @@ def test_a_prompt_is_hashed_once_however_many_stretches_of_it_are_shared(monkeyp
     )
     server = SmallServer(CACHES[0], slots=64, settings=PinningSettings(retention=True, lookahead=0, block=2))
     sent = server.send(prompt(1), 2)
-    stretches = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
-    sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, stretches).encode()}
+    spans = tuple(SharedPrefix(node, node, node + 1, node + 1) for node in range(20))
+    sent.sampling_params.custom_params = {CUSTOM_PARAMETER: Place("job", 0, 0, 2, spans).encode()}
     server.hooks.after_calc_priority(None, server, server.waiting)
     assert hashed == [20]
     scores = server.manager.retention.scores
-    # A block counts for the stretch that ends it.
+    # A block counts for the span that ends it.
     assert [scores.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
 
 

@@ -49,7 +49,7 @@ OURS = {
 }
 # What has to have been decided, and so written down, for the comparison to say anything.
 DECISIONS = {
-    *("pinned", "held", "released", "expired", "shed", "cleared", "announced", "ahead", "evicted", "step"),
+    *("pinned", "locked", "released", "expired", "shed", "cleared", "announced", "ahead", "evicted", "step"),
     *("order", "waits", "may go", "paths", "plan", "totals"),
 }
 

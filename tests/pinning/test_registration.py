@@ -27,9 +27,9 @@ from sgl_prefix_attn.sglang_plugin.pinning import state as pinning_state
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
-from tests.pinning.generations import CACHES
 from tests.pinning.small_server import SmallServer
 from tests.sglang_plugin.fixture import Fixture
+from tests.support.caches import CACHES
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is worth keeping: known uses by how soon they come, unknown ones by what prefixes like it did."""
+"""Retention scores: known uses by how soon they come, unknown ones by what prefixes like it did."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class TestLookahead:
 
 
 class TestReuseMemory:
-    def test_prefixes_that_come_back_are_worth_more_than_those_that_never_do(self) -> None:
+    def test_prefixes_that_come_back_score_higher_than_those_that_never_do(self) -> None:
         memory = ReuseMemory()
         for step in range(2000):
             memory.record([step % 10, 1000 + step])  # ten that return every ten requests, one that never does
         returning, once = memory.score_of(5), memory.score_of(1000 + 1995)
         assert returning > 10 * once
 
-    def test_worth_falls_when_the_usual_time_of_reuse_has_passed(self) -> None:
+    def test_the_score_falls_when_the_usual_time_of_reuse_has_passed(self) -> None:
         memory = ReuseMemory()
         for step in range(4000):  # half of all prefixes are used again after 40 requests
             memory.record([step, step - 40] if step % 2 else [step])
@@ -96,7 +96,7 @@ class TestReuseMemory:
 
 
 class TestRetentionScores:
-    def test_the_nearer_use_is_worth_more_and_any_known_use_more_than_a_guess(self) -> None:
+    def test_the_nearer_use_scores_higher_and_any_known_use_higher_than_a_guess(self) -> None:
         memory, queue = ReuseMemory(), Lookahead(8)
         scores = RetentionScores(memory, queue)
         for step in range(2000):
@@ -105,7 +105,7 @@ class TestRetentionScores:
             queue.add(name, [key])
         assert scores.of(100) > scores.of(101) > scores.of(102) > scores.of(3) > 0
 
-    def test_a_group_is_worth_its_remaining_members_and_less_than_the_unknown_after_the_last(self) -> None:
+    def test_a_group_scores_its_remaining_members_and_less_than_the_unknown_after_the_last(self) -> None:
         scores = RetentionScores(ReuseMemory())
         scores.announce([7, 8], uses=2)
         assert scores.of(7) == 2.0

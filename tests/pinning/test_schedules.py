@@ -34,7 +34,7 @@ def test_two_processes_that_have_nothing_in_common_decide_alike(tmp_path: Path) 
     kinds = rank_recorder.assert_alike(*rank_recorder.events(tmp_path))
     assert {
         "pinned",
-        "held",
+        "locked",
         "released",
         "expired",
         "shed",

@@ -54,6 +54,7 @@ class HostStep:
         self.prepared = 0
         self.attended = 0
         self.recording: list[Callable[[], Any]] | None = None
+        self.lost = False  # whether a release of memory has taken its content
         self._plan: Plan | None = None
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
@@ -71,7 +72,7 @@ class HostStep:
         self._plan, self._most = plan, seq_lens + growth
 
     def reset(self) -> None:
-        self._plan = None
+        self._plan, self.lost = None, False
 
     def prepare(
         self,
@@ -81,6 +82,7 @@ class HostStep:
         visible: torch.Tensor | None = None,
     ) -> None:
         assert self._plan is not None
+        assert not self.lost
         self._visible = visible
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64
         count = self._plan.num_requests
@@ -340,7 +342,9 @@ class DecodeGraphs:
         for i, layer in enumerate(fixture.layers):
             q, k, v = fixture.qkv(layer)
             self.q[i, :rows] = q[:rows]
-            fixture.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc), k[:rows], v[:rows])
+            if rows:  # SGLang's kernel for it cannot be launched with no rows at all
+                loc = KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc)
+                fixture.pool.set_kv_buffer(layer, loc, k[:rows], v[:rows])
         mode = self.capture_forward_mode
         view = build_replay_fb_view(batch, buffers, size, raw, size * self.width, 1, mode, False)
         with fixture.handover.handed_over(fixture.handed if handed is None else handed):

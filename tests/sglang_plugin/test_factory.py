@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
@@ -20,6 +21,7 @@ from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.gpu_fixture import GraphStock, host_kernels
 
 
 def gpu_runner(
@@ -150,9 +152,11 @@ class TestFactory:
     @pytest.mark.usefixtures("no_stock")
     @pytest.mark.parametrize(("route", "hooked"), [("auto", True), ("packed", False), ("stock", False)])
     def test_decode_graphs_are_hooked_where_steps_may_go_either_way(
-        self, route: Any, hooked: bool, asked: list[Any]
+        self, route: Any, hooked: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runner = draft_on_gpu(draft_attention_backend=None)
+        monkeypatch.setattr(factory.eligibility, "choose_kernels", lambda setting, device: host_kernels())
+        runner = new_runner(head_dim=64, kv_dtype=torch.bfloat16, dtype=torch.bfloat16)
+        runner.device = "cuda"
         create_backend(runner, Settings(metrics=False, stock_backend="fa3", route=route))
         assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
 
@@ -206,6 +210,36 @@ class TestFactory:
         assert current is not None
         hooked = set(factory.hook_table.verify_hooks(current.handover_hooks)) <= set(asked)
         assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
+
+    @pytest.mark.parametrize("needs_lens", [False, True])
+    def test_a_server_that_is_refused_runs_the_stock_backends_own_methods(
+        self, needs_lens: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a GPU without pack_verify, nothing of a speculating server packs: no hook runs in its steps."""
+        stock = GraphStock(new_runner())
+        stock.needs_cpu_seq_lens = needs_lens
+        monkeypatch.setattr(factory, "build_stock", lambda runner, name: stock)
+        monkeypatch.setattr(factory.eligibility, "choose_kernels", lambda setting, device: host_kernels())
+        runner = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE, dtype=torch.bfloat16, server_args=None)
+        runner.device = "cuda"
+        backend = create_backend(runner, Settings(metrics=False, stock_backend="fa3", one_token_steps=True))
+        state = plugin_state.active()
+        assert state is not None
+        of_steps = (*factory.hook_table.handover_hooks(state.handover_hooks), *factory.hook_table.GRAPH_HOOKS)
+        assert not {hook.target for hook in of_steps} & {hook.target for hook in asked}
+        assert isinstance(backend, PrefixPackBackend)
+        for name in ("forward", "forward_decode", "forward_extend"):
+            assert getattr(backend, name) == getattr(stock, name)
+        assert backend.needs_cpu_seq_lens is needs_lens
+        step = SimpleNamespace()
+        backend.init_forward_metadata_out_graph(step, in_capture=True)
+        backend.init_forward_metadata_in_graph(step)
+        backend.init_forward_metadata_out_graph(step)
+        backend.init_forward_metadata(step)
+        backend.prepare_schedule_batch(step)
+        assert stock.graph_calls == ["capture", "in graph", "replay"]
+        assert stock.metadata_calls == 1
+        assert dict(state.counters.fallbacks) == {fallback_reasons.SPECULATIVE: 3}
 
     def test_with_speculation_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: True)

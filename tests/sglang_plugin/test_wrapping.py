@@ -184,6 +184,7 @@ REFUSED = {
     "no radix cache": (_argument(disable_radix_cache=True), reasons.NO_RADIX_CACHE),
     "unknown pool": (_pool(_become(PagedPool)), reasons.KV_LAYOUT),
     "hnd": (_pool(_hnd), reasons.KV_LAYOUT),
+    "wide heads": (_layers(qk_head_dim=512, v_head_dim=512), reasons.HEAD_DIM),
     "fp4": (_pool(lambda pool: setattr(pool, "k_scale_buffer", [])), reasons.KV_DTYPE),
     "bidirectional": (_layers(attn_type=AttentionType.ENCODER_ONLY), reasons.NON_CAUSAL),
     "reads metadata": (
@@ -237,6 +238,14 @@ class TestRefused:
     def test_a_route_that_is_never_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", gpu_stock(), settings) == reasons.DISABLED
+
+    @pytest.mark.parametrize("mixes", [False, True])
+    def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, mixes: bool) -> None:
+        """`pack_mixed` is on by default on a CPU; without mixed steps it packs nothing."""
+        fixture = new_fixture(server_args=SimpleNamespace(enable_mixed_chunk=mixes))
+        settings = Settings(wrap=True, route="stock", pack_extend=False)  # type: ignore[arg-type]
+        refusal = eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, settings)
+        assert refusal == (None if mixes else reasons.DISABLED)
 
     def test_an_object_of_another_class_behind_the_name(self) -> None:
         fixture = new_fixture()

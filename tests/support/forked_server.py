@@ -30,6 +30,7 @@ from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_proces
 # Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
 COMMON_MODULES = ("sglang.launch_server", "sglang.srt.managers.detokenizer_manager", "torch._inductor.compile_fx")
 SERVER_MODULE = "sglang.launch_server"
+MODULES = (SERVER_MODULE, "tests.e2e.launchers")  # programs that forks can become
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_")  # beginnings of variables
 POLL_SECONDS = 0.05
 
@@ -58,14 +59,14 @@ class Forked:
 
 
 def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
-    """Starts `python -m sglang.launch_server ...`; as `start_process`."""
-    if command[1:3] != ["-m", SERVER_MODULE] or sys.platform != "linux" or sys.version_info >= (3, 14):
+    """Starts `python -m MODULE ...`, with one of MODULES as a fork; as `start_process`."""
+    if command[1] != "-m" or command[2] not in MODULES or sys.platform != "linux" or sys.version_info >= (3, 14):
         return start_process(command, environment, output)
     read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
     template = _template(tuple(sorted(read_at_import.items())))
     assert template.stdin is not None
     assert template.stdout is not None
-    request = {"arguments": command[3:], "environment": dict(environment), "output": output.name}
+    request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "output": output.name}
     template.stdin.write(json.dumps(request) + "\n")
     template.stdin.flush()
     pid = template.stdout.readline()
@@ -114,7 +115,7 @@ def _reap(*signal_and_frame: object) -> None:
             continue
 
 
-def _become_server(arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _become_server(module: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
@@ -126,8 +127,8 @@ def _become_server(arguments: list[str], environment: dict[str, str], output: st
     status = 1
     try:
         _spawn_by_forks()
-        sys.argv = [SERVER_MODULE, *arguments]
-        runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as error:
         status = int(error.code or 0)

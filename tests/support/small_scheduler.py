@@ -5,71 +5,18 @@ Written for sglang 0.5.20. A batch is a plain object with the fields of Schedule
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-
-@dataclass
-class NodeInfo:
-    """`TreePathNodeInfo` of later SGLang versions."""
-
-    node_id: int
-    parent_id: int
-    path_start: int
-    path_end: int
-    full_value_len: int | None
-    num_children: int
-
-
-class PathInfoCore:
-    """The interface of later tree cores on top of a real tree: node ids in, paths out."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-
-    def root_node_handle(self, extra_key: str | None = None) -> int:
-        return self._core.root_node_handle(extra_key)
-
-    def node_by_id(self, node_id: int) -> Any:
-        raise NotImplementedError("not ported to this core")
-
-    def collect_path_info(self, ids: list[int]) -> tuple[tuple[NodeInfo, ...], ...]:
-        paths = []
-        for node_id in ids:
-            node, chain = self._core.node_by_id(node_id), []
-            while node.parent is not None:
-                chain.append(node)
-                node = node.parent
-            path, position = [], 0
-            for link in reversed(chain):
-                end = position + len(link.key)
-                path.append(NodeInfo(link.id, link.parent.id, position, end, end - position, len(link.children)))
-                position = end
-            paths.append(tuple(path))
-        return tuple(paths)
-
-
-class PathInfoTree:
-    """A tree that is readable only through `collect_path_info`."""
-
-    def __init__(self, tree: UnifiedRadixCache) -> None:
-        self.tree_core = PathInfoCore(tree.tree_core)
-        self.disable = False
+from tests.support.caches import PathInfoTree, Pools
+from tests.support.fake_tree import path_of
 
 
 @dataclass
@@ -103,7 +50,7 @@ class Batch:
 TREES = ("objects", "node_by_id", "collect_path_info")
 
 
-class SmallScheduler:
+class SmallScheduler(Pools):
     """Admits, prefills, decodes, finishes and retracts requests over one real radix tree.
 
     Args:
@@ -114,25 +61,11 @@ class SmallScheduler:
     def __init__(
         self, kind: str, *, slots: int = 4096, rows: int = 256, context: int = 4096, page_size: int = 1
     ) -> None:
-        self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
-            tree_components=(ComponentType.FULL,),
-        )
-        self.tree = RadixCache(params) if kind == "objects" else UnifiedRadixCache(params)
+        super().__init__(kind, slots=slots, rows=rows, context=context, page_size=page_size)
+        self.tree = self.cache
         self.shown_tree = PathInfoTree(self.tree) if kind == "collect_path_info" else self.tree
         self.running: list[Req] = []
         self.lengths: dict[int, int] = {}  # KV length by id(request)
-        self._count = 0
-
-    def request(self, tokens: list[int], extra_key: str | None = None) -> Req:
-        self._count += 1
-        sampling = SamplingParams(max_new_tokens=1 << 20)
-        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
 
     def match(self, request: Req, upto: int | None = None) -> None:
         """Matches the request with the tree, takes a row and KV for its tokens, and locks its path."""
@@ -209,24 +142,14 @@ class SmallScheduler:
 
     def flush(self) -> None:
         assert not self.running
-        self.tree.reset()
-        self.pool.clear()
-        self.allocator.clear()
+        self.clear()
 
     def path(self, request: Req) -> list[tuple[int, int, int]]:
         """(node id, start, end) of each node from the root to the request's node, read from the tree."""
         node = request.last_node
         if isinstance(node, int):
             node = self.tree.tree_core.node_by_id(node)
-        chain = []
-        while node is not None and node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        path, position = [], 0
-        for link in reversed(chain):
-            path.append((link.id, position, position + len(link.key)))
-            position += len(link.key)
-        return path
+        return [] if node is None else path_of(node)
 
     def _batch(self, requests: list[Req], mode: ForwardMode) -> Batch:
         return Batch(

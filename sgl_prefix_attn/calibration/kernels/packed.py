@@ -49,8 +49,8 @@ class PrefixPack(Baseline):
         case = self.fixture = fixture
         q_heads, kv_heads = fixture.heads
         self.shape = ModelShape(q_heads, kv_heads, fixture.head_dim, kv_bytes=fixture.kv_dtype.itemsize)
-        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.model = device_model(multiprocessors, self.shape, self.overrides)
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.model = device_model(num_sms, self.shape, self.overrides)
         self.lens = fixture.case.lengths
         self.mirror = RadixMirror()
         self.last_nodes = self.lens * 0 - 1

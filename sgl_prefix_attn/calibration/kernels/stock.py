@@ -164,7 +164,7 @@ class TritonDecode(Baseline):
 
         self.next_power = triton.next_power_of_2
         self.forward, self.count_splits = decode_attention_fwd, get_num_kv_splits_triton
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def bind(self, fixture: Fixture) -> list[Any]:
         self.fixture = fixture
@@ -177,7 +177,7 @@ class TritonDecode(Baseline):
     def plan(self) -> None:
         requests, (q_heads, kv_heads) = len(self.splits), self.fixture.heads
         self.count_splits[(1,)](
-            self.splits, self.fixture.lens64, requests, 1, q_heads, kv_heads, TRITON_MAX_SPLITS, self.multiprocessors,
+            self.splits, self.fixture.lens64, requests, 1, q_heads, kv_heads, TRITON_MAX_SPLITS, self.num_sms,
             MAX_NUM_SEQ=max(256, self.next_power(requests)),
         )  # fmt: skip
 

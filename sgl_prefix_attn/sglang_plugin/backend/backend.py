@@ -34,7 +34,7 @@ class PrefixPackBackend(AttentionBackend):
         runner: SGLang's ModelRunner.
         stock: the stock backend. It answers every member of the base class that is not defined here.
         state: the state of the process.
-        executor: runs packed steps; None: the one for the runner's device.
+        executor: runs packed steps, or the reason why none does; None: the one for the runner's device.
         wraps: the stock backend's name in wrap mode. SGLang then takes this object for one of the stock backend's
             class. None: the process's one stock backend, under the name `prefixpack`.
 
@@ -51,7 +51,7 @@ class PrefixPackBackend(AttentionBackend):
         runner: Any,
         stock: Any,
         state: PluginState,
-        executor: Executor | None = None,
+        executor: Executor | str | None = None,
         *,
         wraps: str | None = None,
     ) -> None:

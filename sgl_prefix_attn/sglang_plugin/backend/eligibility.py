@@ -116,7 +116,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if set(versions.architectures(runner)) & set(_READ_METADATA):
         return fallback_reasons.READS_METADATA
     modes = _modes_of(runner, name)
-    reasons = [never_packs(executor, settings, mode) for mode in modes]
+    reasons = [never_packs(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
     if None not in reasons:
         return reasons[0]
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
@@ -130,6 +130,13 @@ def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | Non
     if mode == "decode" and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED
     return executor.packs(mode)
+
+
+def has_steps(runner: Any, mode: Mode) -> bool:
+    """Whether a server has steps of a kind."""
+    if mode == "mixed":
+        return bool(versions.argument(runner, "enable_mixed_chunk") or versions.argument(runner, "enable_dp_attention"))
+    return mode != "verify" or versions.speculates(runner)
 
 
 def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:

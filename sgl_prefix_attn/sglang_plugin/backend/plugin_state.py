@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _Owned = TypeVar("_Owned")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BackendRecord:
     """What the process keeps about one backend.
 
@@ -70,6 +70,7 @@ class PluginState:
     metrics_failures: int = 0
     handover_hooks: HandoverHooks = field(default_factory=HandoverHooks)
     _owned: dict[type, Any] = field(default_factory=dict, repr=False)
+    _records: list[weakref.ref[BackendRecord]] = field(default_factory=list, repr=False)
     _steps: int = field(default=0, repr=False)
 
     def serve(self, kind: Kind, runner: Any) -> Handover:
@@ -83,14 +84,21 @@ class PluginState:
     def add(self, backend: Any, record: BackendRecord) -> None:
         """Adds the record of a backend. Paths are read from now on if any backend may pack them."""
         self.backends[backend] = record
+        self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
             self.handover.leave_out(self.never_packs)
 
     def never_packs(self, mode: Mode) -> str | None:
         """The reason why no backend packs steps of a kind, None if one may."""
-        reasons = [record.planner.never_packs(mode) for record in self.backends.values()]
-        reasons = [reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER]  # their steps are not read
-        return None if not reasons or None in reasons else reasons[0]
+        never = None
+        for living in self._records:  # each change of the batch asks; walking a weak dictionary takes longer
+            record = living()
+            reason = fallback_reasons.DRAFT_WORKER if record is None else record.planner.never_packs(mode)
+            if reason is None:
+                return None
+            if reason != fallback_reasons.DRAFT_WORKER:  # their steps are not read
+                never = never or reason
+        return never
 
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""

@@ -76,6 +76,34 @@ class LivePolicies:
         rule = conservative.ConservativePolicy(self.shape)
         return policy_of(name, self._cost or rule, rule)
 
+    def verify_policy(self, name: PolicyName, rows: int) -> Policy:
+        """As `policy`, for verify steps with so many drafts a request.
+
+        Where the profile has no costs of such steps, the conservative rule stands for `cost`.
+        """
+        rule = conservative.ConservativePolicy(self.shape)
+        if not name.predicts:
+            return policy_of(name, rule, rule)
+        self.policy(name)  # finds the profile
+        cost = self._verify_cost(rows)
+        if cost is None:
+            logger.info(
+                "prefixpack: no routing profile has verify steps of %d drafts, so one runs packed only if %s",
+                rows,
+                conservative.RULE,
+            )
+        return policy_of(name, cost or rule, rule)
+
+    def _verify_cost(self, rows: int) -> CostPolicy | None:
+        if self.found is None:
+            return None
+        profile, kernels, stock_name = self.found.stored.profile, self._executor.kernels, self._stock_name
+        packed, stock = profile.cost("packed", kernels, rows), profile.cost("stock", stock_name, rows)
+        if packed is None or stock is None:
+            return None
+        margin = profile.margin(kernels, stock_name, rows) if self._own_margin is None else self._own_margin
+        return CostPolicy(packed, stock, self.shape, margin / 100)
+
     def running(self, name: PolicyName) -> str:
         """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""
         if not name.predicts or self._cost is None:

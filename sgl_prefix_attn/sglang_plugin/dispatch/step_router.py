@@ -1,18 +1,16 @@
 """The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
 `sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady
-batch. No profile knows verify steps: where a policy predicts, the conservative rule decides them.
+batch. Where a policy predicts and the profile has no verify steps, the conservative rule decides them.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.routing.conservative import RULE, ConservativePolicy
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
@@ -26,8 +24,6 @@ from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PL
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-
-logger = logging.getLogger(__name__)
 
 
 class LiveTestError(ValueError):
@@ -220,7 +216,8 @@ class StepRouter:
         router = self._router_of(paths.mode) if arm is None or live is None else live.routers[arm]
         if router is None:
             return Route.PACKED
-        route = router.decide(paths.forest, host_lens)
+        rows = self._executor.drafts if paths.mode == "verify" else 1
+        route = router.decide(paths.forest, host_lens, rows)
         if arm is not None and live is not None:
             live.decided(paths.forest, host_lens, arm, route)
         self._count(route)
@@ -237,12 +234,8 @@ class StepRouter:
     def _router_of(self, mode: Mode) -> Router | None:
         if mode != "verify":
             return self._usable_router()
-        if self._verify_router is None and self._decides_verify and self._executor.planners:
-            shape = self._executor.planners[0].shape
-            predicts = self.name.predicts
-            self._verify_router = Router(ConservativePolicy(shape) if predicts else self.policies.policy(self.name))
-            if predicts:
-                logger.info("prefixpack: a verify step runs packed only if %s", RULE)
+        if self._verify_router is None and self._decides_verify and self.policies.ready:
+            self._verify_router = Router(self.policies.verify_policy(self.name, self._executor.drafts))
         return self._verify_router
 
     def _usable_router(self) -> Router | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -49,6 +49,11 @@ class Change:
     def can_be_followed(self) -> bool:
         """Whether the change can be made without a decision of the user's."""
         return bool(self.variables or self.unset or self.without)
+
+    def followed(self, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Launch arguments and environment after the change."""
+        kept = {name: value for name, value in environ.items() if name not in self.unset}
+        return arguments_without(arguments, self.without), kept | dict(self.variables)
 
     def as_dict(self) -> dict[str, Any]:
         """The change as JSON-able values."""

@@ -8,10 +8,12 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.settings import CONFIG_VARIABLE, OTHER_VARIABLES, PREFIX, SettingsError, load_settings
+from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Answer, Diagnosis
@@ -29,6 +31,8 @@ _EXAMPLES = """examples:
       with the variables of this shell, as for python -m sglang.launch_server --model-path Qwen/Qwen3-8B
   PREFIXPACK_WRAP=1 %(prog)s --json --model-path /models/gpt-oss --attention-backend fa3
       the same as JSON, with wrap mode on
+  %(prog)s PREFIXPACK_WRAP=1 python -m sglang.launch_server --model-path Qwen/Qwen3-8B
+      a whole launch command, with its variables; `sglang serve ...` likewise
 
 Exit status: 0: some steps would run packed. 1: none would. 2: unusable arguments or settings.
 Run it where the server runs: it looks at the GPU, the installed SGLang and the variables.
@@ -40,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say which steps and layers of a server would run packed, which would not and why, and what to change. "
         "Reads SGLang's launch arguments and the environment; starts no server and loads no weights."
     )
-    parser.usage = "%(prog)s [-h] [--json] [--reasons] [launch arguments of SGLang ...]"
+    parser.usage = "%(prog)s [-h] [--json] [--reasons] [launch arguments of SGLang, or the whole command ...]"
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
@@ -54,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
         print(reference.markdown())
         return 0
-    arguments = [argument for argument in args.more if argument != "--"]
+    try:
+        variables, arguments = launch_command(args.more)
+    except ValueError as error:
+        return _unusable(str(error))
+    environ = {**os.environ, **variables}
     if importlib.util.find_spec("sglang") is None:
         return _unusable("SGLang is not installed in this environment")
     if not any(argument.split("=")[0] in ("--model-path", "--model", "--config") for argument in arguments):
@@ -63,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
     version = versions.installed_version()
     try:
-        versions.check_supported(version, allow_untested=load_settings().allow_untested_sglang)
+        versions.check_supported(version, allow_untested=load_settings(environ).allow_untested_sglang)
         from sgl_prefix_attn.sglang_plugin.doctor import diagnosis
 
-        found = diagnosis.diagnose(arguments, os.environ)
+        found = diagnosis.diagnose(arguments, environ)
     except (SettingsError, versions.UnsupportedSglangError) as error:
         return _unusable(str(error))
     except SystemExit as stop:  # SGLang's parser has printed what it does not accept
@@ -78,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
         print(json.dumps({**facts, **as_dict(found)}, indent=2))
     else:
-        print(f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{as_text(found, arguments)}")
+        text = as_text(found, arguments, environ, variables)
+        print(f"SGLang {version}, sgl-prefix-attn {__version__}, {_gpu_text(gpu)}\n{text}")
     return 0 if found.packs else 1
 
 
@@ -113,16 +122,25 @@ def _explained(reason: str) -> str:
     return explained(reason)
 
 
-def as_text(found: Diagnosis, arguments: list[str]) -> str:
-    """A diagnosis for people."""
+def as_text(
+    found: Diagnosis, arguments: list[str], environ: Mapping[str, str], given: Mapping[str, str] | None = None
+) -> str:
+    """A diagnosis for people.
+
+    Args:
+        found: the diagnosis.
+        arguments: launch arguments.
+        environ: variables of the server's process.
+        given: those of them that come before the launch arguments.
+    """
     prefill, decode = found.backends
     backends = str(decode) if prefill == decode else f"{prefill} for prefill, {decode} for decode"
     no_settings = set(OTHER_VARIABLES) - {CONFIG_VARIABLE}
-    set_here = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in no_settings)
+    set_here = sorted(name for name in environ if name.startswith(PREFIX) and name not in no_settings)
     lines = [
         f"Model: {', '.join(found.model)} on {found.device}",
         f"Attention backend: {backends}; {_WAYS[found.way]}",
-        f"Variables: {', '.join(f'{name}={os.environ[name]}' for name in set_here) or 'none of ours'}",
+        f"Variables: {', '.join(f'{name}={environ[name]}' for name in set_here) or 'none of ours'}",
         "",
         "Steps",
         *(f"  {_STEPS[mode]:8} {_line(answer)}" for mode, answer in found.steps.items()),
@@ -135,9 +153,21 @@ def as_text(found: Diagnosis, arguments: list[str]) -> str:
     if found.after is not None:
         packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
         lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")
+        lines.append(f"  Launch: {_launch_after(found, arguments, environ, given or {})}")
     if not found.packs and not found.changes:
         lines.append("There is nothing to change: this server cannot run packed.")
     return "\n".join([*lines, "", f"Launch arguments: {shlex.join(arguments)}"])
+
+
+def _launch_after(found: Diagnosis, arguments: list[str], environ: Mapping[str, str], given: Mapping[str, str]) -> str:
+    """The command of the server after the changes, for a shell with the variables of `environ` that are not `given`."""
+    after = dict(given)
+    unset = [name for change in found.changes for name in change.unset if name in environ and name not in given]
+    for change in found.changes:
+        arguments, after = change.followed(arguments, after)
+    begin = ["env", *(f"-u {name}" for name in unset)] if unset else []
+    changed = [f"{name}={shlex.quote(value)}" for name, value in sorted(after.items())]
+    return " ".join([*begin, *changed, "python -m sglang.launch_server", shlex.join(arguments)])
 
 
 def _line(answer: Answer) -> str:

@@ -90,8 +90,8 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
         OSError, ValueError, RuntimeError: what SGLang has against the arguments.
         SystemExit: arguments that SGLang does not know; it has printed which.
     """
+    arguments, environ = list(arguments), dict(environ)  # a copy, since `environ` may be os.environ itself
     first = last = _diagnose_once(arguments, environ)
-    arguments, environ = list(arguments), dict(environ)
     seen: set[str] = set()
     while len(first.changes) < _MOST_CHANGES:
         reason = last.steps["decode"].reason
@@ -102,8 +102,7 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
         first.changes.append(change)
         if not change.can_be_followed:
             break
-        arguments = advice.arguments_without(arguments, change.without)
-        environ = {name: value for name, value in environ.items() if name not in change.unset} | dict(change.variables)
+        arguments, environ = change.followed(arguments, environ)
         last = _diagnose_once(arguments, environ)
     first.after = None if last is first else last
     return first

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
+from sgl_prefix_attn.core.draft_tables import visible_words
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import DTYPES, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep, as_int64
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
@@ -33,9 +35,13 @@ class CpuExecutor:
 
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.planners: list[Planner] = []
+        self.drafts = versions.drafts_of(runner)
         self._settings = settings
         self._req_to_token_pool = runner.req_to_token_pool
         self._workspace = PartialWorkspace()
+        # Of the present step.
+        self._seq_lens: torch.Tensor
+        self._visible: torch.Tensor | None = None
 
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Nothing to reserve: no graph holds CPU layers."""
@@ -73,7 +79,12 @@ class CpuExecutor:
         raise NotImplementedError("CPU steps are never part of a captured graph")
 
     def begin(self, step: PackedStep) -> None:
-        step.rows, step.seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
+        step.rows, self._seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
+        self._visible = None
+        if step.drafts:
+            if step.trees:
+                self._visible = visible_words(step.draft_mask, self._seq_lens, step.drafts)
+            self._seq_lens = self._seq_lens + step.drafts
 
     def memory_resumed(self) -> None:
         """Nothing was released: SGLang's memory saver knows device memory only."""
@@ -99,14 +110,14 @@ class CpuExecutor:
             step.plans[shape_index],
             req_to_token=self._req_to_token_pool.req_to_token,
             req_pool_indices=step.rows,
-            seq_lens=step.seq_lens,
+            seq_lens=self._seq_lens,
             scale=layer.scaling,
             k_scale=scales.k,
             v_scale=scales.v,
             logit_cap=layer.logit_cap,
             window_left=window_left(layer),
             sinks=None if sinks is None else sinks.float(),
-            visible=step.visible,
+            visible=self._visible,
             workspace=self._workspace,
             threads=self._settings.cpu_threads,
         )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.core.cuda_step import unmergeable
+from sgl_prefix_attn.core.draft_tables import DraftTables
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
@@ -84,7 +85,7 @@ class CudaExecutor:
         self.planners: list[Planner] = []
         self.kernels = kernels.name
         self.reads_trees = kernels.reads_trees
-        self._drafts = versions.drafts_of(runner)
+        self.drafts = versions.drafts_of(runner)
         self._no_verify = unsupported_server(runner, kernels.reads_trees)
         self._settings = settings
         self._kernels = kernels
@@ -96,6 +97,7 @@ class CudaExecutor:
         self._graph_batch = 0
         self._graph_tokens = 0
         self._shapes: list[_ShapeState] = []
+        self._draft_tables: DraftTables | None = None
         self._sealed = False
         self._unshared_forests: dict[int, PrefixForest] = {}
 
@@ -106,6 +108,7 @@ class CudaExecutor:
             return
         self._graph_batch = max(max_batch, self._graph_batch)
         self._graph_tokens = max(max_tokens, self._graph_tokens)
+        self._draft_tables = None
         # SGLang captures all its graphs after this, so no graph holds the addresses of earlier buffers.
         for state in self._shapes:
             self._reallocate(state)
@@ -196,10 +199,10 @@ class CudaExecutor:
         """
         rows, context = self._req_to_token_pool.req_to_token.shape
         batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
-        tokens = self._graph_tokens or batch * self._drafts
+        tokens = self._graph_tokens or batch * self.drafts
         most_rows = min(self._settings.max_tile_rows, self._kernels.max_tile_rows)
         widest = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group, max_tile_rows=most_rows).tile_rows[-1]
-        tiles = -(-self._drafts // max(1, widest // shape.group))
+        tiles = -(-self.drafts // max(1, widest // shape.group))
         queries = max(tokens, rows) + self._prefill_tokens
         return StepLimits(
             queries=queries,
@@ -207,7 +210,7 @@ class CudaExecutor:
             kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
             # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self._drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
+            partial_slots=(6 if self.drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------
@@ -241,14 +244,24 @@ class CudaExecutor:
         return forest
 
     def begin(self, step: PackedStep) -> None:
-        rows, seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
+        rows, seq_lens, visible = as_int64(step.rows), as_int64(step.seq_lens), None
+        if step.drafts:
+            seq_lens, visible = self._tables_of(seq_lens.device).fill(
+                seq_lens, len(step.host_lens), step.drafts, trees=step.trees, mask=step.draft_mask
+            )
         table = self._req_to_token_pool.req_to_token
         for state, plan in zip(self._shapes, step.plans, strict=True):
             if state.loaded is not plan:
                 state.loaded = None  # load may raise
                 state.step.load(plan, step.host_lens, self._growth)
                 state.loaded = plan
-            state.step.prepare(table, rows, seq_lens, step.visible)
+            state.step.prepare(table, rows, seq_lens, visible)
+
+    def _tables_of(self, device: torch.device) -> DraftTables:
+        if self._draft_tables is None:
+            requests = max(self._graph_batch, self._req_to_token_pool.req_to_token.shape[0])
+            self._draft_tables = DraftTables(requests, self.drafts, device)
+        return self._draft_tables
 
     def memory_resumed(self) -> None:
         for state in self._shapes:

@@ -6,18 +6,14 @@ prefill do. In a tree it sees its ancestors alone.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-import torch
 
+from sgl_prefix_attn.core.draft_tables import MOST_TREE_DRAFTS
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-
-# Drafts that a 64-bit mask can tell apart.
-MOST_TREE_DRAFTS = 64
 
 
 def is_chain(info: Any) -> bool:
@@ -66,51 +62,6 @@ def unsupported_verify(forward_batch: Any, requests: int, reads_trees: bool) -> 
     if mask.numel() != needed and lens is not None:
         needed += drafts * int(lens[:requests].sum())
     return None if mask.numel() >= needed else fallback_reasons.SPECULATIVE_TREE
-
-
-def visible_positions(info: Any, seq_lens: torch.Tensor) -> torch.Tensor | None:
-    """Masks of the positions that the drafts of a verify step see, None for chains. Does not wait for the device.
-
-    Args:
-        info: SGLang's verify input.
-        seq_lens: [requests] int64 committed KV lengths, on the mask's device.
-
-    Returns:
-        [requests * drafts] int64, see `packed_attention`. Parents stand before their children, so no draft sees a
-        position behind its own.
-    """
-    if is_chain(info):
-        return None
-    drafts, requests = info.draft_token_num, seq_lens.shape[0]
-    mask = info.custom_mask.flatten()
-    columns, committed = _places(drafts, mask.device)
-    if mask.numel() == requests * drafts * drafts:
-        sees = mask.view(requests, drafts, drafts).bool().gather(2, columns.expand(requests, -1, -1))
-    else:
-        # Row i of a request has a column for each of its committed positions, then one for each draft.
-        width = (seq_lens + drafts).view(-1, 1, 1)
-        ends = (drafts * width).cumsum(0)
-        rows = ends - width * _rows_behind(drafts, mask.device)
-        sees = mask[(rows + seq_lens.view(-1, 1, 1) + columns).clamp(max=mask.numel() - 1)].bool()
-    return ((sees | committed).long() << _shifts(mask.device)).sum(-1).flatten()
-
-
-@functools.lru_cache(maxsize=8)
-def _places(drafts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """By draft and bit of its mask: the draft that the bit stands for, or 0; and whether it stands for committed KV."""
-    draft, back = torch.arange(drafts, device=device).view(-1, 1), _shifts(device)
-    return (draft - back).clamp(min=0), back > draft
-
-
-@functools.lru_cache(maxsize=8)
-def _rows_behind(drafts: int, device: torch.device) -> torch.Tensor:
-    """[drafts, 1] rows of a request's mask from this one to the end."""
-    return torch.arange(drafts, 0, -1, device=device).view(-1, 1)
-
-
-@functools.lru_cache(maxsize=4)
-def _shifts(device: torch.device) -> torch.Tensor:
-    return torch.arange(MOST_TREE_DRAFTS, device=device)
 
 
 def lens_after(host_lens: Int64Array, drafts: int) -> tuple[Int64Array, Int64Array]:

@@ -25,12 +25,14 @@ class Executor(Protocol):
         kernels: name of the kernels in routing profiles.
         runs_in_graphs: whether captured graphs may hold packed layers.
         reads_trees: whether kernels read masks of visible drafts.
+        drafts: of each request in a verify step, the last accepted token included; 1 without speculation.
     """
 
     planners: list[Planner]
     kernels: str
     runs_in_graphs: bool
     reads_trees: bool
+    drafts: int
 
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Called once, before `shape_index`, if graphs of so many requests and tokens at most will be captured."""

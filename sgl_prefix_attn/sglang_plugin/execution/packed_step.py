@@ -10,7 +10,7 @@ import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import KvTokens, Plan, grown_by
-from sgl_prefix_attn.sglang_plugin.execution.drafts import visible_positions
+from sgl_prefix_attn.sglang_plugin.execution.drafts import is_chain
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import window_left
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
@@ -30,10 +30,13 @@ class PackedStep:
         paths: None for a step in a captured graph that was planned without sharing.
         num_tokens: rows of q.
         rows: [>= num_requests] int64 rows of `req_to_token`; a graph may pad behind the requests of the batch.
-        seq_lens: [>= num_requests] int64 KV lengths, including the tokens of this step; padded like `rows`.
+        seq_lens: [>= num_requests] int64 KV lengths, including the tokens of this step but for drafts; padded like
+            `rows`.
         host_lens: [num_requests] int64 lengths that the planner saw last, in memory that nothing else writes.
         plans: one for each shape index.
-        visible: [num_tokens] int64 masks of the positions that drafts of a tree see (`drafts`), None for other steps.
+        drafts: of each request in a verify step; 0 in others.
+        trees: whether the drafts are trees.
+        draft_mask: SGLang's mask of trees of drafts.
         in_graph: whether a captured graph runs the layers.
         may_be_padded: whether q may have more rows than the step. A prefill graph runs attention between its pieces
             on padded rows.
@@ -52,7 +55,9 @@ class PackedStep:
     may_be_padded: bool = False
     kv_tokens: KvTokens = NO_KV_TOKENS
     age: int = 0
-    visible: torch.Tensor | None = None
+    drafts: int = 0
+    trees: bool = False
+    draft_mask: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -70,8 +75,9 @@ class PackedStep:
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         step = cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
         if drafts is not None:
-            step.seq_lens = seq_lens + drafts
-            step.visible = visible_positions(forward_batch.spec_info, seq_lens[: len(host_lens)])
+            info = forward_batch.spec_info
+            step.drafts, step.trees = drafts, not is_chain(info)
+            step.draft_mask = info.custom_mask if step.trees else None
         return step
 
     def continues_with(self, forward_batch: Any, handed: Handed, in_graph: bool) -> bool:
@@ -104,7 +110,7 @@ class PackedStep:
 
     def unsupported_call(self, q: torch.Tensor | None, layer: Any, kwargs: dict[str, Any]) -> str | None:
         """The reason why one call of a layer cannot run packed, None if it can."""
-        if self.visible is not None and window_left(layer) >= 0:  # positions of a tree are not those of its slots
+        if self.trees and window_left(layer) >= 0:  # positions of a tree are not those of its slots
             return fallback_reasons.SPECULATIVE_TREE
         if kwargs and any(value is not None and name != "sinks" for name, value in kwargs.items()):
             return fallback_reasons.CALL_ARGUMENTS

@@ -71,7 +71,8 @@ class TreeMirror:
         Raises:
             ValueError: the tree contradicts itself, even when read from scratch.
         """
-        self.follows_root()
+        if known is None:
+            self.follows_root()
         try:
             return self._forest(handles, prefix_lens, live, known)
         except ValueError:
@@ -95,7 +96,8 @@ class TreeMirror:
             nodes[known.changed] = self._look_up([handles[index] for index in known.changed])
         forest = self._mirror.forest(nodes, prefix_lens, live)
         while stale := self._mirror.take_stale():
-            self._read(self._reader.find(stale, handles))
+            on_paths = {request for _, request in stale}
+            self._read(self._reader.find([node for node, _ in stale], [handles[request] for request in on_paths]))
             forest = self._mirror.forest(nodes, prefix_lens, live)
         return forest, nodes
 

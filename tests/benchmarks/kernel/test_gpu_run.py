@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class FakeTimer:
-    """Says that a way takes as long as its option."""
+    """Says that a baseline takes as long as its option."""
 
     device = CPU
 
@@ -81,7 +81,7 @@ def run_case(case: Case, *baselines: Baseline, kv_dtype: torch.dtype = torch.bfl
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values())
-def test_dense_attention_of_the_world_is_the_reference(case: Case, kv_dtype: torch.dtype) -> None:
+def test_dense_attention_of_the_fixture_is_the_reference(case: Case, kv_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     fixture = Fixture(case, KvPool(pool_elements([case]), CPU, kv_dtype), CPU)
     assert fixture.kv_dtype is kv_dtype
@@ -96,7 +96,7 @@ def test_dense_attention_of_the_world_is_the_reference(case: Case, kv_dtype: tor
     ]
 
 
-def test_wrong_and_failing_ways_are_recorded_and_do_not_end_the_case(case: Case) -> None:
+def test_wrong_and_failing_baselines_are_recorded_and_do_not_end_the_case(case: Case) -> None:
     row = run_case(
         case, DenseBaseline(OURS, [5.0]), DenseBaseline("fa3", [1.0], off=0.1),
         DenseBaseline("triton", [1.0], broken=(1.0,)), DenseBaseline("flashinfer_decode_cc", [8.0]),

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/kernel/draft_tables.cuh"
 #include "cuda/kernel/persistent_scheduler.cuh"
 #include "cuda/kernel/prepare.cuh"
 #include "cuda/serialize_plan.h"
@@ -151,6 +152,23 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   }
 }
 
+// visible: None for chains.
+void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, int requests, int drafts,
+                  bool has_committed_columns, Array<int64_t>& seq_lens, const py::object& visible) {
+  auto words = visible.is_none() ? Array<int64_t>(0) : visible.cast<Array<int64_t>>();
+  const auto rows = static_cast<int32_t>(committed.size());
+  const DraftParams params{committed.data(),
+                           mask.data(),
+                           mask.size(),
+                           rows,
+                           requests,
+                           drafts,
+                           has_committed_columns,
+                           seq_lens.mutable_data(),
+                           visible.is_none() ? nullptr : reinterpret_cast<uint64_t*>(words.mutable_data())};
+  emulation::run(emulation::Copies::kEarly, {{rows, kDraftTableThreads, 0, [&](char*) { fill_draft_tables(params); }}});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulation, m) {
@@ -160,6 +178,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("blocks"),
         py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
+  m.def("draft_tables", &draft_tables, py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("requests"),
+        py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"));
   m.def(
       "quotient", [](int32_t dividend, int32_t number) { return divisor(number).quotient(dividend); },
       py::arg("dividend"), py::arg("number"));

@@ -141,6 +141,7 @@ class TestLayers:
             ({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, reasons.LAYER_VARIANT),
             ({"xai_temperature_len": 1024}, reasons.LAYER_VARIANT),
             ({"use_irope": True}, reasons.LAYER_VARIANT),
+            ({"pos_encoding_mode": "ROPE_LLAMA"}, reasons.LAYER_VARIANT),
         ],
     )
     def test_kinds_of_attention(self, change: dict[str, Any], reason: str) -> None:

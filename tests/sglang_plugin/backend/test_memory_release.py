@@ -21,7 +21,7 @@ def resume(*tags: str) -> None:
 
 def lose_content(fixture: GpuFixture) -> None:
     """What a release does to the buffers, should they be in memory of graphs."""
-    fixture.device_step._plan = None
+    fixture.device_step._plan, fixture.device_step.lost = None, True
     for state in fixture.executor._shapes:
         state.graph_out.fill_(torch.nan)
 
@@ -52,6 +52,19 @@ def test_memory_of_another_kind_leaves_the_buffers_alone(replayed: GpuFixture) -
     resume("kv_cache", "weights")
     assert replayed.device_step._plan is plan
     assert torch.equal(replayed.executor._shapes[0].graph_out, out)
+
+
+def test_every_backend_of_the_process_is_told(replayed: GpuFixture) -> None:
+    class Other:
+        """A backend, of which only the record counts."""
+
+    told: list[str] = []
+    others = [Other(), Other()]
+    for other in others:
+        executor = SimpleNamespace(memory_resumed=lambda: told.append("resumed"))
+        replayed.state.backends[other] = SimpleNamespace(executor=executor)  # type: ignore[assignment]
+    resume()
+    assert told == ["resumed"] * 2
 
 
 def test_a_failure_does_not_reach_sglang(replayed: GpuFixture, monkeypatch: pytest.MonkeyPatch) -> None:

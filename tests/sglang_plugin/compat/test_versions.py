@@ -72,25 +72,16 @@ class TestEntry:
         monkeypatch.setattr(HookRegistry, "register", refuse)
         entry.register()
 
-    def test_a_scheduler_process_gets_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_scheduler_process_gets_those_that_do_not_run_in_each_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The others come with a backend that may pack (`factory.connect`)."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         registered: list[str] = []
         monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
         monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
-        entry.register()
-        assert {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} <= set(registered)
-
-    def test_with_the_native_seam_the_hand_over_needs_no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        registered: list[str] = []
-        monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
-        monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
-        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
         entry.register()
         assert targets.INTERNAL_STATE.path in registered
-        assert targets.MODEL_RUNNER_FORWARD.path not in registered
+        assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
 
 
 @pytest.mark.parametrize("option", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
+from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 
 SIZES: dict[str, Any] = {
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "odd_heads": ("Llama", {"head_dim": 24}),
+    "wide_heads": ("Llama", {"head_dim": 512}),
     "mla": (
         "DeepseekV2",
         {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
@@ -99,7 +102,9 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(
     assert (found.after is not None and found.after.steps["decode"].reason is None) == helps
 
 
-@pytest.mark.parametrize(("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM)])
+@pytest.mark.parametrize(
+    ("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM), ("wide_heads", reasons.HEAD_DIM)]
+)
 def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str) -> None:
     found = diagnosis(models[model], **WRAP)
     assert found.steps["decode"].reason == reason
@@ -137,6 +142,39 @@ def test_left_out_arguments_go_with_their_values(arguments: list[str]) -> None:
     assert arguments_without(arguments, []) == arguments
 
 
+ARGUMENTS = ["--model-path", "a b", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ([], {}),
+        (["python", "-m", "sglang.launch_server"], {}),
+        (["A=1", "B=x=y", "/usr/bin/python3", "-u", "-m", "sglang.launch_server"], {"A": "1", "B": "x=y"}),
+        (["env", "A=", "sglang", "serve"], {"A": ""}),
+        (["docker", "run", "-e", "A=1", "image", "python", "-m", "sglang.launch_server"], {"A": "1"}),
+        (["A=1"], {"A": "1"}),
+        (["python", "-m", "sglang.launch_server", " ", "\\", "--"], {}),
+    ],
+)
+def test_a_pasted_command(words: list[str], variables: dict[str, str]) -> None:
+    assert launch_command([*words, *ARGUMENTS]) == (variables, ARGUMENTS)
+    quoted = " \\\n  ".join(map(shlex.quote, [word for word in words if word.strip() not in ("", "\\")] + ARGUMENTS))
+    assert launch_command([quoted.replace("'A=1'", "A=1")]) == (variables, ARGUMENTS)
+
+
+def test_a_model_without_an_option() -> None:
+    assert launch_command(["sglang", "serve", "org/model", "--model-type", "llm", "--port", "1"]) == (
+        {},
+        ["--model-path", "org/model", "--port", "1"],
+    )
+
+
+def test_a_pasted_command_of_another_program() -> None:
+    with pytest.raises(ValueError, match="'bash' is no launch argument"):
+        launch_command(["bash", "run.sh", *ARGUMENTS])
+
+
 class TestCommand:
     def test_text_and_status(
         self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: Any
@@ -157,9 +195,22 @@ class TestCommand:
         assert (found["version"], found["way"], found["packs"]) == (1, "wrap", True)
         assert found["steps"]["prefill"]["packed"]
 
+    def test_variables_of_the_shell_and_of_a_pasted_command(
+        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+        command = ["PREFIXPACK_WRAP=1", "python", "-m", "sglang.launch_server", "--model-path", str(models["llama"])]
+        assert main(["doctor", *command, *CPU]) == 1
+        text = capsys.readouterr().out
+        assert "Variables: PREFIXPACK_WRAP=1" in text
+        assert "1. Unset SGLANG_USE_HND_KVCACHE." in text
+        after = f"python -m sglang.launch_server --model-path {models['llama']} {' '.join(CPU)}"
+        assert f"  Launch: env -u SGLANG_USE_HND_KVCACHE PREFIXPACK_WRAP=1 {after}\n" in text
+
     @pytest.mark.parametrize(
         ("arguments", "variables", "message"),
         [
+            (["bash", "run.sh"], {}, "'bash' is no launch argument of SGLang"),
             ([], {}, "no --model-path among the launch arguments"),
             (["--model-path", "/nowhere", *CPU], {}, "SGLang does not accept the arguments"),
             (["--model-path", "/nowhere", "--no-such-option"], {}, "unrecognized arguments: --no-such-option"),

@@ -140,6 +140,14 @@ class TestScalesOfALayer:
         assert fixture.stock.layer_calls == 1
         assert fallback_reasons.KV_SCALES in fallback_reasons.EXPLANATIONS
 
+    def test_so_does_a_layer_of_which_a_weight_update_takes_that_knowledge(self) -> None:
+        fixture = give_scales(make_fixture())
+        fixture.run()
+        fixture.layers[1].k_scale_float = None
+        fixture.run()
+        assert fixture.fallbacks == {fallback_reasons.KV_SCALES: 1}
+        assert fixture.stock.layer_calls == 1
+
 
 def test_which_stock_backends_know_scales() -> None:
     assert all(knows_kv_scales(name) for name in ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha", "intel_amx"))
@@ -148,18 +156,18 @@ def test_which_stock_backends_know_scales() -> None:
 
 
 class TestOtherCaches:
-    def obstacles(self, fixture: Fixture) -> set[str | None]:
+    def unsupported_reasons(self, fixture: Fixture) -> set[str | None]:
         fixture.backend._layers.scan_model()
         return fixture.backend._layers.unsupported_reasons()
 
     def test_e5m2(self) -> None:
-        assert self.obstacles(make_fixture(kv_dtype=torch.float8_e5m2)) == {fallback_reasons.KV_DTYPE}
+        assert self.unsupported_reasons(make_fixture(kv_dtype=torch.float8_e5m2)) == {fallback_reasons.KV_DTYPE}
 
     def test_e4m3_with_a_scale_for_each_block(self) -> None:
         """SGLang's mxfp8 pool: the numbers alone look like ours."""
         fixture = make_fixture()
         fixture.pool.k_scale_buffer = [torch.ones(4)] * 2
-        assert self.obstacles(fixture) == {fallback_reasons.KV_DTYPE}
+        assert self.unsupported_reasons(fixture) == {fallback_reasons.KV_DTYPE}
 
     @pytest.mark.parametrize("hybrid", [False, True])
     def test_fp4_pools_are_not_asked_for_buffers(self, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +178,7 @@ class TestOtherCaches:
         monkeypatch.setattr(fixture.pool, "get_key_buffer", lambda layer_id: pytest.fail("asked"))
         if hybrid:
             fixture.backend._layers._pool = type("HybridLinearKVPool", (), {"full_kv_pool": fixture.pool})()
-        assert self.obstacles(fixture) == {fallback_reasons.KV_DTYPE}
+        assert self.unsupported_reasons(fixture) == {fallback_reasons.KV_DTYPE}
 
 
 class TestOnAGpu:

@@ -15,6 +15,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import unsupported_kv
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import unsupported_buffers
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import (
     COMPOSITE_POOLS,
     PLAIN_POOLS,
@@ -211,7 +212,8 @@ class TestRefusedPools:
             (pool_named("HiSparseMHAMainPool"), reasons.KV_LAYOUT),
             (pool_named("NoOpMHATokenToKVPool"), reasons.KV_LAYOUT),
             (pool_named("SWAKVPool", full_kv_pool=pool_named("MLATokenToKVPool")), reasons.KV_LAYOUT),
-            (pool_named("MHATokenToKVPool", use_hnd=True, kv_cache_layout="hnd"), reasons.KV_LAYOUT),
+            (pool_named("MHATokenToKVPool", use_hnd=True), reasons.KV_LAYOUT),
+            (pool_named("MHATokenToKVPool", kv_cache_layout="hnd"), reasons.KV_LAYOUT),
             (pool_named("MHATokenToKVPool", kv_cache_layout="vectorized_5d"), reasons.KV_LAYOUT),
             (pool_named("MHATokenToKVPoolFP4", k_scale_buffer=[]), reasons.KV_DTYPE),
             (pool_named("SWAKVPool", full_kv_pool=pool_named("MHATokenToKVPool", k_scale_buffer=[])), reasons.KV_DTYPE),
@@ -223,6 +225,22 @@ class TestRefusedPools:
         assert unsupported_pool(pool) == reason
         assert unsupported_kv(SimpleNamespace(token_to_kv_pool=pool)) == reason
         assert reason in reasons.EXPLANATIONS
+
+    @pytest.mark.parametrize(
+        ("k_cache", "v_cache", "reason"),
+        [
+            (torch.zeros(4, 2, 32), torch.zeros(4, 2, 32), None),
+            ((torch.zeros(4, 2, 32),), torch.zeros(4, 2, 32), reasons.KV_LAYOUT),
+            (torch.zeros(4, 2, 1, 32), torch.zeros(4, 2, 1, 32), reasons.KV_LAYOUT),
+            (torch.zeros(4, 2, 32), torch.zeros(4, 32, 2).transpose(1, 2), reasons.KV_LAYOUT),
+            (torch.zeros(4, 2, 32), torch.zeros(4, 2, 32).half(), reasons.KV_DTYPE),
+            (torch.zeros(4, 2, 32).double(), torch.zeros(4, 2, 32).double(), reasons.KV_DTYPE),
+        ],
+        ids=["plain", "tuple", "pages", "strided", "two types", "fp64"],
+    )
+    def test_buffers(self, k_cache: Any, v_cache: Any, reason: str | None) -> None:
+        layer = SimpleNamespace(tp_k_head_num=2, qk_head_dim=32)
+        assert unsupported_buffers(layer, k_cache, v_cache) == reason
 
     def test_a_translator_of_ids_over_a_pool_that_looks_plain(self) -> None:
         runner = decode().runner

@@ -172,10 +172,16 @@ def test_steps_of_which_the_host_knows_bounds_only(trees: bool, gpu: bool) -> No
 
 
 @DEVICES
-def test_an_idle_rank_replays_padding_only(gpu: bool) -> None:
-    fixture = Verify(4, 4, trees=True, gpu=gpu)
+@pytest.mark.parametrize("mask", [True, False], ids=["mask", "empty"])
+@TREES
+def test_an_idle_rank_replays_padding_only(trees: bool, mask: bool, gpu: bool) -> None:
+    """SGLang's verify input of a rank without requests has an empty mask, for which its graph runner puts its own."""
+    fixture = Verify(4, 4, trees=trees, gpu=gpu)
     idle = SimpleNamespace(**vars(fixture.batch))
     idle.batch_size, idle.forward_mode = 0, ForwardMode.IDLE
+    idle.spec_info = SimpleNamespace(**vars(fixture.batch.spec_info))
+    if not mask:
+        idle.spec_info.custom_mask = torch.ones(0, dtype=torch.bool, device=fixture.tensors)
     for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
         setattr(idle, name, getattr(fixture.batch, name)[:0])
     fixture.graphs.replay(NOTHING, idle, size=4)

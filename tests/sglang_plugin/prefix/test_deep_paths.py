@@ -13,7 +13,7 @@ import pytest
 from sgl_prefix_attn.core.forest import PrefixForest, int64_array
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import ObjectReader
-from tests.sglang_plugin.prefix.fake_tree import FakeTree, Node, path_of
+from tests.support.fake_tree import FakeTree, Node, path_of
 
 NODES = 100_000
 # CPU seconds. Reading takes about a fifth; quadratic reading takes minutes.
@@ -92,6 +92,24 @@ def test_nodes_that_are_known_are_not_read_again() -> None:
     below = tree.add(chain[500])
     forest_of(mirror, [chain[-1], below])
     assert counted.read <= 1000 + 2, "the new node, and the one whose siblings it joins"
+
+
+def test_a_new_group_beside_many_reads_only_nodes_that_may_be_below_it() -> None:
+    """Groups below one prompt: nodes that end where the new group's node ends cannot be below it."""
+    tree = FakeTree()
+    (prompt,) = tree.chain(1, tokens=64)
+    running = [tree.add(tree.add(prompt, tokens=32), tokens=8) for _ in range(100)]
+    first = tree.add(prompt, tokens=40)
+    counted = Counting(tree)
+    mirror = TreeMirror(counted)
+    lens = int64_array([1 << 20] * len(running))
+    mirror.forest(running, lens, None)
+    mirror.forest([*running[1:], first], lens, None)
+    counted.read = 0
+    second = tree.add(tree.split(first, tokens=32), tokens=8)
+    forest, _ = mirror.forest([*running[2:], first, second], lens, None)
+    assert counted.read <= 3, "the new group, its second member, and the first, which is below it now"
+    assert (32 + 64) in forest.node_end[forest.node_parent >= 0].tolist()
 
 
 @pytest.mark.parametrize("deep", [0, 50])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ class RandomHistory:
         if one_token_steps:
             self.tracker.runs_as_decode = OneTokenSteps(Counters()).applies
         self.seen: list[list[int]] = []
+        self.retracted: list[Any] = []
 
     def prompt(self) -> list[int]:
         choice = self.random.random()
@@ -46,7 +48,10 @@ class RandomHistory:
         scheduler = self.scheduler
         joining = []
         for _ in range(self.random.randint(1, 3)):
-            request = scheduler.request(self.prompt(), extra_key=self.random.choice([None, None, None, "lora"]))
+            if self.retracted and self.random.random() < 0.7:
+                request = self.retracted.pop()
+            else:
+                request = scheduler.request(self.prompt(), extra_key=self.random.choice([None, None, None, "lora"]))
             chunk = self.random.choice([None, None, 7])
             scheduler.match(request, upto=chunk)
             joining.append(request)
@@ -88,14 +93,25 @@ class RandomHistory:
                 check(scheduler, self.tracker, scheduler.decode_batch())
             scheduler.filter()
         elif choice < 0.55 and scheduler.running:
-            scheduler.retract(self.random.choice(scheduler.running))
+            self.retracted.append(self.random.choice([*scheduler.running, scheduler.running[-1]]))
+            scheduler.retract(self.retracted[-1])
+            if self.random.random() < 0.3:
+                scheduler.evict(500)
+            if self.random.random() < 0.5:  # the same batch again, with another row and node
+                self.admit()
         elif choice < 0.6:
             scheduler.evict(self.random.randint(1, 200))
         elif choice < 0.61:
+            come_back = self.random.random() < 0.5
             for request in list(scheduler.running):
-                scheduler.finish(request)
+                if come_back:
+                    scheduler.retract(request)
+                    self.retracted.append(request)
+                else:
+                    scheduler.finish(request)
             scheduler.filter()
             scheduler.flush()
+            self.admit()
         elif choice < 0.65:
             self.random.shuffle(scheduler.running)
         if scheduler.running:

@@ -45,6 +45,31 @@ class TestKnownSituations:
             scheduler.decode()
             assert tracker.step(scheduler.decode_batch()) is first
 
+    def test_nothing_is_kept_from_a_tree_that_another_has_replaced(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 50 + [last] for last in range(2, 8)))
+        for _ in range(6):  # until none counts as new
+            scheduler.decode()
+            first = check(scheduler, tracker, scheduler.decode_batch())
+        batch = scheduler.decode_batch()
+        batch.tree_cache = object()
+        assert tracker.step(batch) == fallback_reasons.UNKNOWN_TREE
+        assert check(scheduler, tracker, scheduler.decode_batch()) is not first
+        assert tracker.restarts == 0
+
+    def test_a_flushed_tree_is_forgotten(self, kind: str) -> None:
+        scheduler, tracker = self.start(kind, *([1] * 50 + [last] for last in range(2, 12)))
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        for request in scheduler.running:
+            scheduler.finish(request)
+        scheduler.filter()
+        scheduler.flush()
+        self.join(scheduler, [1] * 50 + [2])
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        assert tracker._mirror is not None
+        assert len(tracker._mirror) == 1
+
     def test_requests_that_are_only_prefilled_are_not_kept_alive(self, kind: str) -> None:
         scheduler, tracker = self.start(kind)
         prefilled = []

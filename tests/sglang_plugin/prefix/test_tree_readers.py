@@ -20,7 +20,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import (
     reader_for,
 )
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.prefix.fake_tree import FakeTree
+from tests.support.fake_tree import FakeTree
 from tests.support.small_scheduler import SmallScheduler
 
 

@@ -1,17 +1,20 @@
-"""SGLang's prefix caches and what its scheduler does with them, as far as releases differ in it."""
+"""SGLang's prefix caches over small pools, and what releases differ in when requests use them."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-from tests.support.small_scheduler import PathInfoCore
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 try:
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -19,6 +22,54 @@ try:
 except ImportError:  # up to 0.5.22
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+
+@dataclass
+class NodeInfo:
+    """`TreePathNodeInfo` of later SGLang versions."""
+
+    node_id: int
+    parent_id: int
+    path_start: int
+    path_end: int
+    full_value_len: int | None
+    num_children: int
+
+
+class PathInfoCore:
+    """The interface of later tree cores on top of a real tree: node ids in, paths out."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        return self._core.root_node_handle(extra_key)
+
+    def node_by_id(self, node_id: int) -> Any:
+        raise NotImplementedError("not ported to this core")
+
+    def collect_path_info(self, ids: list[int]) -> tuple[tuple[NodeInfo, ...], ...]:
+        paths = []
+        for node_id in ids:
+            node, chain = self._core.node_by_id(node_id), []
+            while node.parent is not None:
+                chain.append(node)
+                node = node.parent
+            path, position = [], 0
+            for link in reversed(chain):
+                end = position + len(link.key)
+                path.append(NodeInfo(link.id, link.parent.id, position, end, end - position, len(link.children)))
+                position = end
+            paths.append(tuple(path))
+        return tuple(paths)
+
+
+class PathInfoTree:
+    """A tree that is readable only through `collect_path_info`."""
+
+    def __init__(self, tree: UnifiedRadixCache) -> None:
+        self.tree_core = PathInfoCore(tree.tree_core)
+        self.disable = False
 
 
 class TreeLockCache:
@@ -46,7 +97,7 @@ class _Indices:
     def make(self, kind: str, params: CacheInitParams) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        if kind == "RadixCache":
+        if kind in ("RadixCache", "objects"):
             return RadixCache(params)
         cache = UnifiedRadixCache(params)
         return TreeLockCache(cache) if kind == "tree locks" else cache
@@ -98,15 +149,36 @@ GENERATION: _Indices | _TreeLocks = _TreeLocks() if hasattr(UnifiedRadixCache, "
 CACHES = GENERATION.CACHES
 
 
-def make_cache(kind: str, slots: int, pool: ReqToTokenPool) -> Any:
-    """An empty prefix cache over an allocator of `slots` KV slots, page size 1."""
-    return GENERATION.make(
-        kind,
-        CacheInitParams(
+class Pools:
+    """A prefix cache over small pools on the CPU, and requests for it.
+
+    Args:
+        kind: of the cache: one of CACHES, or of `small_scheduler.TREES`.
+        slots: KV slots.
+        rows: requests at a time.
+        context: tokens of a request.
+    """
+
+    def __init__(self, kind: str, *, slots: int, rows: int, context: int, page_size: int = 1) -> None:
+        self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
+        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
+        params = CacheInitParams(
             disable=False,
-            req_to_token_pool=pool,
-            token_to_kv_pool_allocator=TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False),
-            page_size=1,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
             tree_components=(ComponentType.FULL,),
-        ),
-    )
+        )
+        self.cache = GENERATION.make(kind, params)
+        self._count = 0
+
+    def request(self, tokens: Sequence[int], extra_key: str | None = None, new_tokens: int = 1 << 20) -> Req:
+        self._count += 1
+        sampling = SamplingParams(max_new_tokens=new_tokens)
+        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
+
+    def clear(self) -> None:
+        """Empties the cache; no request may run."""
+        self.cache.reset()
+        self.pool.clear()
+        self.allocator.clear()

@@ -1,0 +1,322 @@
+"""What a server pays for prefixpack where prefixpack refuses it: wrap mode against SGLang alone, in one process.
+
+    python -m benchmarks.serving.refused --out benchmarks/results/refused.json
+    python -m benchmarks.serving.refused --device cuda --backend triton --out benchmarks/results/refused_gpu.json
+
+Each configuration gets a process with one model runner, made before the package is loaded. Then wrap mode is switched
+on, and SGLang builds its attention backend (and graphs) again through the wrapping factory. Decode steps of both and of
+two controls take turns, step by step:
+
+* absent: the backend that SGLang built without the package.
+* refused: the backend that it built in wrap mode.
+* absent_again: as absent, built once more; its difference is the error of the measurement.
+* spun: as absent, with 2 us of spinning; it shows what difference can be seen.
+
+A step is `ForwardBatch.init_new` and `ModelRunner.forward`. On a GPU these launch and do not wait. Its time is the
+thread's CPU time, which other processes do not add to. It is measured twice: `whole`, and `around` the model, whose
+forward then returns a result from before. On a CPU the model's arithmetic is so long that no microsecond shows in
+`whole`. The calls of functions in a whole step are compared as well, before and after the package was loaded; they
+depend on no clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from sgl_prefix_attn.demo.tiny_model import tiny_model
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla": ("deepseek", {}),
+    "deterministic": ("llama", {"enable_deterministic_inference": True}),
+    "no_radix_cache": ("llama", {"disable_radix_cache": True}),
+}
+KINDS = ("whole", "around")
+ARMS = ("absent", "refused", "absent_again", "spun")
+SPIN_NS = 2000
+PROMPT = 64
+OURS = "sgl_prefix_attn"
+
+
+class Steps:
+    """Decode steps of a batch on one model runner, with SGLang's own benchmark code.
+
+    Attributes:
+        arms: by name: attributes of the runner with the backends and graphs of the arm.
+    """
+
+    def __init__(self, runner: Any, one_batch: Any, requests: int) -> None:
+        self.runner, self._one_batch, self._requests = runner, one_batch, requests
+        self.arms: dict[str, dict[str, Any]] = {}
+        self._left = 0
+
+    def build(self, arm: str) -> int:
+        """Lets SGLang build backend and graphs for an arm. Returns the bytes of memory that this took."""
+        before, known = tensor_bytes(), dict(vars(self.runner))
+        self.runner.init_attention_backends()
+        self.runner.init_cuda_graphs()
+        now = vars(self.runner)
+        self.arms[arm] = {name: value for name, value in now.items() if value is not known.get(name)}
+        return tensor_bytes() - before
+
+    def use(self, arm: str) -> None:
+        """Makes the backend and graphs of an arm the runner's."""
+        vars(self.runner).update(self.arms[arm])
+
+    def leave_out_model(self) -> None:
+        """From now on, the model returns the result of a step from before. Graphs are left out with it."""
+        output = self.one()().logits_output
+        vars(self.runner.model)["forward"] = lambda *arguments, **named: output
+        for arm in self.arms.values():
+            arm["decode_cuda_graph_runner"] = None
+
+    def one(self) -> Callable[[], Any]:
+        """A decode step, ready to run."""
+        if self._left == 0:
+            self._start()
+        self._left -= 1
+        self._batch.input_ids = self._tokens
+        self._batch.prepare_for_decode()
+
+        def step() -> Any:
+            return self.runner.forward(self._kind.init_new(self._batch, self.runner, **self._named))
+
+        return step
+
+    def _start(self) -> None:
+        """New requests, so that steps stay short."""
+        import numpy as np
+        import torch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        self.runner.req_to_token_pool.clear()
+        self.runner.token_to_kv_pool_allocator.clear()
+        prompts = np.arange(20, 20 + self._requests * PROMPT, dtype=np.int32).reshape(self._requests, PROMPT) % 1000
+        requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(self._requests, PROMPT, prompts.tolist())
+        tokens, _, self._batch = self._one_batch.extend(requests, self.runner)
+        self._tokens, self._kind, self._left = tokens.to(torch.int64), ForwardBatch, 64
+        known = inspect.signature(ForwardBatch.init_new).parameters
+        self._named = {name: False for name in ("return_hidden_states_before_norm",) if name in known}
+
+
+def tensor_bytes() -> int:
+    """Device memory that tensors hold: the allocator's number on a GPU, the storages of all tensors on a CPU."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def calls(step: Callable[[], Any]) -> list[str]:
+    """The functions that a step calls, in order: those in Python and those in C."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            seen.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}")
+        elif event == "c_call":
+            seen.append(f"{argument.__module__}.{argument.__qualname__}")
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def load_wrap_mode() -> None:
+    """Loads the package as SGLang does at the start of a scheduler process, in wrap mode."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sgl_prefix_attn.sglang_plugin import entry
+
+    os.environ["PREFIXPACK_WRAP"] = "1"
+    entry.register()
+    HookRegistry.apply_hooks()
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One configuration, in this process."""
+    logging.disable(logging.INFO)
+    steps = make_steps(name, options)
+    import torch
+
+    with torch.no_grad():
+        memory = {arm: steps.build(arm) for arm in ("absent", "absent_again")}
+        steps.arms["spun"] = steps.arms["absent"]
+        steps.use("absent")
+        for _ in range(70):
+            steps.one()()
+        before = calls(steps.one())
+        load_wrap_mode()
+        memory["refused"] = steps.build("refused")
+        steps.one()()
+        after = calls(steps.one())
+        found = {"whole": timed(steps, options.steps)}
+        steps.leave_out_model()
+        found["around"] = timed(steps, 8 * options.steps)
+    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+
+    backends = {arm: type(steps.arms[arm]["attn_backend"]).__name__ for arm in ARMS}
+    if OURS in type(steps.arms["refused"]["attn_backend"]).__module__ or plugin_state.active() is not None:
+        raise RuntimeError(f"{name} is not refused: {backends}")
+    return {
+        "backend": backends["refused"],
+        "bytes": memory,
+        "calls": {"absent": len(before), "refused": len(after), "same": before == after},
+        "calls_of_ours": sum(call.startswith(OURS) for call in after),
+        **{kind: differences(times) for kind, times in found.items()},
+    }
+
+
+def differences(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """By arm: median time in us, the median difference from `absent` of the same turn, and that of the fast steps."""
+    fast = {arm: statistics.quantiles(values, n=20)[0] for arm, values in times.items()}
+    return {
+        arm: {
+            "median": statistics.median(values),
+            "difference": statistics.median(a - b for a, b in zip(values, times["absent"], strict=True)),
+            "fast_difference": fast[arm] - fast["absent"],
+        }
+        for arm, values in times.items()
+    }
+
+
+def timed(steps: Steps, count: int) -> dict[str, list[float]]:
+    """CPU time of `count` steps of each arm in us. The arms take turns in all orders."""
+    orders = list(itertools.permutations(ARMS))
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for number in range(count):
+        for arm in orders[number % len(orders)]:
+            steps.use(arm)
+            step = steps.one()
+            spin = SPIN_NS if arm == "spun" else 0
+            start = time.thread_time_ns()
+            step()
+            end = time.thread_time_ns()
+            while spin and time.thread_time_ns() < end + spin:
+                pass
+            times[arm].append(((time.thread_time_ns() if spin else end) - start) / 1e3)
+    return times
+
+
+def make_steps(name: str, options: argparse.Namespace) -> Steps:
+    """A model runner without the package."""
+    variant, more = CONFIGURATIONS[name]
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    if options.backend == "torch_native":
+        allow_on_cpu(options.backend)
+    args = ServerArgs(
+        model_path=str(options.model or tiny_model(variant)),
+        device=options.device,
+        attention_backend=options.backend,
+        skip_tokenizer_init=True,
+        max_total_tokens=8192,
+        context_length=4096,
+        max_running_requests=16,
+        grammar_backend="none",
+        **({"dtype": "float32", "disable_cuda_graph": True} if options.device == "cpu" else {}),
+        **more,
+    )
+    if hasattr(args, "resolve_once"):  # 0.5.20 and later
+        args.resolve_once()
+        from sglang.srt.runtime_context import publish
+
+        publish(args, role="scheduler")
+    for part in ("moe", "fp8_gemm", "fp4_gemm"):
+        initialize = getattr(one_batch, f"initialize_{part}_config")
+        initialize(*[args] * len(inspect.signature(initialize).parameters))
+    one_batch.get_tokenizer = lambda *arguments, **named: None  # the tiny models have none
+    model_runner, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+    return Steps(getattr(model_runner, "torch_runner", model_runner), one_batch, options.requests)
+
+
+def allow_on_cpu(backend: str) -> None:
+    """Makes SGLang run configurations on the CPU that it only knows on a GPU, without their kernels."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append(backend)
+    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append(backend)
+    ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
+    AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
+
+
+def in_a_process(name: str, options: argparse.Namespace, pipe: Connection) -> None:
+    pipe.send(measure(name, options))
+
+
+def print_start(name: str, found: dict[str, Any]) -> None:
+    """One start of a configuration, as lines."""
+    same = "the same" if found["calls"]["same"] else "other"
+    print(f"{name}: {found['backend']}, {found['calls']['refused']} calls a step, {same} as without the package")
+    for arm in ARMS:
+        cells = [f"  {arm:13} {found['bytes'].get(arm, '-'):>8} bytes"]
+        for kind in KINDS:
+            values = found[kind][arm]
+            cells.append(
+                f"{kind} {values['median']:8.1f} us {values['difference']:+7.2f} {values['fast_difference']:+7.2f}"
+            )
+        print("  ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default="torch_native", help="the stock backend")
+    parser.add_argument("--model", help="instead of the tiny models; needs one configuration in --only")
+    parser.add_argument("--requests", type=int, default=2, help="of a batch")
+    parser.add_argument("--steps", type=int, default=240, help="whole steps of each arm after one start")
+    parser.add_argument("--starts", type=int, default=3, help="fresh processes; addresses differ between them")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    os.environ["SGLANG_PLUGINS"] = "none"
+    if options.device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from benchmarks.serving.host_cost import machine
+
+    results: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine()}
+    results |= {name: getattr(options, name) for name in ("device", "requests", "steps")}
+    spawn = multiprocessing.get_context("spawn")
+    for name in options.only:
+        results[name] = []
+        for _ in range(options.starts):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=in_a_process, args=(name, options, theirs))
+            process.start()
+            theirs.close()
+            results[name].append(ours.recv())
+            process.join()
+            print_start(name, results[name][-1])
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
