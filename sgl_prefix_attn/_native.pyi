@@ -21,7 +21,7 @@ item_record_words: int
 # Partial results of one query that the CUDA kernels can combine.
 tile_counters: int  # words of the kernels' work queue counters
 cta_shared_bytes: int  # shared memory of a CTA of the GPU kernels
-merge_room: int
+combine_room: int
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 
 class CudaDevice:
@@ -249,11 +249,11 @@ class DeviceModel:
         wide_rows: int = 0,
         wide_flops: float = 1.0,
         lone_speedup: float = 1.0,
-        merge_step: float = 0.0,
-        merge_rows: int = 1,
-        merge_width: int = 1,
-        merge_latency: float = 0.0,
-        merge_fan_in: int = ...,
+        combine_step: float = 0.0,
+        combine_rows: int = 1,
+        combine_width: int = 1,
+        combine_latency: float = 0.0,
+        combine_fan_in: int = ...,
     ) -> None: ...
 
 class Plan:
@@ -270,9 +270,9 @@ class Plan:
         query_token: [num_queries] row of q and o.
         query_request: [num_queries] batch index.
         query_back: [num_queries] tokens of the request after this one.
-        merge_query: [merges] entries with more than one partial result.
-        merge_offset: [merges + 1] start of a merge in merge_slot.
-        merge_slot: partial slots in ascending KV position, the order of summation.
+        combine_query: [combines] entries with more than one partial result.
+        combine_offset: [combines + 1] start of a combine in combine_slot.
+        combine_slot: partial slots in ascending KV position, the order of summation.
         items: [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request
             whose KV slots are read, first KV position, one past the last KV position (-1: up to each query's own),
             first partial slot (-1: writes the output), rows of the tile.
@@ -288,9 +288,9 @@ class Plan:
     query_token: _Int32
     query_request: _Int32
     query_back: _Int32
-    merge_query: _Int32
-    merge_offset: _Int32
-    merge_slot: _Int32
+    combine_query: _Int32
+    combine_offset: _Int32
+    combine_slot: _Int32
     items: _Int32
 
 class Machine:
@@ -314,12 +314,12 @@ class Machine:
     lone_speedup: float
     warp_flops: float
     sibling: float
-    block_merge: float
-    warp_merge: float
-    block_merge_step: float
-    deferred_merge: float
-    deferred_merge_step: float
-    warp_merge_step: float
+    block_combine: float
+    warp_combine: float
+    block_combine_step: float
+    deferred_combine: float
+    deferred_combine_step: float
+    warp_combine_step: float
     def __init__(self) -> None: ...
 
 def simulate_makespan(

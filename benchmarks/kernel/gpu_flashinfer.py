@@ -51,7 +51,7 @@ class BatchAttention(Baseline):
 
 
 class Cascade(Baseline):
-    """Cascade attention: paged prefill with the fa2 template for every shared level, decode for the rest, merges.
+    """Cascade attention: paged prefill with the fa2 template for every shared level, decode for the rest, combines.
 
     What MultiLevelCascadeAttentionWrapper does, but for its choice of the fa3 template, which is slow here, its fresh
     zeroed outputs, and prefill kernels for the last level. The best flattening of the forest is found by timing the
@@ -64,7 +64,7 @@ class Cascade(Baseline):
     def __init__(self, device: torch.device) -> None:
         import flashinfer
 
-        self.merge = flashinfer.merge_state_in_place
+        self.combine = flashinfer.merge_state_in_place
         self.prefills = [
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="fa2")
             for _ in range(MOST_CUTS)
@@ -111,7 +111,7 @@ class Cascade(Baseline):
         self.rest.run(fixture.q, cache, out=fixture.out, lse=self.lse, return_lse=True)
         for wrapper in self.prefills[: len(self.shared)]:
             wrapper.run(fixture.q, cache, out=self.other_out, lse=self.other_lse, return_lse=True)
-            self.merge(fixture.out, self.lse, self.other_out, self.other_lse)
+            self.combine(fixture.out, self.lse, self.other_out, self.other_lse)
         return fixture.out
 
     def facts(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Fa3TwoPass(Baseline):
     def __init__(self, device: torch.device) -> None:
         import sgl_kernel.flash_attn
 
-        self.module, self.merge = sgl_kernel.flash_attn, sgl_kernel.merge_state_v2
+        self.module, self.combine = sgl_kernel.flash_attn, sgl_kernel.merge_state_v2
 
     def bind(self, fixture: Fixture) -> list[Any]:
         self.fixture = fixture
@@ -54,7 +54,7 @@ class Fa3TwoPass(Baseline):
         prefix, rest = self.passes
         prefix_lse = prefix.run(self.prefix_out).T.contiguous()
         rest_lse = rest.run(self.rest_out).T.contiguous()
-        self.merge(self.prefix_out, prefix_lse, self.rest_out, rest_lse, self.fixture.out, self.lse)
+        self.combine(self.prefix_out, prefix_lse, self.rest_out, rest_lse, self.fixture.out, self.lse)
         return self.fixture.out
 
     def facts(self) -> dict[str, Any]:

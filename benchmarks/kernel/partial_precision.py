@@ -1,10 +1,10 @@
-"""What partial outputs of 16 bits would cost in precision: the plans of PAT's trees, partials rounded, then merged.
+"""What partial outputs of 16 bits would cost in precision: the plans of PAT's trees, partials rounded, then combined.
 
     python -m benchmarks.kernel.partial_precision --out benchmarks/results/partial_precision.json
 
 For queries drawn from each tree, attention over each range that the query's plan gives it is computed in float64; the
-partial outputs are rounded to the type in question, their log-sum-exp to float32, and merged in float32 in the plan's
-order, as the kernels do. Errors are norms over the norm of the float64 result of the whole row: of the merged float32
+partial outputs are rounded to the type in question, their log-sum-exp to float32, and combined in float32 in the plan's
+order, as the kernels do. Errors are norms over the norm of the float64 result of the whole row: of the combined float32
 row, and of what is stored of it, in bf16. Keys and values are unit noise; `sharp` multiplies queries, so that few
 positions have most of the weight. No GPU needed.
 """
@@ -27,7 +27,7 @@ from sgl_prefix_attn.workloads.case import HEAD_DIM, Case
 
 PARTIALS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SHARPNESS = {"flat": 1.0, "sharp": 6.0}
-PLACES = ("merged", "stored in bf16")
+PLACES = ("combined", "stored in bf16")
 Range = tuple[int, int]
 
 
@@ -44,7 +44,7 @@ def ranges_of_queries(case: Case) -> list[list[Range]]:
 
 
 def errors(ranges: list[Range], sharpness: float, generator: torch.Generator) -> dict[str, tuple[float, float]]:
-    """By type of the partials: relative error of the merged row in float32, and of the same in bf16."""
+    """By type of the partials: relative error of the combined row in float32, and of the same in bf16."""
     tokens = ranges[-1][1]
     q, k, v = (
         torch.randn(rows, HEAD_DIM, generator=generator, dtype=torch.float64).bfloat16().double()
@@ -57,10 +57,10 @@ def errors(ranges: list[Range], sharpness: float, generator: torch.Generator) ->
     found = {}
     for name, dtype in PARTIALS.items():
         weights = torch.exp(lse - lse.logsumexp(0))
-        merged = torch.zeros(HEAD_DIM)
+        combined = torch.zeros(HEAD_DIM)
         for weight, partial in zip(weights, outputs.float().to(dtype).float(), strict=True):
-            merged += weight * partial
-        found[name] = (relative(merged, exact), relative(merged.bfloat16(), exact))
+            combined += weight * partial
+        found[name] = (relative(combined, exact), relative(combined.bfloat16(), exact))
     return found
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         parser.error(f"no case of {args.cases} has a plan with partial results")
     rows = [measure(case, args.queries, seed) for seed, case in enumerate(tqdm(cases, unit="tree"))]
     for label in SHARPNESS:
-        print(f"{label}: largest mean relative error of a case: partials, merged in float32, stored in bf16")
+        print(f"{label}: largest mean relative error of a case: partials, combined in float32, stored in bf16")
         for name in PARTIALS:
             worst = [max(row[label][name][place] for row in rows) for place in PLACES]
             print(f"  {name:>9} {worst[0]:9.1e} {worst[1]:9.1e}")

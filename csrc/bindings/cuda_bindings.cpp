@@ -151,7 +151,7 @@ void bind_cuda(py::module_& m) {
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;
-  m.attr("merge_room") = kCombineScratchWords;
+  m.attr("combine_room") = kCombineScratchWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;
   bind_devices(m);

@@ -105,8 +105,8 @@ void bind_planner(py::module_& m) {
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
                        int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
-                       double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double merge_step,
-                       int32_t merge_rows, int32_t merge_width, double merge_latency, int32_t merge_fan_in) {
+                       double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double combine_step,
+                       int32_t combine_rows, int32_t combine_width, double combine_latency, int32_t combine_fan_in) {
              DeviceModel device;
              device.workers = workers;
              device.bandwidth = bandwidth;
@@ -114,11 +114,11 @@ void bind_planner(py::module_& m) {
              device.wide_rows = wide_rows;
              device.wide_flops = wide_flops;
              device.lone_speedup = lone_speedup;
-             device.merge_step = merge_step;
-             device.merge_rows = merge_rows;
-             device.merge_width = merge_width;
-             device.merge_latency = merge_latency;
-             device.merge_fan_in = merge_fan_in;
+             device.combine_step = combine_step;
+             device.combine_rows = combine_rows;
+             device.combine_width = combine_width;
+             device.combine_latency = combine_latency;
+             device.combine_fan_in = combine_fan_in;
              device.item_overhead = item_overhead;
              device.reread = reread;
              device.tile_rows = std::move(tile_rows);
@@ -135,9 +135,9 @@ void bind_planner(py::module_& m) {
            py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
            py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-           py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("merge_step") = 0.0,
-           py::arg("merge_rows") = 1, py::arg("merge_width") = 1, py::arg("merge_latency") = 0.0,
-           py::arg("merge_fan_in") = 1 << 30);
+           py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("combine_step") = 0.0,
+           py::arg("combine_rows") = 1, py::arg("combine_width") = 1, py::arg("combine_latency") = 0.0,
+           py::arg("combine_fan_in") = 1 << 30);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
@@ -151,9 +151,9 @@ void bind_planner(py::module_& m) {
       .def_property_readonly("query_token", column(&Plan::query_token))
       .def_property_readonly("query_request", column(&Plan::query_request))
       .def_property_readonly("query_back", column(&Plan::query_back))
-      .def_property_readonly("merge_query", column(&Plan::merge_query))
-      .def_property_readonly("merge_offset", column(&Plan::merge_offset))
-      .def_property_readonly("merge_slot", column(&Plan::merge_slot))
+      .def_property_readonly("combine_query", column(&Plan::combine_query))
+      .def_property_readonly("combine_offset", column(&Plan::combine_offset))
+      .def_property_readonly("combine_slot", column(&Plan::combine_slot))
       .def_property_readonly("items", [](py::object self) {
         const auto& items = self.cast<const Plan&>().items;
         return view(self, reinterpret_cast<const int32_t*>(items.data()), {static_cast<py::ssize_t>(items.size()), 7});
@@ -201,12 +201,12 @@ void bind_planner(py::module_& m) {
       .def_readwrite("lone_speedup", &Machine::lone_speedup)
       .def_readwrite("warp_flops", &Machine::warp_flops)
       .def_readwrite("sibling", &Machine::sibling)
-      .def_readwrite("block_merge", &Machine::block_merge)
-      .def_readwrite("warp_merge", &Machine::warp_merge)
-      .def_readwrite("block_merge_step", &Machine::block_merge_step)
-      .def_readwrite("deferred_merge", &Machine::deferred_merge)
-      .def_readwrite("deferred_merge_step", &Machine::deferred_merge_step)
-      .def_readwrite("warp_merge_step", &Machine::warp_merge_step);
+      .def_readwrite("block_combine", &Machine::block_combine)
+      .def_readwrite("warp_combine", &Machine::warp_combine)
+      .def_readwrite("block_combine_step", &Machine::block_combine_step)
+      .def_readwrite("deferred_combine", &Machine::deferred_combine)
+      .def_readwrite("deferred_combine_step", &Machine::deferred_combine_step)
+      .def_readwrite("warp_combine_step", &Machine::warp_combine_step);
   m.def(
       "simulate_makespan",
       [](const Plan& plan, const Lengths& seq_lens, const ModelShape& shape, const Machine& machine) {

@@ -1,10 +1,10 @@
-// Combine of a query's partials, in the order of Plan::merge_slot. Part of kernels.h; see isa.h.
+// Combine of a query's partials, in the order of Plan::combine_slot. Part of kernels.h; see isa.h.
 
-inline void combine_query(const Plan& plan, const AttentionParams& p, int32_t merge) {
+inline void combine_query(const Plan& plan, const AttentionParams& p, int32_t combine) {
   using S = Simd<kLanes>;
-  const int64_t token = plan.query_token[plan.merge_query[merge]];
-  const int32_t* slots = plan.merge_slot.data() + plan.merge_offset[merge];
-  const int32_t count = plan.merge_offset[merge + 1] - plan.merge_offset[merge];
+  const int64_t token = plan.query_token[plan.combine_query[combine]];
+  const int32_t* slots = plan.combine_slot.data() + plan.combine_offset[combine];
+  const int32_t count = plan.combine_offset[combine + 1] - plan.combine_offset[combine];
   for (int32_t head = 0; head < p.q_heads; ++head) {
     float largest = p.sinks == nullptr ? -kInfinity : p.sinks[head];
     for (int32_t i = 0; i < count; ++i) {

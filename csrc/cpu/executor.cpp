@@ -103,8 +103,8 @@ void run_plan_cpu(const Plan& plan, const AttentionParams& params, int threads, 
     }
     kernels.run_item(task, scratch_of_thread);
   });
-  const auto merges = static_cast<int64_t>(plan.merge_query.size());
-  pool.run(merges, merges, threads,
+  const auto combines = static_cast<int64_t>(plan.combine_query.size());
+  pool.run(combines, combines, threads,
            [&](int64_t index) { kernels.combine_query(plan, params, static_cast<int32_t>(index)); });
 }
 

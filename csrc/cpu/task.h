@@ -55,8 +55,8 @@ struct ItemTask {
 struct Kernels {
   const char* isa;
   void (*run_item)(const ItemTask& task, Scratch& scratch);
-  // Combines entry `merge` of Plan::merge_query, all query heads.
-  void (*combine_query)(const Plan& plan, const AttentionParams& params, int32_t merge);
+  // Combines entry `combine` of Plan::combine_query, all query heads.
+  void (*combine_query)(const Plan& plan, const AttentionParams& params, int32_t combine);
 };
 
 // Constant-initialized: no code of these translation units runs on a machine without the instructions.

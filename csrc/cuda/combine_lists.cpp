@@ -43,12 +43,12 @@ class Builder {
  public:
   Builder(const Plan& plan, const std::vector<bool>& deferred) : plan_(plan), deferred_(deferred) {
     const size_t num_items = plan.items.size();
-    std::vector<int32_t> merge_of(plan.num_queries, 0);
-    for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
-      merge_of[plan.merge_query[merge]] = static_cast<int32_t>(merge);
+    std::vector<int32_t> combine_of(plan.num_queries, 0);
+    for (size_t combine = 0; combine < plan.combine_query.size(); ++combine) {
+      combine_of[plan.combine_query[combine]] = static_cast<int32_t>(combine);
     }
     lists_.list.resize(num_items);
-    for (size_t i = 0; i < num_items; ++i) lists_.list[i] = merge_of[plan.items[i].query_begin];
+    for (size_t i = 0; i < num_items; ++i) lists_.list[i] = combine_of[plan.items[i].query_begin];
     lists_.parent.assign(num_items, -1);
     lists_.group_slot.assign(num_items, kWriteThrough);
     absorbed_.assign(plan.num_slots, false);
@@ -70,11 +70,11 @@ class Builder {
       return std::move(lists_);
     }
     lists_.offset.push_back(0);
-    for (size_t merge = 0; merge < plan_.merge_query.size(); ++merge) {
-      for (int32_t i = plan_.merge_offset[merge]; i < plan_.merge_offset[merge + 1]; ++i) {
-        if (!absorbed_[plan_.merge_slot[i]]) lists_.slot.push_back(plan_.merge_slot[i]);
+    for (size_t combine = 0; combine < plan_.combine_query.size(); ++combine) {
+      for (int32_t i = plan_.combine_offset[combine]; i < plan_.combine_offset[combine + 1]; ++i) {
+        if (!absorbed_[plan_.combine_slot[i]]) lists_.slot.push_back(plan_.combine_slot[i]);
       }
-      if (deferred_[merge]) lists_.slot.push_back(lists_.slot.back());
+      if (deferred_[combine]) lists_.slot.push_back(lists_.slot.back());
       lists_.offset.push_back(static_cast<int32_t>(lists_.slot.size()));
     }
     const auto shift = static_cast<int32_t>(lists_.slot.size());
@@ -86,15 +86,15 @@ class Builder {
  private:
   bool all_deferred(int32_t item) const {
     const int32_t first = lists_.list[item], count = plan_.items[item].query_count;
-    for (int32_t merge = first; merge < first + count; ++merge) {
-      if (!deferred_[merge]) return false;
+    for (int32_t combine = first; combine < first + count; ++combine) {
+      if (!deferred_[combine]) return false;
     }
     return true;
   }
 
   void add_group(const int32_t* splits, int32_t size) {
     const WorkItem& first = plan_.items[splits[0]];
-    const auto list = static_cast<int32_t>(plan_.merge_query.size() + group_end_.size());
+    const auto list = static_cast<int32_t>(plan_.combine_query.size() + group_end_.size());
     for (int32_t query = 0; query < first.query_count; ++query) {
       for (int32_t i = 0; i < size; ++i) group_slots_.push_back(plan_.items[splits[i]].slot_begin + query);
       group_end_.push_back(static_cast<int32_t>(group_slots_.size()));
@@ -120,8 +120,8 @@ class Builder {
 CombineLists make_combine_lists(const Plan& plan, int32_t fan_in, const std::vector<bool>& deferred) {
   Builder builder(plan, deferred);
   int32_t longest = 0;
-  for (size_t merge = 0; merge < plan.merge_query.size(); ++merge) {
-    longest = std::max(longest, plan.merge_offset[merge + 1] - plan.merge_offset[merge]);
+  for (size_t combine = 0; combine < plan.combine_query.size(); ++combine) {
+    longest = std::max(longest, plan.combine_offset[combine + 1] - plan.combine_offset[combine]);
   }
   if (longest > fan_in) builder.add_groups(fan_in);
   return builder.finish();

@@ -16,8 +16,8 @@ namespace prefixpack {
 // A deferred list (plan/deferral.h) has one entry more than partials: no arriver is the last one, and the list is left
 // to the warps.
 struct CombineLists {
-  // Both are empty without groups and deferred lists: Plan::merge_offset and Plan::merge_slot serve then. Lists
-  // [0, num_merges) are those of Plan::merge_query; the lists of groups follow, one for each query of a tile.
+  // Both are empty without groups and deferred lists: Plan::combine_offset and Plan::combine_slot serve then. Lists
+  // [0, num_combines) are those of Plan::combine_query; the lists of groups follow, one for each query of a tile.
   std::vector<int32_t> offset;  // [num_lists + 1] into slot
   std::vector<int32_t> slot;    // partial slots in ascending KV position: the order of summation
   // Per item of the plan; unspecified for items without partials.
@@ -27,7 +27,7 @@ struct CombineLists {
 };
 
 // fan_in: most KV splits of an item that are combined in one level, four times as many if all its queries are deferred.
-// deferred: [num_merges].
+// deferred: [num_combines].
 CombineLists make_combine_lists(const Plan& plan, int32_t fan_in, const std::vector<bool>& deferred);
 
 }  // namespace prefixpack

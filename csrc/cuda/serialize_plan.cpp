@@ -28,14 +28,14 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   PlanHeader header{};
   header.num_items = static_cast<int32_t>(num_items);
   header.num_queries = plan.num_queries;
-  header.num_merges = static_cast<int32_t>(plan.merge_query.size());
+  header.num_combines = static_cast<int32_t>(plan.combine_query.size());
   header.items_at = kPlanHeaderWords;
   header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
   const std::vector<bool> deferred =
       deferred_combines(plan, {kv_heads * group, group, narrow, int64_t{warp_ctas} * kDecodeWarps});
   const CombineLists lists = make_combine_lists(plan, fan_in, deferred);
   const bool grouped = !lists.offset.empty();
-  result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_merges;
+  result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_combines;
   size_t place = 0;
   const auto add_item = [&](size_t index) {
     const WorkItem& item = plan.items[index];
@@ -78,17 +78,17 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.query_token_at = append(plan.query_token);
   header.query_request_at = append(plan.query_request);
   header.query_back_at = append(plan.query_back);
-  header.merge_query_at = append(plan.merge_query);
-  header.merge_offset_at = append(plan.merge_offset);
-  header.merge_slot_at = append(plan.merge_slot);
-  header.list_offset_at = grouped ? append(lists.offset) : header.merge_offset_at;
-  header.list_slot_at = grouped ? append(lists.slot) : header.merge_slot_at;
+  header.combine_query_at = append(plan.combine_query);
+  header.combine_offset_at = append(plan.combine_offset);
+  header.combine_slot_at = append(plan.combine_slot);
+  header.list_offset_at = grouped ? append(lists.offset) : header.combine_offset_at;
+  header.list_slot_at = grouped ? append(lists.slot) : header.combine_slot_at;
   DeferredHeader deferred_header{0, static_cast<int32_t>(words.size())};
-  for (size_t merge = 0; merge < deferred.size(); ++merge) {
-    if (!deferred[merge]) continue;
-    const int32_t first = lists.offset[merge], count = lists.offset[merge + 1] - first - 1;
-    const int32_t token = plan.query_token[plan.merge_query[merge]];
-    const DeferredRecord record{static_cast<int32_t>(merge), first, count, token};
+  for (size_t combine = 0; combine < deferred.size(); ++combine) {
+    if (!deferred[combine]) continue;
+    const int32_t first = lists.offset[combine], count = lists.offset[combine + 1] - first - 1;
+    const int32_t token = plan.query_token[plan.combine_query[combine]];
+    const DeferredRecord record{static_cast<int32_t>(combine), first, count, token};
     words.resize(words.size() + kDeferredStride, -1);
     int32_t* const place = words.data() + words.size() - kDeferredStride;
     std::memcpy(place, &record, sizeof(record));

@@ -34,12 +34,12 @@ struct DeviceModel {
   int32_t narrow_units = 1;        // it is so many units, each of which reads its KV,
   double narrow_reread = 1;        // all but one at this price, 0 .. 1
   double lone_speedup = 1;         // of a worker's arithmetic while most others have nothing to do
-  double merge_step = 0;           // seconds of a combine for `merge_width` partials of `merge_rows` rows; a row's
-  int32_t merge_rows = 1;          // partials are added one step after the other, by one worker; narrow items have
-  int32_t merge_width = 1;         // an eighth of the rows and half of the width
-  double merge_latency = 0;        // seconds of a combine before its first step
-  int32_t merge_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
-  double overlap = 1;              // 1: a worker computes while it waits for KV; 0: one after the other
+  double combine_step = 0;         // seconds of a combine for `combine_width` partials of `combine_rows` rows; a row's
+  int32_t combine_rows = 1;        // partials are added one step after the other, by one worker; narrow items have
+  int32_t combine_width = 1;       // an eighth of the rows and half of the width
+  double combine_latency = 0;      // seconds of a combine before its first step
+  int32_t combine_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
+  double overlap = 1;                // 1: a worker computes while it waits for KV; 0: one after the other
 };
 
 // What a tile costs and takes, by its number of queries.
@@ -106,15 +106,15 @@ class CostModel {
   // How much faster a narrow item is read while few are.
   double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
   // Rows of one KV head and `queries` queries, in steps of a combine.
-  int32_t combine_rows(int32_t queries, bool narrow) const {
-    const int32_t rows = std::max(1, narrow ? device_.merge_rows / 8 : device_.merge_rows);
+  int32_t combine_row_steps(int32_t queries, bool narrow) const {
+    const int32_t rows = std::max(1, narrow ? device_.combine_rows / 8 : device_.combine_rows);
     return (queries * group_ + rows - 1) / rows;
   }
   // Seconds of a worker to combine so many partials of so many steps' rows.
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
-    return levels.count * (device_.merge_latency + device_.merge_step * (rows * levels.steps));
+    return levels.count * (device_.combine_latency + device_.combine_step * (rows * levels.steps));
   }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
@@ -204,8 +204,8 @@ class CostModel {
     int32_t steps;  // of a row's partials in one of them
   };
   CombineLevels levels_of(int32_t partials, bool narrow) const {
-    const int32_t width = std::max(1, narrow ? device_.merge_width / 2 : device_.merge_width);
-    const bool grouped = partials > device_.merge_fan_in;
+    const int32_t width = std::max(1, narrow ? device_.combine_width / 2 : device_.combine_width);
+    const bool grouped = partials > device_.combine_fan_in;
     const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(partials))) : partials;
     return {grouped ? 2 : 1, (in_group + width - 1) / width};
   }

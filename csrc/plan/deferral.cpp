@@ -23,8 +23,8 @@ int32_t steps_of(int32_t rows, int32_t partials) {
   return (rows + kRowsPerStep - 1) / kRowsPerStep * (grouped ? 2 : 1) * turns;
 }
 
-// Of each merge: steps of the largest CTA that combines it; 0 if it is not to be deferred.
-std::vector<int32_t> steps_of_merges(const Plan& plan, const DeferralLimits& limits) {
+// Of each combine: steps of the largest CTA that combines it; 0 if it is not to be deferred.
+std::vector<int32_t> steps_of_combines(const Plan& plan, const DeferralLimits& limits) {
   std::vector<int32_t> most_rows(plan.num_queries, 0);  // of an item that a CTA runs
   for (const WorkItem& item : plan.items) {
     if (item.slot_begin == kWriteThrough || item.tile_rows <= limits.narrow_rows) continue;
@@ -32,11 +32,11 @@ std::vector<int32_t> steps_of_merges(const Plan& plan, const DeferralLimits& lim
       most_rows[query] = std::max(most_rows[query], item.query_count * limits.group);
     }
   }
-  std::vector<int32_t> steps(plan.merge_query.size(), 0);
-  for (size_t merge = 0; merge < steps.size(); ++merge) {
-    const int32_t rows = most_rows[plan.merge_query[merge]];
-    const int32_t partials = plan.merge_offset[merge + 1] - plan.merge_offset[merge];
-    if (rows > 0 && partials <= kMostPartials) steps[merge] = steps_of(rows, partials);
+  std::vector<int32_t> steps(plan.combine_query.size(), 0);
+  for (size_t combine = 0; combine < steps.size(); ++combine) {
+    const int32_t rows = most_rows[plan.combine_query[combine]];
+    const int32_t partials = plan.combine_offset[combine + 1] - plan.combine_offset[combine];
+    if (rows > 0 && partials <= kMostPartials) steps[combine] = steps_of(rows, partials);
   }
   return steps;
 }
@@ -44,15 +44,15 @@ std::vector<int32_t> steps_of_merges(const Plan& plan, const DeferralLimits& lim
 }  // namespace
 
 std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limits) {
-  std::vector<bool> deferred(plan.merge_query.size(), false);
+  std::vector<bool> deferred(plan.combine_query.size(), false);
   if (limits.warps == 0) return deferred;
-  const std::vector<int32_t> steps = steps_of_merges(plan, limits);
+  const std::vector<int32_t> steps = steps_of_combines(plan, limits);
   const int64_t most = limits.warps * kMostRowsOfWarp / limits.q_heads;
   const int32_t longest = steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end());
   // The longest combines first, if there are too many.
   for (int32_t fewest = kFewestSteps; fewest <= longest; fewest *= 2) {
     if (std::count_if(steps.begin(), steps.end(), [&](int32_t count) { return count >= fewest; }) > most) continue;
-    for (size_t merge = 0; merge < steps.size(); ++merge) deferred[merge] = steps[merge] >= fewest;
+    for (size_t combine = 0; combine < steps.size(); ++combine) deferred[combine] = steps[combine] >= fewest;
     break;
   }
   return deferred;

@@ -18,7 +18,7 @@ struct DeferralLimits {
 // nothing left to do. Where that takes several steps, the warps of the warp kernel combine the rows after their last
 // tile, one row each.
 //
-// Returns a flag for each entry of Plan::merge_query. It depends on the plan and the limits alone.
+// Returns a flag for each entry of Plan::combine_query. It depends on the plan and the limits alone.
 std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limits);
 
 }  // namespace prefixpack

@@ -177,8 +177,8 @@ class Simulation {
 
   void count_partials() {
     partials_.assign(plan_.num_queries, 1);
-    for (size_t i = 0; i < plan_.merge_query.size(); ++i) {
-      partials_[plan_.merge_query[i]] = plan_.merge_offset[i + 1] - plan_.merge_offset[i];
+    for (size_t i = 0; i < plan_.combine_query.size(); ++i) {
+      partials_[plan_.combine_query[i]] = plan_.combine_offset[i + 1] - plan_.combine_offset[i];
     }
     parts_ = machine_.narrow_units;
     arrived_.assign(static_cast<size_t>(plan_.num_queries) * shape_.kv_heads * parts_, 0);
@@ -257,9 +257,9 @@ class Simulation {
   void find_deferred() {
     deferred_.assign(plan_.num_queries, false);
     const int64_t warps = machine_.narrow_rows > 0 ? int64_t{machine_.slots} * machine_.warps : 0;
-    const std::vector<bool> merges =
+    const std::vector<bool> combines =
         deferred_combines(plan_, {shape_.q_heads, shape_.group(), machine_.narrow_rows, warps});
-    for (size_t i = 0; i < merges.size(); ++i) deferred_[plan_.merge_query[i]] = merges[i];
+    for (size_t i = 0; i < combines.size(); ++i) deferred_[plan_.combine_query[i]] = combines[i];
   }
 
   // Warps that have no tile left combine the deferred rows in the order in which they are complete.
@@ -269,7 +269,7 @@ class Simulation {
       const double bytes = static_cast<double>(rows.rows) * rows.partials * shape_.head_dim * kPartialBytes;
       next = std::max(next, rows.ready) + bytes / machine_.bandwidth;
       const int32_t turns = (rows.partials + kPartialsOfDeferred - 1) / kPartialsOfDeferred;
-      last = std::max(last, next + machine_.deferred_merge + turns * machine_.deferred_merge_step);
+      last = std::max(last, next + machine_.deferred_combine + turns * machine_.deferred_combine_step);
     }
     return last;
   }
@@ -304,8 +304,8 @@ class Simulation {
       turns = 2 * ((root + partials_at_once - 1) / partials_at_once);
     }
     const int32_t steps = (rows + at_once - 1) / at_once * turns;
-    return narrow ? levels * machine_.warp_merge + steps * machine_.warp_merge_step
-                  : levels * machine_.block_merge + steps * machine_.block_merge_step;
+    return narrow ? levels * machine_.warp_combine + steps * machine_.warp_combine_step
+                  : levels * machine_.block_combine + steps * machine_.block_combine_step;
   }
 
   static double left(const StreamClass& kind) { return std::max(0.0, kind.active.top().first - kind.served); }

@@ -18,19 +18,19 @@ struct Machine {
   int32_t narrow_rows = 8;   // items of so many rows or fewer are for warps
   int32_t narrow_units = 1;  // units of such an item and KV head
   double bandwidth = 4.3e12;
-  double begin = 0;                                  // from the launch to the first work
-  double warp_begin = 0;                             // from when a slot is given to warps to their first unit
-  double block_start = 0, block_end = 0;             // latency of a unit before and after its KV streams
-  double warp_start = 0, warp_end = 0;               // likewise
-  double block_rate = 1e12, warp_rate = 1e12;        // KV that one CTA or warp can read
-  double flops32 = 1, flops64 = 1, flops128 = 1;     // operations per second of all slots, by rows of the tile
-  double lone_speedup = 1;                           // of a CTA whose SM runs no other, by multiplying
-  double warp_flops = 1;                             // likewise, of all warps: eight rows
-  double sibling = 1;                                // share of the bytes that a sibling tile takes of the bandwidth
-  double block_merge = 0, warp_merge = 0;            // latency of a combine
-  double block_merge_step = 0, warp_merge_step = 0;  // of each step of a row's partials in series
-  double deferred_merge = 0;                         // latency of a deferred row
-  double deferred_merge_step = 0;                    // of eight partials of it
+  double begin = 0;                               // from the launch to the first work
+  double warp_begin = 0;                          // from when a slot is given to warps to their first unit
+  double block_start = 0, block_end = 0;          // latency of a unit before and after its KV streams
+  double warp_start = 0, warp_end = 0;            // likewise
+  double block_rate = 1e12, warp_rate = 1e12;     // KV that one CTA or warp can read
+  double flops32 = 1, flops64 = 1, flops128 = 1;  // operations per second of all slots, by rows of the tile
+  double lone_speedup = 1;                        // of a CTA whose SM runs no other, by multiplying
+  double warp_flops = 1;                          // likewise, of all warps: eight rows
+  double sibling = 1;                             // share of the bytes that a sibling tile takes of the bandwidth
+  double block_combine = 0, warp_combine = 0;     // latency of a combine
+  double block_combine_step = 0, warp_combine_step = 0;  // of each step of a row's partials in series
+  double deferred_combine = 0;                           // latency of a deferred row
+  double deferred_combine_step = 0;                      // of eight partials of it
 };
 
 struct Makespan {

@@ -32,18 +32,18 @@ struct WorkItem {
 struct Plan {
   int32_t num_requests = 0;
   int32_t num_queries = 0;
-  int32_t num_slots = 0;               // partial slots; a slot holds every query head of one query
-  std::vector<int32_t> query_token;    // [num_queries] row of q and o
-  std::vector<int32_t> query_request;  // [num_queries] batch index
-  std::vector<int32_t> query_back;     // [num_queries] tokens of the request after this one
-  std::vector<WorkItem> items;         // queue order: dearest first
-  std::vector<int32_t> merge_query;    // [num_merges] entries with more than one partial
-  std::vector<int32_t> merge_offset;   // [num_merges + 1] into merge_slot
-  std::vector<int32_t> merge_slot;     // slots of an entry in ascending KV position: the order of summation
-  int64_t kv_tokens_packed = 0;        // KV positions that the items read, once per item
-  int64_t kv_tokens_per_request = 0;   // KV positions that request-wise attention reads
-  int64_t kv_tokens_unique = 0;        // KV positions of the forest, each once: the limit
-  bool narrow_prevails = false;        // most of the work is in items that take only a part of a worker
+  int32_t num_slots = 0;                // partial slots; a slot holds every query head of one query
+  std::vector<int32_t> query_token;     // [num_queries] row of q and o
+  std::vector<int32_t> query_request;   // [num_queries] batch index
+  std::vector<int32_t> query_back;      // [num_queries] tokens of the request after this one
+  std::vector<WorkItem> items;          // queue order: dearest first
+  std::vector<int32_t> combine_query;   // [num_combines] entries with more than one partial
+  std::vector<int32_t> combine_offset;  // [num_combines + 1] into combine_slot
+  std::vector<int32_t> combine_slot;    // slots of an entry in ascending KV position: the order of summation
+  int64_t kv_tokens_packed = 0;         // KV positions that the items read, once per item
+  int64_t kv_tokens_per_request = 0;    // KV positions that request-wise attention reads
+  int64_t kv_tokens_unique = 0;         // KV positions of the forest, each once: the limit
+  bool narrow_prevails = false;         // most of the work is in items that take only a part of a worker
 };
 
 }  // namespace prefixpack

@@ -37,7 +37,7 @@ class Scheduler {
     count_partials();
     choose_tiles();
     count_pieces();
-    place_merges();
+    place_combines();
     take_slots();
     order_queue();
     list_items();
@@ -149,25 +149,25 @@ class Scheduler {
     }
   }
 
-  // Slots of a query follow each other in merge_slot; merge_next_ says where its next one goes, or -1.
-  void place_merges() {
+  // Slots of a query follow each other in combine_slot; combine_next_ says where its next one goes, or -1.
+  void place_combines() {
     Plan& plan = schedule_.plan;
-    int32_t merges = 0, slots = 0;
-    for (int32_t count : partials_) merges += count > 1;
-    plan.merge_query.resize(merges);
-    plan.merge_offset.resize(merges + 1);
-    merge_next_.resize(plan.num_queries);
-    merges = 0;
+    int32_t combines = 0, slots = 0;
+    for (int32_t count : partials_) combines += count > 1;
+    plan.combine_query.resize(combines);
+    plan.combine_offset.resize(combines + 1);
+    combine_next_.resize(plan.num_queries);
+    combines = 0;
     for (int32_t query = 0; query < plan.num_queries; ++query) {
       const int32_t count = partials_[query];
-      merge_next_[query] = count < 2 ? -1 : slots;
+      combine_next_[query] = count < 2 ? -1 : slots;
       if (count < 2) continue;
-      plan.merge_query[merges] = query;
-      plan.merge_offset[merges++] = slots;
+      plan.combine_query[combines] = query;
+      plan.combine_offset[combines++] = slots;
       slots += count;
     }
-    plan.merge_offset[merges] = slots;
-    plan.merge_slot.resize(slots);
+    plan.combine_offset[combines] = slots;
+    plan.combine_slot.resize(slots);
   }
 
   // Slots are dealt pack by pack and, in a pack, piece by piece: so a query's slots ascend with its KV positions.
@@ -184,7 +184,7 @@ class Scheduler {
       queued->lead = lead;
       queued->key = key;
       queued->slot_begin = kWriteThrough;
-      if (merge_next_[begin] >= 0) {
+      if (combine_next_[begin] >= 0) {
         queued->slot_begin = num_slots;
         num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_pieces(*lead, pieces), num_slots);
       }
@@ -208,8 +208,8 @@ class Scheduler {
   }
 
   int32_t fill_slots(int32_t query_begin, int32_t queries, int32_t pieces, int32_t slot) {
-    int32_t* const next = merge_next_.data() + query_begin;
-    int32_t* const slots = schedule_.plan.merge_slot.data();
+    int32_t* const next = combine_next_.data() + query_begin;
+    int32_t* const slots = schedule_.plan.combine_slot.data();
     if (queries == 1 && pieces == 1) {
       slots[next[0]++] = slot;
       return slot + 1;
@@ -296,7 +296,7 @@ class Scheduler {
   const CostModel& cost_;
   Tiling tiling_, narrower_;
   std::vector<int32_t> partials_;  // of every query
-  std::vector<int32_t> merge_next_;
+  std::vector<int32_t> combine_next_;
   int64_t num_partials_ = 0;  // of all queries, by the packs alone
   Buffer<QueuedPack> queue_;
   Buffer<int32_t> order_;  // into queue_

@@ -21,7 +21,7 @@ void SplitClasses::clear() {
 uint64_t SplitClasses::key_of(const SplittableTile& tile) {
   uint64_t bits;
   std::memcpy(&bits, &tile.duration, sizeof bits);
-  return (bits >> kLikeBits << kLikeBits) | static_cast<uint64_t>(tile.combine_rows) << 1 |
+  return (bits >> kLikeBits << kLikeBits) | static_cast<uint64_t>(tile.combine_row_steps) << 1 |
          static_cast<uint64_t>(tile.partials > 1);
 }
 
@@ -33,7 +33,7 @@ SplitClasses::Class& SplitClasses::class_of(const SplittableTile& tile) {
   if (places_[place] >= 0) return classes_[places_[place]];
   if (classes_.size() == kMostClasses) return classes_.back();  // more kinds than are told apart
   places_[place] = static_cast<int16_t>(classes_.size());
-  return classes_.emplace_back(Class{key, 0, {0, 0, 0, 0, 0, tile.combine_rows}, 0, 0});
+  return classes_.emplace_back(Class{key, 0, {0, 0, 0, 0, 0, tile.combine_row_steps}, 0, 0});
 }
 
 void SplitClasses::add(const SplittableTile& tile) {
@@ -69,7 +69,7 @@ void SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const
     const int32_t pieces = split_pieces(tile.duration, tile.tokens, longest);
     bins_.add(pieces == 1 ? tile.work : like.streaming / pieces + tile.partial, like.tiles * heads * pieces);
     const int32_t partials = tile.partials + pieces - 1;
-    if (partials > 1) combine_ = std::max(combine_, cost.combine(tile.combine_rows, partials, narrow));
+    if (partials > 1) combine_ = std::max(combine_, cost.combine(tile.combine_row_steps, partials, narrow));
   }
 }
 

@@ -25,12 +25,12 @@ inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
 
 // Times in seconds of one worker for one KV head.
 struct SplittableTile {
-  double duration;       // from beginning to end
-  double work;           // without the overhead, in one piece
-  double partial;        // of one partial of each of its queries
-  int32_t tokens;        // KV positions
-  int32_t partials;      // of each query, if it is not split
-  int32_t combine_rows;  // see CostModel
+  double duration;            // from beginning to end
+  double work;                // without the overhead, in one piece
+  double partial;             // of one partial of each of its queries
+  int32_t tokens;             // KV positions
+  int32_t partials;           // of each query, if it is not split
+  int32_t combine_row_steps;  // see CostModel
 };
 
 class SplitClasses {

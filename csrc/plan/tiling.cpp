@@ -153,7 +153,7 @@ void Tiling::list_splittable() {
     const int32_t queries = tile.item.query_count;
     (is_narrow ? splittable_narrow_ : splittable_whole_)
         .add({tile.duration, tile.seconds - tile.overhead, queries * partial_, tile.tokens, tile.partials,
-              cost_->combine_rows(queries, is_narrow)});
+              cost_->combine_row_steps(queries, is_narrow)});
   }
   splittable_whole_.finish_adding();
   splittable_narrow_.finish_adding();

@@ -18,10 +18,10 @@ KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 def unmergeable(plan: Plan) -> str | None:
     """Why the kernels cannot combine a plan's partial results, in words; None if they can."""
-    most = int(np.diff(plan.merge_offset).max(initial=0))
-    if most <= _native.merge_room:
+    most = int(np.diff(plan.combine_offset).max(initial=0))
+    if most <= _native.combine_room:
         return None
-    return f"the plan has {most} partial results of one query; the GPU kernels combine at most {_native.merge_room}"
+    return f"the plan has {most} partial results of one query; the GPU kernels combine at most {_native.combine_room}"
 
 
 class GpuStep(StepBuffers):

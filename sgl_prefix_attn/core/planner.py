@@ -87,10 +87,10 @@ class DeviceModel:
             overhead, the query gets a tile of a whole worker.
         narrow_reread: price, 0 to 1, of reading the KV by each part but the first.
         lone_speedup: how much faster a worker computes while most others have nothing to do.
-        merge_step: seconds of a combine per `merge_width` partials of `merge_rows` rows. One worker adds a row's
+        combine_step: seconds of a combine per `combine_width` partials of `combine_rows` rows. One worker adds a row's
             partials one step after the other. Narrow items have an eighth of the rows and half of the width.
-        merge_latency: seconds of a combine before its first step.
-        merge_fan_in: most partials of a row that are combined in one level.
+        combine_latency: seconds of a combine before its first step.
+        combine_fan_in: most partials of a row that are combined in one level.
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
         wide_rows: fewest rows of a wide tile, which computes at `wide_flops`; 0 for none.
         wide_flops: floating-point operations per second of all workers at wide tiles.
@@ -112,11 +112,11 @@ class DeviceModel:
     wide_rows: int = 0
     wide_flops: float = 1.0
     lone_speedup: float = 1.0
-    merge_step: float = 0.0
-    merge_rows: int = 1
-    merge_width: int = 1
-    merge_latency: float = 0.0
-    merge_fan_in: int = 1 << 30
+    combine_step: float = 0.0
+    combine_rows: int = 1
+    combine_width: int = 1
+    combine_latency: float = 0.0
+    combine_fan_in: int = 1 << 30
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -176,11 +176,11 @@ class DeviceModel:
             wide_rows=64,
             wide_flops=kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops,
             lone_speedup=1.22,
-            merge_step=1e-6,
-            merge_rows=32,
-            merge_width=4,
-            merge_latency=1.5e-6,
-            merge_fan_in=_native.combine_fan_in,
+            combine_step=1e-6,
+            combine_rows=32,
+            combine_width=4,
+            combine_latency=1.5e-6,
+            combine_fan_in=_native.combine_fan_in,
         )
 
 

@@ -12,10 +12,10 @@ import triton.language as tl
 from sgl_prefix_attn.core import planner
 
 # PlanHeader of csrc/cuda/kernel_params.h.
-_NUM_ITEMS, _NUM_QUERIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NUM_ITEMS, _NUM_QUERIES, _NUM_COMBINES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ITEMS_AT, _ITEM_SLOTS_AT = tl.constexpr(3), tl.constexpr(4)
 _QUERY_TOKEN_AT, _QUERY_REQUEST_AT, _QUERY_BACK_AT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-_MERGE_QUERY_AT, _MERGE_OFFSET_AT, _MERGE_SLOT_AT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+_COMBINE_QUERY_AT, _COMBINE_OFFSET_AT, _COMBINE_SLOT_AT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 # WorkItem of csrc/plan/plan.h.
 _ITEM_WORDS = tl.constexpr(7)
 _QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(planner.QUERY_COUNT)
@@ -32,7 +32,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _FURTHEST = tl.constexpr(2**31 - 1)
 _SMALL_ROWS = tl.constexpr(16)
-_MERGED_AT_ONCE = tl.constexpr(16)
+_COMBINED_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -322,7 +322,7 @@ def attend_packed(
 
 
 @triton.jit(do_not_specialize=["lse_token_stride", "q_heads"])
-def merge_partials(
+def combine_partials(
     words,
     partial_o,
     partial_lse,
@@ -340,19 +340,19 @@ def merge_partials(
     """Combines the partials of queries that have several, in ascending KV order, HEADS heads at a time."""
     head_blocks = tl.cdiv(q_heads, HEADS)
     dim = tl.arange(0, PADDED_DIM)
-    offsets = words + tl.load(words + _MERGE_OFFSET_AT)
-    slots = words + tl.load(words + _MERGE_SLOT_AT)
-    for block in range(tl.program_id(0), tl.load(words + _NUM_MERGES) * head_blocks, tl.num_programs(0)):
-        merge = block // head_blocks
+    offsets = words + tl.load(words + _COMBINE_OFFSET_AT)
+    slots = words + tl.load(words + _COMBINE_SLOT_AT)
+    for block in range(tl.program_id(0), tl.load(words + _NUM_COMBINES) * head_blocks, tl.num_programs(0)):
+        combine = block // head_blocks
         head = block % head_blocks * HEADS + tl.arange(0, HEADS)
         valid = head < q_heads
         stored = valid[:, None] & (dim < HEAD_DIM)[None, :]
-        query = tl.load(words + tl.load(words + _MERGE_QUERY_AT) + merge)
+        query = tl.load(words + tl.load(words + _COMBINE_QUERY_AT) + combine)
         token = tl.load(words + tl.load(words + _QUERY_TOKEN_AT) + query).to(tl.int64)
-        first, past = tl.load(offsets + merge), tl.load(offsets + merge + 1)
+        first, past = tl.load(offsets + combine), tl.load(offsets + combine + 1)
         maximum = tl.full([HEADS], float("-inf"), tl.float32)
-        for begin in range(first, past, _MERGED_AT_ONCE):
-            i = begin + tl.arange(0, _MERGED_AT_ONCE)
+        for begin in range(first, past, _COMBINED_AT_ONCE):
+            i = begin + tl.arange(0, _COMBINED_AT_ONCE)
             slot = tl.load(slots + i, mask=i < past, other=0).to(tl.int64)
             theirs = tl.load(
                 partial_lse + slot[:, None] * q_heads + head[None, :],

@@ -26,7 +26,7 @@ KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 INTERPRETED = isinstance(triton_kernels.attend_packed, InterpretedFunction)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that they share the queue
 PREPARE_BLOCK = 2048
-_MERGED_VALUES = 2048  # of a merge program at a time
+_COMBINED_VALUES = 2048  # of a combine program at a time
 _KEY_TILE_BYTES = 16 << 10
 # K and V tiles in flight need this much shared memory per program.
 _THREE_STAGES_FROM_BYTES = 160 << 10
@@ -66,10 +66,10 @@ def attend_constants(
     }
 
 
-def merge_constants(shape: ModelShape) -> dict[str, Any]:
-    """What `merge_partials` is compiled for."""
+def combine_constants(shape: ModelShape) -> dict[str, Any]:
+    """What `combine_partials` is compiled for."""
     padded_dim = _padded(shape.head_dim)
-    heads = min(triton.next_power_of_2(shape.q_heads), max(1, _MERGED_VALUES // padded_dim))
+    heads = min(triton.next_power_of_2(shape.q_heads), max(1, _COMBINED_VALUES // padded_dim))
     return {"HEADS": heads, "HEAD_DIM": shape.head_dim, "PADDED_DIM": padded_dim}
 
 
@@ -216,8 +216,8 @@ class TritonStep(StepBuffers):
                 **attend_constants(self.shape, product, logit_cap > 0.0, window_left >= 0, fp8=fp8),
                 num_stages=self._num_stages,
             )  # fmt: skip
-            triton_kernels.merge_partials[(self.blocks,)](
+            triton_kernels.combine_partials[(self.blocks,)](
                 self._words, self._partial_o, self._partial_lse,
                 out, out.stride(0), out.stride(1), lse, lse_stride, sinks,
-                q_heads, **merge_constants(self.shape),
+                q_heads, **combine_constants(self.shape),
             )  # fmt: skip

@@ -30,10 +30,10 @@ from sgl_prefix_attn.explain.packs import item_ends
 
 @dataclass(frozen=True)
 class Schedule:
-    """Simulated queue. worker_seconds: float64 [workers], busy time of each. merge_seconds: the merge that follows."""
+    """Simulated queue. worker_seconds: float64 [workers], busy time of each. combine_seconds: of the last combine."""
 
     worker_seconds: npt.NDArray[np.float64]
-    merge_seconds: float
+    combine_seconds: float
 
     @property
     def max_over_mean(self) -> float:
@@ -43,7 +43,7 @@ class Schedule:
     @property
     def seconds(self) -> float:
         """Price of one layer's attention."""
-        return float(self.worker_seconds.max()) + self.merge_seconds
+        return float(self.worker_seconds.max()) + self.combine_seconds
 
 
 def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> Schedule:
@@ -56,8 +56,8 @@ def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: Device
     loads = np.zeros(device.workers)
     for busy, worker in free:
         loads[worker] = busy
-    merged = int(plan.merge_offset[-1]) if len(plan.merge_offset) else 0
-    return Schedule(loads, partial_bytes(merged, shape) / 2 / device.bandwidth)
+    combined = int(plan.combine_offset[-1]) if len(plan.combine_offset) else 0
+    return Schedule(loads, partial_bytes(combined, shape) / 2 / device.bandwidth)
 
 
 def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> npt.NDArray[np.float64]:

@@ -175,7 +175,7 @@ class CachedTree:
         selected_children: dict[int, int] = {}
         chosen: list[CachedNode] = []
         skipped: list[CachedNode] = []
-        for rank in _merged(order.ascending(self._scores), became_leaves):
+        for rank in _combined(order.ascending(self._scores), became_leaves):
             if tokens <= 0:
                 break
             node = self._nodes[rank.node_id]
@@ -329,8 +329,8 @@ class CachedTree:
                 self._arrange(above)
 
 
-def _merged(leaves: Iterator[Rank], others: list[Rank]) -> Iterator[Rank]:
-    """Merges ascending ranks with a heap that may grow during the iteration."""
+def _combined(leaves: Iterator[Rank], others: list[Rank]) -> Iterator[Rank]:
+    """Combines ascending ranks with a heap that may grow during the iteration."""
     head = next(leaves, None)
     while head is not None or others:
         if head is None or (others and others[0] < head):

@@ -31,12 +31,12 @@ H200 = {
     "lone_speedup": 1.223,
     "warp_flops": 6e14,
     "sibling": 0.8511,
-    "block_merge": 1.461e-06,
-    "warp_merge": 1.858e-06,
-    "block_merge_step": 1.011e-06,
-    "warp_merge_step": 7.97e-07,
-    "deferred_merge": 5e-06,
-    "deferred_merge_step": 7e-07,
+    "block_combine": 1.461e-06,
+    "warp_combine": 1.858e-06,
+    "block_combine_step": 1.011e-06,
+    "warp_combine_step": 7.97e-07,
+    "deferred_combine": 5e-06,
+    "deferred_combine_step": 7e-07,
 }
 # What differs for other kernels, by head_dim and bytes of a KV element; median errors on drawn batches of 6 to 7 %.
 H200_KERNELS = {

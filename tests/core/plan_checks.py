@@ -88,12 +88,12 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
     for count in seen:
         assert (count == 1).all()
     assert (slots == 1).all()
-    merged = {}
-    for index, query in enumerate(plan.merge_query.tolist()):
-        merged[query] = plan.merge_slot[plan.merge_offset[index] : plan.merge_offset[index + 1]].tolist()
+    combined = {}
+    for index, query in enumerate(plan.combine_query.tolist()):
+        combined[query] = plan.combine_slot[plan.combine_offset[index] : plan.combine_offset[index + 1]].tolist()
     for query, parts in enumerate(partials):
         expected = [slot for _, slot in sorted(parts)]
-        assert merged.get(query, [planning.WRITE_THROUGH]) == expected
+        assert combined.get(query, [planning.WRITE_THROUGH]) == expected
 
 
 def check_statistics(

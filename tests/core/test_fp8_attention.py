@@ -66,7 +66,7 @@ def test_the_scale_of_values_counts_once_however_many_partials_a_query_has(with_
     paths = [[(0, 0, 2000), (1 + i // 20, 2000, 2600)] for i in range(60)] + [[], []]
     lens = np.array([2620] * 60 + [40, 7], dtype=np.int64)
     batch = make_batch(np.random.default_rng(0), paths, lens, np.ones_like(lens), kv_dtype=E4M3, workers=5)
-    partials = np.diff(batch.plan.merge_offset)
+    partials = np.diff(batch.plan.combine_offset)
     assert partials.max() >= 3
     assert len(partials) < batch.plan.num_queries, "some queries have no partials"
     if with_sinks:

@@ -63,9 +63,9 @@ def test_what_native_kernels_do_not_run_is_said(
     assert "over torch.float16" in str(unsupported_reason(cache=OnGpu(dtype=torch.float16)))
     assert "k_cache has strides" in str(unsupported_reason(cache=OnGpu(gap=4)))
     assert "made for another device" in str(unsupported_reason(plan=for_cpu))
-    most = int(np.diff(plan.merge_offset).max())
+    most = int(np.diff(plan.combine_offset).max())
     with monkeypatch.context() as smaller:
-        smaller.setattr(_native, "merge_room", most - 1)
+        smaller.setattr(_native, "combine_room", most - 1)
         assert f"{most} partial results of one query" in str(unsupported_reason())
     capability[0] = (7, 5)
     assert "the GPU has 7.5" in str(unsupported_reason())

@@ -76,7 +76,7 @@ def make_case(
     device = DeviceModel.gpu(num_sms, head_dim=head_dim, group=q_heads // kv_heads)
     # Warps are as fast as blocks, so that few tails are for warps too.
     device = replace(device, overlap=0.0, lone_speedup=1.0, narrow_to_fill=1)
-    # Small batches too are packed as if reading KV was all that counts: more levels, more to be merged. And warps take
+    # Small batches too are packed as if reading KV was all that counts: more levels, more combines. And warps take
     # tails of any length.
     if eager:
         device = replace(device, item_overhead=0.0, bandwidth=1e9, narrow_units=1, narrow_overhead=0.0)

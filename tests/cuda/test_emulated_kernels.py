@@ -1,6 +1,6 @@
 """The GPU kernels' own code, run on a CPU lane by lane, against dense attention.
 
-What this shows: indices, masks, fragments, swizzles, the ring of stages and its waits, slots, merges, the queue. What
+What this shows: indices, masks, fragments, swizzles, the ring of stages and its waits, slots, combines, the queue. What
 only a GPU shows: speed, memory ordering, that the compiler and the hardware agree with the emulated instructions.
 """
 
@@ -27,16 +27,16 @@ def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int],
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (11, 1), (64, 2)], ids=str)
-def test_whoever_brings_the_last_partial_merges_to_the_same_bits(
+def test_whoever_brings_the_last_partial_combines_to_the_same_bits(
     emulation: ModuleType, heads: tuple[int, int], head_dim: int
 ) -> None:
-    """Blocks before warps: these merge. Warps before blocks: blocks do, of what is in memory and what is still near."""
+    """CTAs before warps: these combine. Warps before CTAs: those do, of what is in memory and what is still near."""
     group = heads[0] // heads[1]
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
     batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
     of_blocks = case.plan.items[:, 6] > 8 * _native.head_splits(group)
-    assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to merge"
+    assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to combine"
     assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     out, lse = emulate(emulation, case)
     check(case, (out, lse))
@@ -198,7 +198,7 @@ def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int
 def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
     case = make_case(7, heads=(1, 1), batch=batch, num_sms=264)
-    assert case.plan.num_slots > _native.merge_room
+    assert case.plan.num_slots > _native.combine_room
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
 

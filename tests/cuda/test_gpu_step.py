@@ -27,7 +27,7 @@ FEW = 2  # num_sms, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    kept = ("serialize_plan", "head_splits", "item_record_words", "merge_room", "tile_counters", "AttentionParams")
+    kept = ("serialize_plan", "head_splits", "item_record_words", "combine_room", "tile_counters", "AttentionParams")
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
         built_with_cuda=True, StepAddresses=dict,
@@ -64,14 +64,14 @@ def test_a_tile_that_the_kernels_do_not_have_is_refused(launches: list[str]) -> 
         step_of(256).load(plan, lens, 0)
 
 
-def test_more_partial_results_than_can_be_merged_are_refused(
+def test_more_partial_results_than_can_be_combined_are_refused(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, lens = shared_by(60, 128, DeviceModel.gpu(FEW))
-    most = np.diff(plan.merge_offset).max()
-    monkeypatch.setattr(cuda_step._native, "merge_room", int(most))
+    most = np.diff(plan.combine_offset).max()
+    monkeypatch.setattr(cuda_step._native, "combine_room", int(most))
     step_of(128).load(plan, lens, 0)
-    monkeypatch.setattr(cuda_step._native, "merge_room", int(most) - 1)
+    monkeypatch.setattr(cuda_step._native, "combine_room", int(most) - 1)
     with pytest.raises(PlanTooLarge, match=f"{most} partial results of one query; .* at most {most - 1}"):
         step_of(128).load(plan, lens, 0)
 

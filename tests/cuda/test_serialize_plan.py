@@ -19,8 +19,8 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     case = make_case(1, heads=(2 * group, 2), requests=12, levels=4)
     plan, growth = case.plan, 9
     words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth=growth, group=group)
-    num_items, num_queries, num_merges, *at, header_block_items = words[:HEADER].tolist()
-    assert (num_items, num_queries, num_merges) == (len(plan.items), plan.num_queries, len(plan.merge_query))
+    num_items, num_queries, num_combines, *at, header_block_items = words[:HEADER].tolist()
+    assert (num_items, num_queries, num_combines) == (len(plan.items), plan.num_queries, len(plan.combine_query))
     assert words[HEADER + 1] == plan.narrow_prevails
     # What takes a block comes before what takes a warp.
     items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
@@ -31,9 +31,9 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
         plan.query_token,
         plan.query_request,
         plan.query_back,
-        plan.merge_query,
-        plan.merge_offset,
-        plan.merge_slot,
+        plan.combine_query,
+        plan.combine_offset,
+        plan.combine_slot,
     ]
     for offset, array in zip(at, arrays, strict=False):
         if array is not None:
@@ -67,19 +67,19 @@ def test_many_splits_of_an_item_form_groups() -> None:
     _, lists, parents, group_slots = item_columns(words)
     grouped = parents >= 0
     assert grouped.any()
-    lists_of_queries = combine_lists(words, len(plan.merge_query))
-    groups = combine_lists(words, int(lists[grouped].max()) + requests)[len(plan.merge_query) :]
+    lists_of_queries = combine_lists(words, len(plan.combine_query))
+    groups = combine_lists(words, int(lists[grouped].max()) + requests)[len(plan.combine_query) :]
     assert {len(group) for group in groups[:-requests]} == {8}  # the next multiple of four after the root of some 50
     summed = {group[0]: group for group in groups}
-    for merge, roots in enumerate(lists_of_queries):
+    for combine, roots in enumerate(lists_of_queries):
         slots = [slot for root in roots for slot in summed.get(root, [root])]
-        assert slots == plan.merge_slot[plan.merge_offset[merge] : plan.merge_offset[merge + 1]].tolist()
+        assert slots == plan.combine_slot[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
         assert len(roots) <= 16
     items = words[words[3] : words[3] + 7 * words[0]].reshape(-1, 7)
     for item, index, parent, slot in zip(
         items[grouped], lists[grouped], parents[grouped], group_slots[grouped], strict=True
     ):
-        group = groups[index - len(plan.merge_query)]
+        group = groups[index - len(plan.combine_query)]
         assert group[0] == slot
         assert item[5] in group
         assert slot in lists_of_queries[parent]
@@ -95,17 +95,17 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
     count, at = words[DEFERRED : DEFERRED + 2]
     assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
-    lists = combine_lists(words, len(plan.merge_query))
+    lists = combine_lists(words, len(plan.combine_query))
     records = words[at : at + 16 * count].reshape(-1, 16)
     deferred = {int(record[0]): record for record in records}
-    for merge, slots in enumerate(lists):
-        expected = plan.merge_slot[plan.merge_offset[merge] : plan.merge_offset[merge + 1]].tolist()
-        if merge not in deferred:
+    for combine, slots in enumerate(lists):
+        expected = plan.combine_slot[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
+        if combine not in deferred:
             assert slots == expected
             continue
-        _, first, partials, token, *inline = deferred[merge].tolist()
+        _, first, partials, token, *inline = deferred[combine].tolist()
         assert slots[:-1] == expected
-        assert (partials, token) == (len(expected), plan.query_token[plan.merge_query[merge]])
+        assert (partials, token) == (len(expected), plan.query_token[plan.combine_query[combine]])
         assert words[words[HEADER + 3] + first :][:partials].tolist() == expected
         assert inline == (expected + [-1] * 12)[:12]
 

@@ -114,5 +114,5 @@ def test_variants_fit(target: Any, head_dim: int) -> None:
     num_warps = constants.pop("num_warps")
     kernel = compiled(triton_kernels.attend_packed, gpu, constants, num_warps=num_warps, num_stages=stages)
     assert kernel.metadata.shared <= shared_bytes
-    compiled(triton_kernels.merge_partials, gpu, triton_step.merge_constants(shape))
+    compiled(triton_kernels.combine_partials, gpu, triton_step.combine_constants(shape))
     compiled(triton_kernels.prepare_step, gpu, {"BLOCK": triton_step.PREPARE_BLOCK})

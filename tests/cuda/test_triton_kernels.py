@@ -138,11 +138,11 @@ def test_lengths_around_the_kv_tile(length: int) -> None:
     check(case, run(case))
 
 
-def test_partials_of_one_query_are_merged() -> None:
+def test_partials_of_one_query_are_combined() -> None:
     """A long request cut into many parts."""
     lens = np.array([40, 4000], dtype=np.int64)
     case = make_case(1, heads=(5, 1), head_dim=256, batch=([[], []], lens, np.ones_like(lens)), num_sms=4)
-    assert np.diff(case.plan.merge_offset).tolist() == [case.plan.num_slots]
+    assert np.diff(case.plan.combine_offset).tolist() == [case.plan.num_slots]
     assert case.plan.num_slots > 2
     check(case, run(case))
 
@@ -166,11 +166,11 @@ def test_soft_cap(cap: float) -> None:
 
 
 @pytest.mark.parametrize("level", [-200.0, 0.0, 200.0])
-@pytest.mark.parametrize("merged", [False, True], ids=["written through", "merged"])
-def test_sinks_count_once(merged: bool, level: float) -> None:
+@pytest.mark.parametrize("combined", [False, True], ids=["written through", "combined"])
+def test_sinks_count_once(combined: bool, level: float) -> None:
     """A sink far above all scores takes all the weight; one far below takes none."""
-    queries, path = (17, [(0, 0, 600)]) if merged else (3, [])
-    lens = (600 if merged else 40) + np.arange(1, queries + 1, dtype=np.int64)
+    queries, path = (17, [(0, 0, 600)]) if combined else (3, [])
+    lens = (600 if combined else 40) + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([path] * queries, lens, np.ones_like(lens))
     case = make_case(2, heads=(4, 1), with_sinks=True, batch=batch)
     case.variant["sinks"] += level
@@ -185,7 +185,7 @@ def test_sinks_count_once(merged: bool, level: float) -> None:
         query_lens=[1] * queries,
         **case.variant,
     )
-    assert (case.plan.num_slots > 0) == merged
+    assert (case.plan.num_slots > 0) == combined
     check(case, run(case))
 
 
@@ -220,7 +220,7 @@ def test_nan_in_the_cache_reaches_the_output() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_cache_with_scales(dtype: torch.dtype, head_dim: int) -> None:
     case = make_case(3, dtype=dtype, kv_dtype=E4M3, head_dim=head_dim, v_scale=2.5, num_sms=8)
-    assert 0 < len(case.plan.merge_query) < case.plan.num_queries, "some results are merged, and scaled once"
+    assert 0 < len(case.plan.combine_query) < case.plan.num_queries, "some results are combined, and scaled once"
     check(case, run(case))
 
 

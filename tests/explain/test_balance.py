@@ -22,13 +22,13 @@ class FakePlan:
     items: np.ndarray
     query_request: np.ndarray
     query_back: np.ndarray
-    merge_offset: np.ndarray
+    combine_offset: np.ndarray
 
 
-def plan(items: list[Item], merges: int = 0) -> FakePlan:
+def plan(items: list[Item], combines: int = 0) -> FakePlan:
     queries = max(item[0] + item[1] for item in items)
     requests, back = np.arange(queries, dtype=np.int32), np.zeros(queries, np.int32)
-    return FakePlan(np.array(items, np.int32), requests, back, np.array([0, merges], np.int32))
+    return FakePlan(np.array(items, np.int32), requests, back, np.array([0, combines], np.int32))
 
 
 def device(**changes: object) -> DeviceModel:

@@ -30,7 +30,7 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
 
 def test_a_combine_is_waited_for() -> None:
     """Of many partials by warps that have no tile left, of few by the CTA that brings the last one."""
-    for tokens, figure in ((65_536, "deferred_merge"), (700, "block_merge")):
+    for tokens, figure in ((65_536, "deferred_combine"), (700, "block_combine")):
         first, slots = simulated([tokens], WIDE)
         assert slots > 1
         later, _ = simulated([tokens], WIDE, **{figure: H200[figure] + 50e-6})

@@ -157,9 +157,10 @@ PREFIXPACK_BOTH SoftmaxState softmax_identity() { return {kMinusInfinity, 0.0f};
 // Base of the exponents. It is 0 for a row without visible keys, whose weights then are 2^-inf = 0 and not NaN.
 PREFIXPACK_BOTH float safe_max(float max) { return max == kMinusInfinity ? 0.0f : max; }
 
-// Merges two running softmaxes of one row. `scale_a` and `scale_b`: factors of their accumulators.
+// Combines two running softmaxes of one row. `scale_a` and `scale_b`: factors of their accumulators.
 template <class Exp2>
-PREFIXPACK_BOTH SoftmaxState softmax_merge(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a, float* scale_b) {
+PREFIXPACK_BOTH SoftmaxState softmax_combine(SoftmaxState a, SoftmaxState b, Exp2 exp2, float* scale_a,
+                                             float* scale_b) {
   const float max = a.max > b.max ? a.max : b.max;
   *scale_a = exp2(a.max - safe_max(max));
   *scale_b = exp2(b.max - safe_max(max));

@@ -23,7 +23,7 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   for (int32_t warp = 0; warp < key_warps; ++warp) {
     const SoftmaxState theirs{accumulators[warp * stride], accumulators[warp * stride + 1]};
     float scale_a, scale_b;
-    joined = softmax_merge(joined, theirs, [](float x) { return ptx::exp2(x); }, &scale_a, &scale_b);
+    joined = softmax_combine(joined, theirs, [](float x) { return ptx::exp2(x); }, &scale_a, &scale_b);
   }
   FinalSoftmax normalized;
   if (item.slot_begin == kWriteThrough) {
@@ -96,8 +96,8 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
   auto* accumulators = reinterpret_cast<float*>(shared + layout.at);
   const int32_t rows = item.query_count * state.params.heads.group.number, stride = layout.rows * kWidth;
 
-  const bool merges = item.slot_begin != kWriteThrough;
-  const bool has_split = merges && thread < item.query_count * state.params.heads.splits;
+  const bool combines = item.slot_begin != kWriteThrough;
+  const bool has_split = combines && thread < item.query_count * state.params.heads.splits;
   if (has_split) {
     const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
     splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
@@ -121,7 +121,7 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
       const int32_t row = first + k * kRowsApart < rows ? first + k * kRowsApart : first;
-      targets[k] = merges && splits[split_heads.quotient(row)].ready ? nullptr : results[row].target;
+      targets[k] = combines && splits[split_heads.quotient(row)].ready ? nullptr : results[row].target;
     }
 #pragma unroll 1
     for (int32_t warp = 0; warp < layout.key_warps; ++warp) {
@@ -138,7 +138,7 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
     for (int32_t k = 0; k < kAtOnce; ++k) {
       const float (&quad)[4] = quads[k];
       if (first + k * kRowsApart >= rows) break;
-      if (merges) {
+      if (combines) {
         ptx::store_quad(own + k * kRowsApart * kWidth, quad);
         if (targets[k] != nullptr) ptx::store_quad(static_cast<float*>(targets[k]) + column, quad);
       } else {
@@ -149,7 +149,7 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
   }
   state.next.store(next_tile, word);
   ptx::cta_sync();
-  if (!merges) return;
+  if (!combines) return;
   const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
 #pragma unroll 1
   for (bool arrives = has_split;;) {

@@ -33,11 +33,11 @@ struct EpilogueInputs {
     const PlanReader plan{params.plan, state.header};
     const int32_t thread = ptx::volatile_thread_index();
     EpilogueInputs inputs{state.next.claim(params), 0, 0, 0, 0};
-    const bool merges = item.slot_begin != kWriteThrough;
-    const int32_t query = merges ? query_of_split(params, thread) : params.heads.group.quotient(thread);
+    const bool combines = item.slot_begin != kWriteThrough;
+    const int32_t query = combines ? query_of_split(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
       inputs.token = plan.query_token(item.query_begin + query);
-      if (merges) {
+      if (combines) {
         inputs.list_begin = plan.list_offset(item.list + query);
         inputs.list_end = plan.list_offset(item.list + query + 1);
         inputs.arrived = ptx::load_relaxed(semaphore_of_split(params, state, item.list, thread));

@@ -27,7 +27,8 @@ PREFIXPACK_DEVICE FinalSoftmax finalize_with_sink(SoftmaxState state, const Atte
   if (attention.sinks == nullptr || head == kNoSink) return finalize(state);
   float scale, sink_scale;
   const SoftmaxState sink{attention.sinks[head] * kLog2E, 1.0f};
-  FinalSoftmax result = finalize(softmax_merge(state, sink, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
+  FinalSoftmax result =
+      finalize(softmax_combine(state, sink, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
   result.factor *= scale;
   return result;
 }
@@ -81,7 +82,7 @@ struct CombineWeights {
 };
 
 // Weights of a row whose partials some lanes have read: lane g those with i % kLanes == g, in ascending order. A
-// butterfly merges the lanes' states, which gives all lanes the same bits.
+// butterfly combines the lanes' states, which gives all lanes the same bits.
 template <int kLanes = kCombineLanes, class Exchange>
 PREFIXPACK_DEVICE CombineWeights combine_weights(const AttentionParams& attention, int32_t head, SoftmaxState state,
                                                  const Exchange& exchange) {
@@ -103,7 +104,7 @@ PREFIXPACK_DEVICE SoftmaxState add_partial(SoftmaxState state, float lse) {
           ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), 1.0f, ptx::exp2(lse - safe_max(max)))};
 }
 
-// Partials of one query: entries [first, first + count) of merge_slot, in ascending KV order.
+// Partials of one query: entries [first, first + count) of combine_slot, in ascending KV order.
 struct PartialList {
   int32_t first, count;
 };

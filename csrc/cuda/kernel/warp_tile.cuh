@@ -78,16 +78,16 @@ class WarpEpilogue {
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);
     list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
-    const int32_t merge = word(record_, kList) + lane_, first = word(record_, kListFirst);
+    const int32_t combine = word(record_, kList) + lane_, first = word(record_, kListFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
     const int32_t head = virtual_head();
     if (word(record_, kSlotBegin) == kWriteThrough) return;
     const int32_t* offsets = array(offsetof(PlanHeader, list_offset_at));
     const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
     if (mine) {
-      list_begin_ = offsets[merge];
-      list_end_ = offsets[merge + 1];
-      arrived_ = ptx::load_relaxed(semaphore_of(params_, merge, head));
+      list_begin_ = offsets[combine];
+      list_end_ = offsets[combine + 1];
+      arrived_ = ptx::load_relaxed(semaphore_of(params_, combine, head));
     }
     list_slots_ = slots[first + lane_];
   }
@@ -361,7 +361,7 @@ class WarpEpilogue {
   const int32_t header_;                   // word `lane` of the plan's header
   int32_t token_ = -1;                     // of the row that is this lane's number
   int32_t list_begin_ = 0, list_end_ = 0;  // partial list of this lane's query
-  int32_t list_slots_ = 0;                 // entry `lane` of merge_slot from the item's first on
+  int32_t list_slots_ = 0;                 // entry `lane` of combine_slot from the item's first on
   int32_t arrived_ = 0;                    // partials of this lane's query that had arrived when the tile began
 };
 

@@ -35,9 +35,9 @@ Plan copy_plan(const py::object& source) {
   plan.query_token = column<int32_t>(source, "query_token");
   plan.query_request = column<int32_t>(source, "query_request");
   plan.query_back = column<int32_t>(source, "query_back");
-  plan.merge_query = column<int32_t>(source, "merge_query");
-  plan.merge_offset = column<int32_t>(source, "merge_offset");
-  plan.merge_slot = column<int32_t>(source, "merge_slot");
+  plan.combine_query = column<int32_t>(source, "combine_query");
+  plan.combine_offset = column<int32_t>(source, "combine_offset");
+  plan.combine_slot = column<int32_t>(source, "combine_slot");
   const auto items = source.attr("items").cast<Array<int32_t>>();
   const auto* first = reinterpret_cast<const WorkItem*>(items.data());
   plan.items.assign(first, first + items.shape(0));

@@ -113,7 +113,7 @@ class TestDecodeGraphs:
         with pytest.raises(RuntimeError, match="--mem-fraction-static"):
             DecodeGraphs(fixture, 4)
 
-    def test_reading_one_by_one_never_leaves_more_to_merge_than_the_kernels_can(
+    def test_reading_one_by_one_never_leaves_more_to_combine_than_the_kernels_can(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fixture = decode(graphs=4, settings=Settings(metrics=False, workers=64))
