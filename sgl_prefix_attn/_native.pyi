@@ -243,7 +243,7 @@ class DeviceModel:
         narrow_per_worker: int = 1,
         narrow_to_fill: int = 1,
         narrow_overhead: float = 0.0,
-        narrow_units: int = 1,
+        narrow_parts: int = 1,
         narrow_reread: float = 1.0,
         overlap: float = 1.0,
         wide_rows: int = 0,
@@ -298,7 +298,7 @@ class Machine:
     few_slots: int
     warps: int
     narrow_rows: int
-    narrow_units: int
+    narrow_parts: int
     bandwidth: float
     begin: float
     warp_begin: float

@@ -104,7 +104,7 @@ void bind_planner(py::module_& m) {
   py::class_<DeviceModel>(m, "DeviceModel")
       .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
                        std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
-                       int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_units, double narrow_reread,
+                       int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_parts, double narrow_reread,
                        double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double combine_step,
                        int32_t combine_rows, int32_t combine_width, double combine_latency, int32_t combine_fan_in) {
              DeviceModel device;
@@ -126,14 +126,14 @@ void bind_planner(py::module_& m) {
              device.narrow_per_worker = narrow_per_worker;
              device.narrow_to_fill = narrow_to_fill;
              device.narrow_overhead = narrow_overhead;
-             device.narrow_units = narrow_units;
+             device.narrow_parts = narrow_parts;
              device.narrow_reread = narrow_reread;
              device.overlap = overlap;
              return device;
            }),
            py::kw_only(), py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"),
            py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
-           py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_units") = 1,
+           py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_parts") = 1,
            py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
            py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("combine_step") = 0.0,
            py::arg("combine_rows") = 1, py::arg("combine_width") = 1, py::arg("combine_latency") = 0.0,
@@ -185,7 +185,7 @@ void bind_planner(py::module_& m) {
       .def_readwrite("few_slots", &Machine::few_slots)
       .def_readwrite("warps", &Machine::warps)
       .def_readwrite("narrow_rows", &Machine::narrow_rows)
-      .def_readwrite("narrow_units", &Machine::narrow_units)
+      .def_readwrite("narrow_parts", &Machine::narrow_parts)
       .def_readwrite("bandwidth", &Machine::bandwidth)
       .def_readwrite("begin", &Machine::begin)
       .def_readwrite("warp_begin", &Machine::warp_begin)

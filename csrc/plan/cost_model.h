@@ -31,7 +31,7 @@ struct DeviceModel {
   int32_t narrow_per_worker = 1;   // which does so many of them at a time,
   int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
   double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
-  int32_t narrow_units = 1;        // it is so many units, each of which reads its KV,
+  int32_t narrow_parts = 1;        // it is so many work tiles, each of which reads its KV,
   double narrow_reread = 1;        // all but one at this price, 0 .. 1
   double lone_speedup = 1;         // of a worker's arithmetic while most others have nothing to do
   double combine_step = 0;         // seconds of a combine for `combine_width` partials of `combine_rows` rows; a row's
@@ -120,7 +120,7 @@ class CostModel {
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
   // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
-  // units of every piece read it as often: splitting makes the items shorter, not the reading less.
+  // work tiles of every piece read it as often: splitting makes the items shorter, not the reading less.
   const TileClass& tile(int32_t queries, int32_t tokens) const {
     return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
   }
@@ -142,8 +142,8 @@ class CostModel {
             device_.item_overhead,
             device_.narrow_overhead * device_.narrow_per_worker};
   }
-  // Seconds per KV position that the units of a narrow item after the first take.
-  double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_units - 1); }
+  // Seconds per KV position that the work tiles of a narrow item after the first take.
+  double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_parts - 1); }
 
   // One tile against `tokens` KV positions, without partials.
   double item(const TileClass& tile, double tokens, bool sibling_read_before = false) const {
@@ -191,7 +191,7 @@ class CostModel {
   }
 
   // KV positions of one query up to which a narrow item, which is taken up sooner, is cheaper than one that takes a
-  // whole worker and reads them once. No limit for items of one unit.
+  // whole worker and reads them once. No limit for items of one work tile.
   int32_t longest_narrow() const {
     const TileClass& narrow = tiles_[1];
     const double saved = whole_tile_.overhead - narrow.overhead, lost = narrow.first_read - whole_tile_.first_read;

@@ -30,16 +30,18 @@ enum class Kind : uint8_t { kStream, kArrive, kFree, kWarpReady };
 struct Event {
   double time;
   Kind kind;
-  int32_t unit;
-  bool operator>(const Event& other) const { return time != other.time ? time > other.time : unit > other.unit; }
+  int32_t work_tile;
+  bool operator>(const Event& other) const {
+    return time != other.time ? time > other.time : work_tile > other.work_tile;
+  }
 };
 
-// Units that stream at the same rate: as much as the class can take, or its share of the bandwidth.
+// Work tiles that stream at the same rate: as much as the class can take, or its share of the bandwidth.
 struct StreamClass {
-  double most = 0;    // bytes of the bandwidth per second and unit
-  double served = 0;  // bytes that every unit has had since the begin
+  double most = 0;    // bytes of the bandwidth per second and work tile
+  double served = 0;  // bytes that every work tile has had since the begin
   double rate = 0;
-  using Entry = std::pair<double, int32_t>;  // bytes served when it is done, unit
+  using Entry = std::pair<double, int32_t>;  // bytes served when it is done, work tile
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> active;
 };
 
@@ -49,7 +51,7 @@ struct Deferred {
   int32_t rows, partials;
 };
 
-struct Unit {
+struct WorkTile {
   int32_t item, head, part;
   int32_t stream_class;
   double bytes;
@@ -61,7 +63,7 @@ class Simulation {
       : plan_(plan), seq_lens_(seq_lens), shape_(shape), machine_(machine) {
     position_bytes_ = 2.0 * shape.head_dim * shape.kv_bytes;
     list_classes();
-    list_units();
+    list_work_tiles();
     count_partials();
     find_deferred();
   }
@@ -75,10 +77,11 @@ class Simulation {
       if (stream < 0 && events_.empty()) break;
       if (stream >= 0 && (events_.empty() || streamed <= events_.top().time)) {
         advance(streamed);
-        const int32_t unit = classes_[stream].active.top().second;
+        const int32_t work_tile = classes_[stream].active.top().second;
         classes_[stream].active.pop();
         share_bandwidth();
-        events_.push({now_ + (is_narrow(unit) ? machine_.warp_end : machine_.block_end), Kind::kArrive, unit});
+        events_.push(
+            {now_ + (is_narrow(work_tile) ? machine_.warp_end : machine_.block_end), Kind::kArrive, work_tile});
         continue;
       }
       const Event event = events_.top();
@@ -92,7 +95,7 @@ class Simulation {
   }
 
  private:
-  bool is_narrow(int32_t unit) const { return unit >= static_cast<int32_t>(block_units_); }
+  bool is_narrow(int32_t work_tile) const { return work_tile >= static_cast<int32_t>(cta_work_tiles_); }
 
   static int32_t row_class(int32_t rows) { return rows <= 32 ? 0 : rows <= 64 ? 1 : 2; }
 
@@ -119,14 +122,14 @@ class Simulation {
     return end - item.kv_begin;
   }
 
-  void add_units(int32_t index, int32_t units, bool narrow, bool follows_sibling) {
+  void add_work_tiles(int32_t index, int32_t work_tiles, bool narrow, bool follows_sibling) {
     const WorkItem& item = plan_.items[index];
     const int64_t tokens = item_tokens(item);
-    const double rows = static_cast<double>(item.query_count) * shape_.group() / units;
+    const double rows = static_cast<double>(item.query_count) * shape_.group() / work_tiles;
     const bool partial = item.slot_begin != kWriteThrough;
     const double stored = rows * (partial ? shape_.head_dim * kPartialBytes + 4.0 : shape_.head_dim * kOutputBytes);
     for (int32_t head = 0; head < shape_.kv_heads; ++head) {
-      for (int32_t part = 0; part < units; ++part) {
+      for (int32_t part = 0; part < work_tiles; ++part) {
         const int32_t sibling = follows_sibling || part > 0 ? 1 : 0;
         const int32_t kind = (narrow ? 6 : 2 * row_class(item.tile_rows)) + sibling;
         const double bytes = tokens * position_bytes_ * (sibling != 0 ? machine_.sibling : 1.0) + stored;
@@ -137,7 +140,7 @@ class Simulation {
     }
   }
 
-  void list_units() {
+  void list_work_tiles() {
     const auto count = static_cast<int32_t>(plan_.items.size());
     const WorkItem* before = nullptr;
     for (int32_t i = 0; i < count; ++i) {
@@ -145,10 +148,10 @@ class Simulation {
       if (item.tile_rows <= machine_.narrow_rows) continue;
       const bool sibling = before != nullptr && before->request == item.request && before->kv_begin == item.kv_begin &&
                            before->kv_end == item.kv_end;
-      add_units(i, 1, false, sibling);
+      add_work_tiles(i, 1, false, sibling);
       before = &item;
     }
-    block_units_ = list_.size();
+    cta_work_tiles_ = list_.size();
     int64_t shortest = INT32_MAX, longest = 0, narrow_items = 0;
     for (int32_t i = 0; i < count; ++i) {
       if (plan_.items[i].tile_rows > machine_.narrow_rows) continue;
@@ -156,20 +159,20 @@ class Simulation {
       shortest = std::min(shortest, tokens);
       longest = std::max(longest, tokens);
       ++narrow_items;
-      add_units(i, machine_.narrow_units, true, false);
+      add_work_tiles(i, machine_.narrow_parts, true, false);
     }
     const bool alike = longest <= shortest + shortest / 4;
-    active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_units, alike ? longest : 0);
+    active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_parts, alike ? longest : 0);
   }
 
   // As the kernels choose it: fewer warps take part where that fills their rounds better.
-  int32_t active_warps(int64_t units, int64_t tokens) const {
+  int32_t active_warps(int64_t work_tiles, int64_t tokens) const {
     if (tokens < 256) return machine_.warps;
     int32_t best = machine_.warps;
     double best_share = 0;
     for (int32_t warps = machine_.warps; warps >= machine_.warps / 2; --warps) {
-      const int64_t at_once = int64_t{warps} * machine_.slots, rounds = (units + at_once - 1) / at_once;
-      const double share = static_cast<double>(units) / static_cast<double>(rounds * at_once);
+      const int64_t at_once = int64_t{warps} * machine_.slots, rounds = (work_tiles + at_once - 1) / at_once;
+      const double share = static_cast<double>(work_tiles) / static_cast<double>(rounds * at_once);
       if (share > best_share + 0.02) best = warps, best_share = share;
     }
     return best;
@@ -180,30 +183,30 @@ class Simulation {
     for (size_t i = 0; i < plan_.combine_query.size(); ++i) {
       partials_[plan_.combine_query[i]] = plan_.combine_offset[i + 1] - plan_.combine_offset[i];
     }
-    parts_ = machine_.narrow_units;
+    parts_ = machine_.narrow_parts;
     arrived_.assign(static_cast<size_t>(plan_.num_queries) * shape_.kv_heads * parts_, 0);
   }
 
   void begin() {
     now_ = machine_.begin;
     const int32_t active = plan_.narrow_prevails ? machine_.few_slots : machine_.slots;
-    const auto taken = static_cast<int32_t>(std::min<size_t>(block_units_, active));
+    const auto taken = static_cast<int32_t>(std::min<size_t>(cta_work_tiles_, active));
     next_block_ = 0;
-    next_narrow_ = static_cast<int32_t>(block_units_);
+    next_narrow_ = static_cast<int32_t>(cta_work_tiles_);
     for (int32_t i = 0; i < taken; ++i) start(next_block_++);
     for (int32_t i = taken; i < machine_.slots; ++i) give_to_warps();
   }
 
-  void start(int32_t unit) {
-    const bool narrow = is_narrow(unit);
-    if (!narrow && ++running_blocks_ <= machine_.slots / 2) list_[unit].stream_class += kLone;
+  void start(int32_t work_tile) {
+    const bool narrow = is_narrow(work_tile);
+    if (!narrow && ++running_blocks_ <= machine_.slots / 2) list_[work_tile].stream_class += kLone;
     const double delay = narrow ? machine_.warp_start : machine_.block_start;
     const double end = narrow ? machine_.warp_end : machine_.block_end;
     const double workers = static_cast<double>(machine_.slots) * (narrow ? machine_.warps : 1);
-    const Unit& started = list_[unit];
+    const WorkTile& started = list_[work_tile];
     const double position = seconds_[started.stream_class];
     work_ += (delay + static_cast<double>(item_tokens(plan_.items[started.item])) * position + end) / workers;
-    events_.push({now_ + delay, Kind::kStream, unit});
+    events_.push({now_ + delay, Kind::kStream, work_tile});
   }
 
   void give_to_warps() {
@@ -219,22 +222,22 @@ class Simulation {
   void handle(const Event& event) {
     switch (event.kind) {
       case Kind::kStream: {
-        const Unit& unit = list_[event.unit];
-        StreamClass& kind = classes_[unit.stream_class];
-        kind.active.emplace(kind.served + unit.bytes, event.unit);
+        const WorkTile& work_tile = list_[event.work_tile];
+        StreamClass& kind = classes_[work_tile.stream_class];
+        kind.active.emplace(kind.served + work_tile.bytes, event.work_tile);
         share_bandwidth();
         break;
       }
       case Kind::kArrive:
-        events_.push({now_ + combine_seconds(event.unit), Kind::kFree, event.unit});
+        events_.push({now_ + combine_seconds(event.work_tile), Kind::kFree, event.work_tile});
         break;
       case Kind::kFree:
-        if (is_narrow(event.unit)) {
+        if (is_narrow(event.work_tile)) {
           take_narrow();
           break;
         }
         --running_blocks_;
-        if (next_block_ < static_cast<int32_t>(block_units_)) {
+        if (next_block_ < static_cast<int32_t>(cta_work_tiles_)) {
           start(next_block_++);
         } else {
           give_to_warps();
@@ -274,17 +277,17 @@ class Simulation {
     return last;
   }
 
-  // Counts the unit's partials; the combines of queries that are complete with it.
+  // Counts the work tile's partials; the combines of queries that are complete with it.
   double combine_seconds(int32_t index) {
-    const Unit& unit = list_[index];
-    const WorkItem& item = plan_.items[unit.item];
+    const WorkTile& work_tile = list_[index];
+    const WorkItem& item = plan_.items[work_tile.item];
     if (item.slot_begin == kWriteThrough) return 0;
     const bool narrow = is_narrow(index);
     int32_t rows = 0, most = 0;
     for (int32_t query = item.query_begin; query < item.query_begin + item.query_count; ++query) {
-      const int32_t first = narrow ? unit.part : 0, last = narrow ? unit.part + 1 : parts_;
+      const int32_t first = narrow ? work_tile.part : 0, last = narrow ? work_tile.part + 1 : parts_;
       for (int32_t part = first; part < last; ++part) {
-        int32_t& arrived = arrived_[(static_cast<size_t>(query) * shape_.kv_heads + unit.head) * parts_ + part];
+        int32_t& arrived = arrived_[(static_cast<size_t>(query) * shape_.kv_heads + work_tile.head) * parts_ + part];
         if (++arrived < partials_[query]) continue;
         if (deferred_[query]) {
           deferred_rows_.push_back({now_, shape_.group() / parts_, partials_[query]});
@@ -299,7 +302,7 @@ class Simulation {
     const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
     const int32_t levels = most > kCombineFanIn ? 2 : 1;
     int32_t turns = (most + partials_at_once - 1) / partials_at_once;
-    if (levels == 2) {  // the unit's own group, then the groups
+    if (levels == 2) {  // the work tile's own group, then the groups
       const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(most))));
       turns = 2 * ((root + partials_at_once - 1) / partials_at_once);
     }
@@ -329,14 +332,14 @@ class Simulation {
     now_ = time;
   }
 
-  // The same share for every unit, but none more than it can take.
+  // The same share for every work tile, but none more than it can take.
   void share_bandwidth() {
     std::array<StreamClass*, kClasses> by_most;
     int32_t count = 0;
-    int64_t units = 0;
+    int64_t work_tiles = 0;
     for (StreamClass& kind : classes_) {
       if (kind.active.empty()) continue;
-      units += static_cast<int64_t>(kind.active.size());
+      work_tiles += static_cast<int64_t>(kind.active.size());
       int32_t place = count++;
       for (; place > 0 && by_most[place - 1]->most > kind.most; --place) by_most[place] = by_most[place - 1];
       by_most[place] = &kind;
@@ -344,10 +347,10 @@ class Simulation {
     double bandwidth = machine_.bandwidth;
     for (int32_t i = 0; i < count; ++i) {
       StreamClass& kind = *by_most[i];
-      kind.rate = std::min(kind.most, bandwidth / static_cast<double>(units));
+      kind.rate = std::min(kind.most, bandwidth / static_cast<double>(work_tiles));
       const auto active = static_cast<int64_t>(kind.active.size());
       bandwidth -= kind.rate * static_cast<double>(active);
-      units -= active;
+      work_tiles -= active;
     }
   }
 
@@ -358,8 +361,8 @@ class Simulation {
   double position_bytes_;
   std::array<double, kClasses> seconds_{};  // of a position by class, alone
   std::array<StreamClass, kClasses> classes_;
-  std::vector<Unit> list_;  // block units, then those for warps
-  size_t block_units_ = 0;
+  std::vector<WorkTile> list_;  // those for CTAs, then those for warps
+  size_t cta_work_tiles_ = 0;
   int32_t active_warps_ = 0, parts_ = 1, running_blocks_ = 0, next_block_ = 0, next_narrow_ = 0;
   std::vector<int32_t> partials_, arrived_;
   std::vector<bool> deferred_;
@@ -372,8 +375,8 @@ class Simulation {
 }  // namespace
 
 Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine) {
-  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_units < 1 || machine.few_slots < 1) {
-    throw std::invalid_argument("slots, few_slots, warps and narrow_units must be positive");
+  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_parts < 1 || machine.few_slots < 1) {
+    throw std::invalid_argument("slots, few_slots, warps and narrow_parts must be positive");
   }
   for (double rate : {machine.bandwidth, machine.block_rate, machine.warp_rate, machine.flops32, machine.flops64,
                       machine.flops128, machine.warp_flops, machine.sibling}) {

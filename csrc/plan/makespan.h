@@ -16,11 +16,11 @@ struct Machine {
   int32_t few_slots = 132;  // that the block kernel takes where most work is narrow
   int32_t warps = 8;
   int32_t narrow_rows = 8;   // items of so many rows or fewer are for warps
-  int32_t narrow_units = 1;  // units of such an item and KV head
+  int32_t narrow_parts = 1;  // work tiles of such an item and KV head
   double bandwidth = 4.3e12;
   double begin = 0;                               // from the launch to the first work
-  double warp_begin = 0;                          // from when a slot is given to warps to their first unit
-  double block_start = 0, block_end = 0;          // latency of a unit before and after its KV streams
+  double warp_begin = 0;                          // from when a slot is given to warps to their first work tile
+  double block_start = 0, block_end = 0;          // latency of a work tile before and after its KV streams
   double warp_start = 0, warp_end = 0;            // likewise
   double block_rate = 1e12, warp_rate = 1e12;     // KV that one CTA or warp can read
   double flops32 = 1, flops64 = 1, flops128 = 1;  // operations per second of all slots, by rows of the tile
@@ -34,9 +34,9 @@ struct Machine {
 };
 
 struct Makespan {
-  double seconds;    // to the end of the last unit
-  double streaming;  // unit bytes over the bandwidth: a lower bound
-  double longest;    // of one unit by itself: a lower bound
+  double seconds;    // to the end of the last work tile
+  double streaming;  // work tile bytes over the bandwidth: a lower bound
+  double longest;    // of one work tile by itself: a lower bound
   double work;       // of the workers, if the bandwidth had no end and none were ever idle: a lower bound
 };
 

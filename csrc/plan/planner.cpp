@@ -35,7 +35,7 @@ const DeviceModel& checked(const DeviceModel& device) {
   require(device.narrow_reread >= 0 && device.narrow_reread <= 1, "narrow_reread must lie in 0 .. 1");
   require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
           "narrow_to_fill must be positive, and narrow_per_worker at least as large");
-  require(device.narrow_units >= 1, "narrow_units " + std::to_string(device.narrow_units) + " is not positive");
+  require(device.narrow_parts >= 1, "narrow_parts " + std::to_string(device.narrow_parts) + " is not positive");
   require(device.overlap >= 0 && device.overlap <= 1, "overlap must lie in 0 .. 1");
   require(!device.tile_rows.empty() && device.tile_rows.front() >= 1, "tile_rows needs at least one positive entry");
   for (size_t i = 1; i < device.tile_rows.size(); ++i) {

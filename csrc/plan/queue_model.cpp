@@ -11,63 +11,63 @@ namespace {
 constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more count as one
 constexpr double kSameTime = 0.02;    // events this share of the time so far apart are one event
 
-// Units that began together.
+// Work tiles that began together.
 struct Group {
   double until;  // work served when they are done
-  int64_t units;
+  int64_t work_tiles;
 };
 
 // Groups in descending order of `until`, so that the next one is the last.
 class Groups {
  public:
   bool empty() const { return size_ == 0; }
-  int64_t units() const { return units_; }
+  int64_t work_tiles() const { return work_tiles_; }
   const Group& next() const { return groups_[size_ - 1]; }
-  void add(double until, int64_t units) {
-    units_ += units;
+  void add(double until, int64_t work_tiles) {
+    work_tiles_ += work_tiles;
     if (size_ == kMostGroups) {  // as if it were done with the next
-      groups_[size_ - 1].units += units;
+      groups_[size_ - 1].work_tiles += work_tiles;
       return;
     }
     int32_t place = size_++;
     for (; place > 0 && groups_[place - 1].until < until; --place) groups_[place] = groups_[place - 1];
-    groups_[place] = {until, units};
+    groups_[place] = {until, work_tiles};
   }
   Group take() {
-    units_ -= groups_[--size_].units;
+    work_tiles_ -= groups_[--size_].work_tiles;
     return groups_[size_];
   }
 
  private:
   std::array<Group, kMostGroups> groups_;
   int32_t size_ = 0;
-  int64_t units_ = 0;
+  int64_t work_tiles_ = 0;
 };
 
-// Units of one kind, from the queue to their end.
+// Work tiles of one kind, from the queue to their end.
 class Kind {
  public:
-  Kind(const UnitBins& bins, double most_speed, double latency)
+  Kind(const WorkTileBins& bins, double most_speed, double latency)
       : queue_(bins), most_speed_(most_speed), latency_(latency) {
     skip_empty();
   }
 
   bool queue_is_empty() const { return bin_ < 0; }
-  int64_t streaming() const { return streaming_.units(); }
+  int64_t streaming() const { return streaming_.work_tiles(); }
   double most_speed() const { return most_speed_; }
   void set_speed(double speed) { speed_ = speed; }
 
-  // Takes units from the queue; returns how many workers are left.
+  // Takes work tiles from the queue; returns how many workers are left.
   int64_t start(double now, int64_t free) {
     while (bin_ >= 0 && free > 0) {
-      const int64_t units = std::min(free, queue_.count(bin_) - taken_);
+      const int64_t work_tiles = std::min(free, queue_.count(bin_) - taken_);
       if (starts_ - begun_ == kMostGroups) {
-        start_[(starts_ - 1) % kMostGroups].units += units;
+        start_[(starts_ - 1) % kMostGroups].work_tiles += work_tiles;
       } else {
-        start_[starts_++ % kMostGroups] = {now + latency_, queue_.work(bin_), units};
+        start_[starts_++ % kMostGroups] = {now + latency_, queue_.work(bin_), work_tiles};
       }
-      free -= units;
-      taken_ += units;
+      free -= work_tiles;
+      taken_ += work_tiles;
       if (taken_ < queue_.count(bin_)) break;
       --bin_;
       taken_ = 0;
@@ -86,15 +86,15 @@ class Kind {
   void advance(double seconds) {
     if (!streaming_.empty()) served_ += speed_ * seconds;
   }
-  // Begins and ends what is due until then; returns how many units are done.
+  // Begins and ends what is due until then; returns how many work tiles are done.
   int64_t settle(double now, double until) {
     for (; begun_ < starts_ && start_[begun_ % kMostGroups].at <= until; ++begun_) {
       const Start& start = start_[begun_ % kMostGroups];
-      streaming_.add(served_ + start.work, start.units);
+      streaming_.add(served_ + start.work, start.work_tiles);
     }
     int64_t done = 0;
     while (!streaming_.empty() && streaming_.next().until <= served_ + speed_ * (until - now)) {
-      done += streaming_.take().units;
+      done += streaming_.take().work_tiles;
     }
     return done;
   }
@@ -102,28 +102,28 @@ class Kind {
  private:
   struct Start {
     double at, work;
-    int64_t units;
+    int64_t work_tiles;
   };
   void skip_empty() {
     while (bin_ >= 0 && queue_.count(bin_) == 0) --bin_;
   }
 
-  const UnitBins& queue_;
+  const WorkTileBins& queue_;
   const double most_speed_, latency_;
-  int32_t bin_ = UnitBins::kBins - 1;
+  int32_t bin_ = WorkTileBins::kBins - 1;
   int64_t taken_ = 0;                     // of the bin
   std::array<Start, kMostGroups> start_;  // a ring, in order of time
   int64_t starts_ = 0, begun_ = 0;
   Groups streaming_;
-  double served_ = 0;  // work that each streaming unit has had since the begin
+  double served_ = 0;  // work that each streaming work tile has had since the begin
   double speed_ = 1;
 };
 
 }  // namespace
 
-double finish_of(const Workers& workers, const UnitBins& whole_bins, const UnitBins& narrow_bins,
+double finish_of(const Workers& workers, const WorkTileBins& whole_bins, const WorkTileBins& narrow_bins,
                  bool narrow_prevails) {
-  const bool paired = whole_bins.units() > workers.count / 2;
+  const bool paired = whole_bins.work_tiles() > workers.count / 2;
   Kind whole(whole_bins, paired ? workers.paired_speed : workers.lone_speed, workers.whole_latency);
   Kind narrow(narrow_bins, workers.narrow_speed, workers.narrow_latency);
   const auto bandwidth = static_cast<double>(workers.count);

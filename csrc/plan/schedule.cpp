@@ -117,14 +117,15 @@ class Scheduler {
     int32_t queries = cost_.queries_per_tile();
     bool with_narrow = true;
     make(tiling_, queries, with_narrow);
-    if (tiling_.narrow_units() > 0 && tiling_.narrow_units() < int64_t{cost_.workers()} * cost_.most_at_a_time()) {
+    if (tiling_.narrow_work_tiles() > 0 &&
+        tiling_.narrow_work_tiles() < int64_t{cost_.workers()} * cost_.most_at_a_time()) {
       make(narrower_, queries, false);
       if (narrower_.finish() < kWorthWidening * tiling_.finish()) {
         std::swap(tiling_, narrower_);
         with_narrow = false;
       }
     }
-    while (queries > 1 && tiling_.whole_units() > 0 && tiling_.whole_units() < cost_.workers()) {
+    while (queries > 1 && tiling_.whole_work_tiles() > 0 && tiling_.whole_work_tiles() < cost_.workers()) {
       queries /= 2;
       make(narrower_, queries, with_narrow, &tiling_);
       if (narrower_.finish() > kWorthNarrowing * tiling_.finish()) break;
@@ -282,10 +283,10 @@ class Scheduler {
   int32_t growth_limit() const {
     const TileClass& tail = cost_.tile(1, dearest_open_tokens_);
     const double token = tail.first_read;
-    const double unit_growth = token * tiling_.per_worker() * tail.stretch;
+    const double work_tile_growth = token * tiling_.per_worker() * tail.stretch;
     const double even_growth = token * forest_.num_requests;
     const double slack = kDriftTolerance * tiling_.finish() - dearest_open_;
-    const double closing = unit_growth - kDriftTolerance * even_growth;
+    const double closing = work_tile_growth - kDriftTolerance * even_growth;
     if (closing <= 0) return INT32_MAX;
     return std::max(kMinGrowth, static_cast<int32_t>(std::min(slack / closing, 1e9)));
   }

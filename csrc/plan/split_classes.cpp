@@ -58,7 +58,7 @@ void SplitClasses::finish_adding() {
   }
 }
 
-void SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const UnitBins& others) {
+void SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others) {
   if (longest == longest_) return;
   longest_ = longest;
   bins_ = others;

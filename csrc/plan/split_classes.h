@@ -40,8 +40,8 @@ class SplitClasses {
   void finish_adding();
 
   // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Free with the last `longest`.
-  void cut(double longest, bool narrow, const CostModel& cost, const UnitBins& others);
-  const UnitBins& bins() const { return bins_; }
+  void cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
+  const WorkTileBins& bins() const { return bins_; }
   double combine() const { return combine_; }  // seconds of the longest
 
  private:
@@ -60,7 +60,7 @@ class SplitClasses {
   std::vector<Class> classes_;
   std::array<int16_t, kPlaces> places_{};  // of the classes by hash of their keys; -1: none
   double longest_ = -1, combine_ = 0;      // of the last cut
-  UnitBins bins_;
+  WorkTileBins bins_;
 };
 
 }  // namespace prefixpack

@@ -12,8 +12,8 @@ constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
 // Even shares of a warp, or shortest pieces: a combine of so many partials takes a warp too long.
 constexpr double kTooLongForWarps = 32;
-constexpr double kLongestCounted = 2;  // even shares of a worker: longer units are counted as one kind
-// Longest units that are tried, in even shares of a worker.
+constexpr double kLongestCounted = 2;  // even shares of a worker: longer work tiles are counted as one kind
+// Longest work tiles that are tried, in even shares of a worker.
 constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.33, 0.2};
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
@@ -32,7 +32,7 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
   list(packs, lens, partials, step);
   if (!with_narrow) {
     widen_narrow_tiles(-1);
-  } else if (narrow_units_ > 0) {
+  } else if (narrow_work_tiles_ > 0) {
     const TileClass& narrow = cost_->tile(1);
     const double shortest = kMinPieceTokens * narrow.first_read * per_worker_ * narrow.stretch;
     const double even = narrow_ / per_worker_ / cost_->narrow_speedup();
@@ -95,8 +95,8 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   longest_tile_ = longest;
   longest_narrow_tile_ = longest_narrow;
   longest_ = std::max(longest, longest_narrow);
-  narrow_units_ = narrow * cost_->kv_heads();
-  whole_units_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
+  narrow_work_tiles_ = narrow * cost_->kv_heads();
+  whole_work_tiles_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
 }
 
 void Tiling::widen_narrow_tiles(double longer_than) {
@@ -117,8 +117,8 @@ void Tiling::widen_narrow_tiles(double longer_than) {
     const double added = overhead - tile.overhead - tile.tokens * reread;
     total_ += added;
     narrow_ -= tile.seconds;
-    narrow_units_ -= cost_->kv_heads();
-    whole_units_ += cost_->kv_heads();
+    narrow_work_tiles_ -= cost_->kv_heads();
+    whole_work_tiles_ += cost_->kv_heads();
     tile.seconds += added;
     tile.overhead = overhead;
     tile.computing = tile.tokens * computing;

@@ -1,4 +1,4 @@
-// Row tiles of the packs of a batch, and how long a unit of work may be before its KV range is split.
+// Row tiles of the packs of a batch, and how long a work tile may be before its KV range is split.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ class Tiling {
  public:
   explicit Tiling(const CostModel& cost);
 
-  // Cuts packs into tiles of at most `step` queries and chooses the longest unit. `partials`: of every query, by the
-  // packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker. Near the
+  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. `partials`: of every query, by
+  // the packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker. Near the
   // choice of a `wider` tiling, if it is given, fewer splits are tried.
   void make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
             int32_t step, bool with_narrow, const Tiling* wider = nullptr);
@@ -41,9 +41,9 @@ class Tiling {
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
   size_t size() const { return num_tiles_; }
-  int64_t tokens() const { return tokens_; }            // KV positions that the tiles read
-  int64_t whole_units() const { return whole_units_; }  // that take a whole worker, before they are split
-  int64_t narrow_units() const { return narrow_units_; }
+  int64_t tokens() const { return tokens_; }                      // KV positions that the tiles read
+  int64_t whole_work_tiles() const { return whole_work_tiles_; }  // that take a whole worker, before they are split
+  int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
   double finish() const { return finish_; }  // when the last worker is done
 
   // Tiles that lead a pack and are split, in ascending order.
@@ -70,7 +70,7 @@ class Tiling {
 
  private:
   struct Split {
-    double whole, narrow;  // longest unit of either kind
+    double whole, narrow;  // longest work tile of either kind
   };
 
   void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
@@ -93,12 +93,12 @@ class Tiling {
   std::vector<int32_t> splittable_;  // tiles that some choice splits
   SplitClasses splittable_whole_, splittable_narrow_;
   Workers workers_{};
-  UnitBins whole_, narrow_bins_;  // of the other tiles
-  int32_t chosen_share_ = -1;     // of kShares; -1: no split
+  WorkTileBins whole_, narrow_bins_;  // of the other tiles
+  int32_t chosen_share_ = -1;         // of kShares; -1: no split
   double narrow_ = 0, total_ = 0;
   double longest_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
   double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0;
-  int64_t narrow_units_ = 0, whole_units_ = 0, tokens_ = 0;
+  int64_t narrow_work_tiles_ = 0, whole_work_tiles_ = 0, tokens_ = 0;
 };
 
 }  // namespace prefixpack

@@ -83,7 +83,7 @@ class DeviceModel:
         narrow_per_worker: narrow items that a worker runs at a time.
         narrow_to_fill: narrow items that use all of a worker's bandwidth.
         narrow_overhead: seconds of a worker per narrow item, apart from its KV.
-        narrow_units: parts of a narrow item, each of which reads its KV. Where that costs more than a whole worker's
+        narrow_parts: parts of a narrow item, each of which reads its KV. Where that costs more than a whole worker's
             overhead, the query gets a tile of a whole worker.
         narrow_reread: price, 0 to 1, of reading the KV by each part but the first.
         lone_speedup: how much faster a worker computes while most others have nothing to do.
@@ -106,7 +106,7 @@ class DeviceModel:
     narrow_per_worker: int = 1
     narrow_to_fill: int = 1
     narrow_overhead: float = 0.0
-    narrow_units: int = 1
+    narrow_parts: int = 1
     narrow_reread: float = 1.0
     overlap: float = 1.0
     wide_rows: int = 0
@@ -171,7 +171,7 @@ class DeviceModel:
             narrow_per_worker=1 if wide else 8 // halves,
             narrow_to_fill=1 if wide else min(kernels.warps_to_fill, 8 // halves),
             narrow_overhead=0.5e-6 * halves,
-            narrow_units=halves,
+            narrow_parts=halves,
             narrow_reread=0.4,
             wide_rows=64,
             wide_flops=kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops,

@@ -75,7 +75,7 @@ def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: De
     kv_range = items[:, [REQUEST, KV_BEGIN, KV_END]]
     follows_sibling[1:] = (kv_range[1:] == kv_range[:-1]).all(axis=1)
     narrow = rows <= device.narrow_rows
-    again = read * np.where(narrow, device.narrow_reread * (device.narrow_units - 1), 0.0)
+    again = read * np.where(narrow, device.narrow_reread * (device.narrow_parts - 1), 0.0)
     read = np.where(follows_sibling, read * device.reread, read) + again
     compute = tokens * rows * (4 * shape.head_dim / flops)
     partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])

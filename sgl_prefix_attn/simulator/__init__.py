@@ -121,6 +121,6 @@ def makespan(
     for name, value in figures.items():
         setattr(machine, name, value)
     machine.slots, machine.few_slots = device.workers, max(1, device.workers // 2)
-    machine.narrow_units = device.narrow_units
-    machine.narrow_rows = WARP_ROWS * device.narrow_units if shape.head_dim <= WIDEST_HEAD_OF_WARPS else 0
+    machine.narrow_parts = device.narrow_parts
+    machine.narrow_rows = WARP_ROWS * device.narrow_parts if shape.head_dim <= WIDEST_HEAD_OF_WARPS else 0
     return Makespan(*_native.simulate_makespan(plan, seq_lens, _native.ModelShape(**asdict(shape)), machine))

@@ -119,7 +119,7 @@ def reused_steps(planner: Planner, forest: PrefixForest, lens: np.ndarray) -> in
 
 def test_what_blocks_take_is_planned_as_if_there_were_no_units_for_warps() -> None:
     shape, gpu = ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16)
-    blocks = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_units=1)
+    blocks = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_parts=1)
     # Too long for warps: as far as the plan lasts, too.
     lens = np.array([5000, 3000, *[700] * 40])
     forest = PrefixForest.from_paths([[] for _ in lens])
@@ -146,7 +146,7 @@ def test_warps_take_tails_but_for_those_of_too_many_partials(heads: tuple[int, i
 def test_groups_of_one_unit_are_planned_for_one_device(group: int) -> None:
     """Up to eight heads, or more that cannot be halved: no price depends on the group."""
     assert DeviceModel.gpu(132, group=group) == DeviceModel.gpu(132)
-    assert DeviceModel.gpu(132).narrow_units == 1
+    assert DeviceModel.gpu(132).narrow_parts == 1
 
 
 @pytest.mark.parametrize(("requests", "shared", "own"), [(193, 1456, 35), (210, 752, 74), (33, 8000, 40)])
@@ -174,7 +174,7 @@ def test_warps_for_narrow_items_make_plans_faster() -> None:
     better = []
     for case in draw_set(7, 90):
         device = device_model(132, case.shape)
-        no_warps = replace(device, tile_rows=(32, 64, 128), narrow_rows=0, narrow_units=1)
+        no_warps = replace(device, tile_rows=(32, 64, 128), narrow_rows=0, narrow_parts=1)
         if case.head_dim > 128:
             continue
         plans = [Planner(case.shape, it).plan(case.forest(), case.lengths) for it in (device, no_warps)]

@@ -201,7 +201,7 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
         (SHAPES[0], DeviceModel(1, -1.0, 1.0, 0.0, 0.0, (16,)), "bandwidth and flops must be positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 0.0, (32, 16)), "tile_rows must ascend"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 2.0, (16,)), "reread must lie in 0 .. 1"),
-        (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), narrow_units=0), "narrow_units 0 is not positive"),
+        (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), narrow_parts=0), "narrow_parts 0 is not positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), overlap=1.5), "overlap must lie in 0 .. 1"),
     ],
 )

@@ -79,7 +79,7 @@ def make_case(
     # Small batches too are packed as if reading KV was all that counts: more levels, more combines. And warps take
     # tails of any length.
     if eager:
-        device = replace(device, item_overhead=0.0, bandwidth=1e9, narrow_units=1, narrow_overhead=0.0)
+        device = replace(device, item_overhead=0.0, bandwidth=1e9, narrow_parts=1, narrow_overhead=0.0)
     if bandwidth is not None:
         device = replace(device, bandwidth=bandwidth)
     decode = bool((query_lens == 1).all())

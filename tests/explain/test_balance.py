@@ -37,7 +37,7 @@ def device(**changes: object) -> DeviceModel:
 
 
 ITEM = (0, 1, 0, 0, 10, -1, 16)
-NARROW = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_units": 2, "narrow_reread": 0.5}
+NARROW = {"tile_rows": (16, 32), "narrow_rows": 16, "narrow_parts": 2, "narrow_reread": 0.5}
 
 
 @pytest.mark.parametrize(
