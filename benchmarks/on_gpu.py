@@ -1,0 +1,194 @@
+"""What only a GPU can show, in one command that goes on where it was interrupted.
+
+    python -m benchmarks.on_gpu --model MODEL --minutes 9 --out build/on_gpu
+    python -m benchmarks.on_gpu --list
+
+Jobs run one after the other, each with a log and its results in --out/COMMIT. A job is started only if its usual time
+is left. The next call runs what is missing: jobs that were not started, were cut off, or failed. Exit status: 0 if all
+jobs are done, 1 if one failed, 2 if the arguments are wrong, 3 if jobs are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import git_commit
+from benchmarks.serving.provenance import machine_name, package_versions
+
+_PYTEST = "-m pytest -q -m gpu"
+_SERVER = '--server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256"'
+_ROLLOUT = (
+    f"-m benchmarks.serving.rollout --model {{model}} --load-format dummy --groups 96 --running 256 --window 12 "
+    f"--context-length 20480 {_SERVER}"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of this Python.
+
+    Attributes:
+        name: of its log and results.
+        minutes: that it usually takes.
+        command: arguments; {out} is the path of its results without suffix, {model} the model's folder.
+        environment: variables to add.
+    """
+
+    name: str
+    minutes: float
+    command: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def arguments(self, out: Path, model: Path | None) -> list[str]:
+        return shlex.split(self.command.format(out=shlex.quote(str(out / self.name)), model=shlex.quote(str(model))))
+
+    @property
+    def needs_model(self) -> bool:
+        return "{model}" in self.command
+
+
+JOBS = (
+    Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
+    Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
+    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
+    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json"),
+    Job("mixed_steps", 3, "-m benchmarks.kernel.mixed_steps --seed 2 --cases 90 --out {out}.json"),
+    Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
+    Job("rollout_4k", 6, f"{_ROLLOUT} --prompt-tokens 4096 --out {{out}}.json"),
+    Job("rollout_16k", 7, f"{_ROLLOUT} --prompt-tokens 16384 --out {{out}}.json"),
+    Job(
+        "rollout_mixed_4k",
+        6,
+        f'{_ROLLOUT[:-1]} --enable-mixed-chunk" --prompt-tokens 4096 --out {{out}}.json',
+        (("PREFIXPACK_ONE_TOKEN_STEPS", "1"), ("PREFIXPACK_PACK_MIXED", "1")),
+    ),
+    Job(
+        "live_abtest",
+        8,
+        "-m benchmarks.serving.live_abtest --model {model} --load-format dummy --context-length 16384 "
+        f"--test-seconds 60 {_SERVER} --out {{out}}",
+    ),
+    Job("calibrate_32_8", 6, "-m sgl_prefix_attn calibrate --heads 32/8 --kv-dtype bf16 --minutes 4 --out {out}.json"),
+    Job("calibrate_64_4", 6, "-m sgl_prefix_attn calibrate --heads 64/4 --kv-dtype bf16 --minutes 4 --out {out}.json"),
+    Job(
+        "offline",
+        9,
+        "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
+        "--pool 0.1 1 --out {out}.json --resume",
+    ),
+    Job("refused", 4, "-m benchmarks.serving.refused --device cuda --backend triton --out {out}.json"),
+    Job("life_cycle", 8, f"{_PYTEST} tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
+    Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
+)
+
+
+class State:
+    """What has run, in jobs.json of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "jobs.json"
+        self.entries: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            self.entries = json.loads(self._path.read_text())["jobs"]
+
+    def status(self, name: str) -> str:
+        return str(self.entries.get(name, {}).get("status", "not started"))
+
+    def note(self, name: str, status: str, seconds: float) -> None:
+        self.entries[name] = {"status": status, "seconds": round(seconds, 1)}
+        origin = {"machine": machine_name(), "versions": package_versions()}
+        self._path.write_text(json.dumps({**origin, "jobs": self.entries}, indent=1) + "\n")
+
+
+def run(job: Job, out: Path, model: Path | None, seconds: float) -> tuple[str, float]:
+    """Runs a job for at most so many seconds: ("done", "failed" or "cut off", seconds)."""
+    started = time.monotonic()
+    with (out / f"{job.name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, *job.arguments(out, model)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **dict(job.environment)},
+            start_new_session=True,
+        )
+        try:
+            status = "done" if process.wait(timeout=seconds) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "cut off"
+        finally:
+            end_group(process)
+    return status, time.monotonic() - started
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a job's process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=10)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run_all(jobs: Sequence[Job], out: Path, model: Path | None, minutes: float, state: State) -> int:
+    """Runs what is missing and fits; returns the exit status."""
+    deadline = time.monotonic() + 60 * minutes
+    for job in jobs:
+        left = deadline - time.monotonic()
+        if state.status(job.name) == "done" or 60 * job.minutes > left:
+            continue
+        print(f"{job.name}: up to {left / 60:.1f} min", flush=True)
+        status, seconds = run(job, out, model, left)
+        state.note(job.name, status, seconds)
+        print(f"{job.name}: {status} after {seconds:.0f} s, {out / job.name}.log", flush=True)
+    left_over = [job for job in jobs if state.status(job.name) != "done"]
+    for job in left_over:
+        print(f"left: {job.name}, {state.status(job.name)}, {job.minutes:g} min")
+    if any(state.status(job.name) == "failed" for job in left_over):
+        return 1
+    return 3 if left_over else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.on_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="folder with the config.json of a Llama; jobs with servers need it")
+    parser.add_argument("--minutes", type=float, default=30, help="end then (30)")
+    parser.add_argument("--out", type=Path, default=Path("build/on_gpu"), help="folder (build/on_gpu)")
+    parser.add_argument("--only", nargs="+", metavar="JOB", choices=[job.name for job in JOBS], help="these jobs")
+    parser.add_argument("--list", action="store_true", help="print the jobs and their minutes")
+    args = parser.parse_args()
+    jobs = [job for job in JOBS if args.only is None or job.name in args.only]
+    if args.list:
+        for job in jobs:
+            print(f"{job.name:<18} {job.minutes:>3g} min  python {job.command}")
+        return 0
+    if args.model is None:
+        for job in (job for job in jobs if job.needs_model):
+            print(f"skipped without --model: {job.name}", file=sys.stderr)
+        jobs = [job for job in jobs if not job.needs_model]
+    elif not (args.model / "config.json").is_file():
+        parser.error(f"--model: {args.model} has no config.json")
+    out = args.out / (git_commit() or "unknown")[:10]
+    out.mkdir(parents=True, exist_ok=True)
+    return run_all(jobs, out, args.model, args.minutes, State(out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
