@@ -28,8 +28,8 @@ class Rollout:
     prompts: list[Request]
     retractions: int = 0
 
-    def run(self, seed: int, count: int = 48) -> None:
-        """Runs the schedule of a seed on an empty cache and compares all tokens."""
+    def run(self, seed: int, count: int = 48, seconds: float = 1.0) -> None:
+        """Runs the schedule of a seed on an empty cache and compares all tokens. All arrive within `seconds`."""
         self.server.flush_cache()
         draw = np.random.default_rng(seed)
         requests = [
@@ -37,7 +37,7 @@ class Rollout:
                 self.prompts[int(draw.integers(len(self.prompts)))],
                 name=f"{seed}-{number}",
                 max_new_tokens=int(draw.integers(1, 61)),
-                arrival_seconds=float(draw.uniform(0, 1.0)),
+                arrival_seconds=float(draw.uniform(0, seconds)),
             )
             for number in range(count)
         ]
