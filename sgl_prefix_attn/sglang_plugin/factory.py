@@ -44,6 +44,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
     log_missing(missing, version)
     stock = build_stock(runner, name)
+    if set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
+        executor = fallback_reasons.HOOKS_MISSING
     if isinstance(executor, str):
         return StockOnlyBackend(runner, stock, state, executor)
     backend = PrefixPackBackend(runner, stock, state, executor)

@@ -34,7 +34,7 @@ class Copy:
 
     def __init__(self, *, ready: bool = True, graphs: bool = False, route: str = "auto", live: bool = True) -> None:
         planners = [SimpleNamespace(shape=ModelShape(4, 2, 64, kv_bytes=4))] if ready else []
-        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs)
+        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs, drafts=1)
         settings = Settings(metrics=False, route=route, live_tests=live)
         self.counters = Counters()
         self.router = StepRouter(settings, self.counters, executor, "torch_native", SimpleNamespace())

@@ -73,13 +73,14 @@ def test_the_ring_has_the_newest_steps(steps: int, monkeypatch: pytest.MonkeyPat
     assert us.count(None) == min(steps, 1), "the last step has no end yet"
 
 
-def test_a_recording_whose_client_is_gone_ends_and_is_dropped() -> None:
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_recording_whose_client_is_gone_ends_and_is_dropped(decode: bool) -> None:
     made = StepRecording(RecordPlan(steps=512, lease_steps=20), StepClock(cuda=False))
     step = handed([201, 205, 9], PrefixForest.from_paths(PATHS))
     for _ in range(40):
-        made.step(True, step, 3)
+        made.step(decode, step, 3)
         made.ran("packed")
-    assert (made.status, made.steps_done, made.answer()["us"]) == ("expired", 20, [])
+    assert (made.status, made.steps_done, made.answer()["us"]) == ("expired", 20 if decode else 0, [])
     assert made._features.base is None, "no view that keeps the ring's memory"
     assert made._features.size == 0
 

@@ -7,6 +7,7 @@ will call has it in its chain of wrappers.
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -40,13 +41,28 @@ def register(hooks: tuple[Hook, ...]) -> None:
 
 def ensure_applied(hooks: tuple[Hook, ...]) -> list[Hook]:
     """Applies the hooks that are not in place yet; some launchers load no plug-ins. Returns those still missing."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    missing = tuple(hook for hook in hooks if not is_applied(hook))
+    missing = [hook for hook in hooks if not is_applied(hook)]
     if missing:
-        register(missing)
+        register(tuple(missing))
+        HookRegistry.apply_hooks()
+        missing = [hook for hook in missing if not is_applied(hook)]
+    if missing:
+        # The registry applies a target once. Where another plug-in had it before, ours go by another name of it.
+        for hook in missing:
+            if (alias := _alias(hook.target.path)) is not None:
+                HookRegistry.register(alias, hook.function, HookType[hook.kind])
         HookRegistry.apply_hooks()
     return [hook for hook in missing if not is_applied(hook)]
+
+
+def _alias(path: str) -> str | None:
+    """`package.module:Class.method` for a method's path; None for other targets, and for what does not exist."""
+    owner_path, _, name = path.rpartition(".")
+    module, _, class_name = owner_path.rpartition(".")
+    owner = getattr(sys.modules.get(module), class_name, None)
+    return f"{module}:{class_name}.{name}" if isinstance(owner, type) and hasattr(owner, name) else None
 
 
 def is_applied(hook: Hook) -> bool:

@@ -96,7 +96,7 @@ class LiveTest:
         self._counters = counters
         self._order = plan.order()
         self._next = 0
-        self._renewed = 0
+        self._forwards = self._renewed = 0  # of all kinds
         self.us = np.full(plan.steps, np.nan)
         self.requests = np.zeros(plan.steps, dtype=np.int32)
         self.packed = np.zeros(plan.steps, dtype=np.int8)
@@ -113,13 +113,15 @@ class LiveTest:
 
     def step(self, is_decode: bool, requests: int) -> int | None:
         """A forward begins. Returns the arm of a decode step, None for others and when the test has ended."""
+        finished = is_decode and self._next >= self.plan.steps
+        if finished or self._forwards - self._renewed >= self.plan.lease_steps:
+            self._clock.begin(None)
+            self.status = FINISHED if finished else EXPIRED
+            return None
+        self._forwards += 1
         if not is_decode:
             self._clock.begin(None)
             self._collect()
-            return None
-        if self._next >= self.plan.steps or self._next - self._renewed >= self.plan.lease_steps:
-            self._clock.begin(None)
-            self.status = FINISHED if self._next >= self.plan.steps else EXPIRED
             return None
         arm = self.arm
         row = self._next
@@ -149,7 +151,7 @@ class LiveTest:
 
     def renew(self) -> None:
         """The client has asked."""
-        self._renewed = self._next
+        self._renewed = self._forwards
 
     def stop(self) -> None:
         """Ends a running test."""

@@ -38,7 +38,7 @@ class StepRecording:
         self.token = ""
         self.steps_done = 0
         self._clock = clock
-        self._renewed = 0
+        self._forwards = self._renewed = 0  # of all kinds
         self._features = np.full((plan.steps, len(RECORDED)), UNKNOWN, dtype=np.int64)
         self._us = np.full(plan.steps, np.nan)
         self._ran: list[str] = [""] * plan.steps
@@ -52,12 +52,13 @@ class StepRecording:
             handed: the paths and lengths of its batch.
             requests: without the padding of graphs.
         """
+        if self._forwards - self._renewed >= self.plan.lease_steps:
+            self._end(EXPIRED)
+            return
+        self._forwards += 1
         if not is_decode:
             self._clock.begin(None)
             self._clock.collect(self._us)
-            return
-        if self.steps_done - self._renewed >= self.plan.lease_steps:
-            self._end(EXPIRED)
             return
         row = self.steps_done % self.plan.steps
         self._us[row] = np.nan
@@ -85,7 +86,7 @@ class StepRecording:
 
     def renew(self) -> None:
         """The client has asked."""
-        self._renewed = self.steps_done
+        self._renewed = self._forwards
 
     def stop(self) -> None:
         """Ends the recording and drops its rows."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
@@ -82,6 +80,8 @@ class StepRouter:
             LiveTestError: a test is running, or decode steps of this server cannot change routes.
         """
         self._refuse_a_second()
+        if self._executor.drafts > 1:
+            raise LiveTestError("this server speculates: it has no decode steps, whose routes a test changes")
         if not self.policies.ready:
             raise LiveTestError("no decode step has run yet: send the server a request first")
         if self.always_stock or (self._executor.runs_in_graphs and not self.may_change("decode")):
@@ -90,7 +90,7 @@ class StepRouter:
                 "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
             )
         first, second = (Router(self.policies.policy(name)) for name in plan.names())
-        self.live = LiveTest(plan, (first, second), StepClock(torch.cuda.is_available()), self._counters)
+        self.live = LiveTest(plan, (first, second), StepClock(cuda=self._executor.kernels != "cpu"), self._counters)
         return self.live
 
     def start_recording(self, plan: RecordPlan) -> StepRecording:
@@ -100,7 +100,7 @@ class StepRouter:
             LiveTestError: a test or a recording is running.
         """
         self._refuse_a_second()
-        self.recording = StepRecording(plan, StepClock(cuda=torch.cuda.is_available()))
+        self.recording = StepRecording(plan, StepClock(cuda=self._executor.kernels != "cpu"))
         return self.recording
 
     def _refuse_a_second(self) -> None:
