@@ -24,7 +24,7 @@ POLL_SECONDS = 0.5
 def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
     """Runs a test until each data-parallel copy has ended it, or some seconds. Returns the last state of each copy.
 
-    A client that dies leaves the server on its own policy after `lease_steps` decode steps.
+    A client that dies leaves the server on its own policy after `lease_steps` steps of any kind.
     """
     begin = time.monotonic()
     client.start(plan.model_dump())

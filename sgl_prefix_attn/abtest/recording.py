@@ -57,7 +57,7 @@ class Recording:
 def record(client: Client, plan: RecordPlan, seconds: float) -> list[dict[str, Any]]:
     """Records until the ring is full, the time is over, or Ctrl-C. The copies' newest steps.
 
-    A client that dies leaves nothing on the server after `lease_steps` decode steps.
+    A client that dies leaves nothing on the server after `lease_steps` steps of any kind.
     """
     client.start(plan.model_dump())
     try:

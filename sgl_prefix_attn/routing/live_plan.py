@@ -28,7 +28,7 @@ class LivePlan(BaseModel):
         block_steps: decode steps of a block.
         warmup_steps: first steps of a block that do not count.
         pairs: number of pairs of blocks.
-        lease_steps: decode steps after which the test ends unless its client has asked for it.
+        lease_steps: steps of any kind after which the test ends unless its client has asked for it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,7 +70,7 @@ class RecordPlan(BaseModel):
 
     Attributes:
         steps: length of the ring: the newest steps are kept.
-        lease_steps: decode steps after which the recording ends unless its client has asked for it.
+        lease_steps: steps of any kind after which the recording ends unless its client has asked for it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -32,9 +32,11 @@ PLAN = {"arms": ["packed", "stock"], "block_steps": 8, "warmup_steps": 2, "pairs
 class Copy:
     """One data-parallel copy. ready: whether it has run a decode step. graphs: whether its steps run in graphs."""
 
-    def __init__(self, *, ready: bool = True, graphs: bool = False, route: str = "auto", live: bool = True) -> None:
+    def __init__(
+        self, *, ready: bool = True, graphs: bool = False, route: str = "auto", live: bool = True, drafts: int = 1
+    ) -> None:
         planners = [SimpleNamespace(shape=ModelShape(4, 2, 64, kv_bytes=4))] if ready else []
-        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs, drafts=1)
+        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs, drafts=drafts)
         settings = Settings(metrics=False, route=route, live_tests=live)
         self.counters = Counters()
         self.router = StepRouter(settings, self.counters, executor, "torch_native", SimpleNamespace())
@@ -147,6 +149,7 @@ def test_one_at_a_time_and_bounded() -> None:
         (Copy(graphs=True, route="packed"), "decode steps of this server have one route (route = packed), and"),
         (Copy(route="stock"), "start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"),
         (Copy(ready=False), "no decode step has run yet: send the server a request first"),
+        (Copy(drafts=4), "this server speculates: it has no decode steps"),
         (Copy(live=False), "live tests are off: start the server with PREFIXPACK_LIVE_TESTS=1"),
     ],
 )

@@ -43,7 +43,7 @@ def recorded(steps: int, plan: RecordPlan) -> StepRecording:
         step = no_paths if index % 3 == 2 else handed([201 + index, 205 + index, 9 + index], forest)
         made.step(True, step, 3)
         made.ran("stock" if index % 3 == 2 else "packed")
-        made.renew()
+        made.lease.renew()
     return made
 
 

@@ -106,11 +106,11 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
 def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
     client = Client(server.url, TESTS)
     plan = LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16)
+    server.flush_cache()
     client.start(plan.model_dump())
-    replay(server.url, workloads.diverging(vocabulary))
+    replay(server.url, [Request("alone", vocabulary.tokens(60, 47), max_new_tokens=30)])
     (copy,) = client.read()
-    assert copy["status"] == "expired"
-    assert 0 < copy["steps_done"] <= 16, "prefill steps count too"
+    assert (copy["status"], copy["steps_done"]) == ("expired", 15), "the prefill step counts too"
 
 
 def test_steps_that_a_server_records_are_read_by_abtest_steps(
@@ -157,9 +157,11 @@ def test_a_client_that_is_killed_leaves_nothing_behind(
     with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", "abtest", *words]) as client:
         wait_for(server, "running", what)
         client.kill()
+    server.flush_cache()
     before = routed_steps(server)
-    replay(server.url, workloads.diverging(vocabulary))
+    replay(server.url, [Request("alone", vocabulary.tokens(60, 48), max_new_tokens=30)])
     wait_for(server, "expired", what)
+    replay(server.url, workloads.diverging(vocabulary))
     assert not list(tmp_path.iterdir())
     assert (routed_steps(server) - before)["packed"] > 3, "by cost, which is the server's policy"
     if what == "recording":
@@ -167,7 +169,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(
             Client(server.url, RECORDINGS).read()
     else:
         (copy,) = Client(server.url, TESTS).read()
-        assert 0 < copy["steps_done"] <= 16
+        assert copy["steps_done"] == 15, "and one prefill step"
 
 
 def test_two_servers_are_compared_by_the_same_requests(

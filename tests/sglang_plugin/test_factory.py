@@ -14,6 +14,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import stock_name
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cpu_device
@@ -140,11 +141,14 @@ class TestFactory:
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lost = factory.hook_table.handover_hooks(HandoverHooks())[1]
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [lost])
+        lost = factory.hook_table.handover_hooks(HandoverHooks())[1].target
+        monkeypatch.setattr(
+            factory.hooks, "ensure_applied", lambda wanted: [hook for hook in wanted if hook.target == lost]
+        )
         runner = new_runner()
         with caplog.at_level(logging.ERROR):
-            create_backend(runner, Settings(metrics=False))
+            backend = create_backend(runner, Settings(metrics=False))
+        assert type(backend) is StockOnlyBackend, "no step would ever be packed"
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
         assert "no step runs packed" in caplog.text

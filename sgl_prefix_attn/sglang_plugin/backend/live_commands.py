@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING
-from sgl_prefix_attn.sglang_plugin.dispatch.step_router import LiveTestError
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import LiveTestError, StepRouter
 
 ID_PREFIX = "prefixpack-abtest:"
 ANSWER_KEY = "prefixpack_abtest"
@@ -50,6 +50,8 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     if record is None:
         return _error("refused", "no step of this server runs packed")
     try:
+        if command["action"] == START:
+            return _started(command, record.router)
         return _test(command, record) if command["what"] == TEST else _recording(command, record)
     except LiveTestError as error:
         return _error("refused", str(error))
@@ -60,35 +62,37 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
         return _error("invalid", repr(error))
 
 
+def _started(command: dict[str, Any], router: StepRouter) -> dict[str, Any]:
+    plan = command["plan"]
+    started = (
+        router.start_live(LivePlan.model_validate(plan))
+        if command["what"] == TEST
+        else router.start_recording(RecordPlan.model_validate(plan))
+    )
+    started.token = command.get("token", "")
+    return started.answer()
+
+
 def _test(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
-    router, action = record.router, command["action"]
-    if action == START:
-        started = router.start_live(LivePlan.model_validate(command["plan"]))
-        started.token = command.get("token", "")
-        return started.answer()
-    live = router.live
+    live = record.router.live
     if live is None:
         return _error("unknown", "no live test was started")
-    if action == STOP and command.get("token", live.token) == live.token:
+    if command["action"] == STOP and command.get("token", live.token) == live.token:
         live.stop()
-    live.renew()
+    live.lease.renew()
     return live.answer(int(command.get("first", 0)))
 
 
 def _recording(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
-    router, action = record.router, command["action"]
-    if action == START:
-        started = router.start_recording(RecordPlan.model_validate(command["plan"]))
-        started.token = command.get("token", "")
-        return started.answer()
+    router = record.router
     recording = router.recording
     if recording is None:
         return _error("unknown", "no recording was started")
-    if action == STOP and command.get("token", recording.token) == recording.token:
+    if command["action"] == STOP and command.get("token", recording.token) == recording.token:
         recording.stop()
     elif recording.status != RUNNING:
         return _error("unknown", f"the recording is {recording.status}, and its steps are dropped")
-    recording.renew()
+    recording.lease.renew()
     return {
         **recording.answer(int(command.get("first", 0))),
         "facts": asdict(router.policies.facts()) if router.policies.ready else None,

@@ -1,7 +1,7 @@
 """An A/B test of routing policies on a running server: arms switch in blocks of decode steps, and steps are timed.
 
 All ranks get the command between the same two steps and count the same decode steps, so they switch together. A test
-ends after its last block, or when its client has not asked for `lease_steps` decode steps.
+ends after its last block, or when its client has not asked for `lease_steps` steps of any kind.
 """
 
 from __future__ import annotations
@@ -75,6 +75,22 @@ class StepClock:
         return rows
 
 
+class Lease:
+    """Of a client: runs out after so many steps of any kind without a renewal. All ranks count the same steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = self._left = steps
+
+    def renew(self) -> None:
+        """The client has asked."""
+        self._left = self._steps
+
+    def runs_out(self) -> bool:
+        """A step begins. Returns whether it is one too many."""
+        self._left -= 1
+        return self._left < 0
+
+
 class LiveTest:
     """One test on one rank. Rows are of decode steps, in their order; a time is NaN where it is not known.
 
@@ -84,6 +100,7 @@ class LiveTest:
         counters: for the times of the arms.
 
     Attributes:
+        lease: of the client.
         token: of the command that started it.
     """
 
@@ -96,7 +113,7 @@ class LiveTest:
         self._counters = counters
         self._order = plan.order()
         self._next = 0
-        self._forwards = self._renewed = 0  # of all kinds
+        self.lease = Lease(plan.lease_steps)
         self.us = np.full(plan.steps, np.nan)
         self.requests = np.zeros(plan.steps, dtype=np.int32)
         self.packed = np.zeros(plan.steps, dtype=np.int8)
@@ -114,11 +131,10 @@ class LiveTest:
     def step(self, is_decode: bool, requests: int) -> int | None:
         """A forward begins. Returns the arm of a decode step, None for others and when the test has ended."""
         finished = is_decode and self._next >= self.plan.steps
-        if finished or self._forwards - self._renewed >= self.plan.lease_steps:
+        if finished or self.lease.runs_out():
             self._clock.begin(None)
             self.status = FINISHED if finished else EXPIRED
             return None
-        self._forwards += 1
         if not is_decode:
             self._clock.begin(None)
             self._collect()
@@ -148,10 +164,6 @@ class LiveTest:
     def idle(self) -> None:
         """The server has no requests."""
         self._clock.forget()
-
-    def renew(self) -> None:
-        """The client has asked."""
-        self._renewed = self._forwards
 
     def stop(self) -> None:
         """Ends a running test."""

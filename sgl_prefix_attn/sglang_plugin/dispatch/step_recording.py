@@ -1,7 +1,7 @@
 """Records the decode steps of a running server: features, what ran them, and their times. A ring of bounded length.
 
 All ranks get the command between the same two steps. A recording ends when its client stops it, or when its client has
-not asked for `lease_steps` decode steps; its rows are then dropped.
+not asked for `lease_steps` steps of any kind; its rows are then dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.live_plan import RECORDED, ROWS_OF_AN_ANSWER, RecordPlan
-from sgl_prefix_attn.sglang_plugin.dispatch.live_test import EXPIRED, RUNNING, STOPPED, StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.live_test import EXPIRED, RUNNING, STOPPED, Lease, StepClock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 
 UNKNOWN = -1  # a feature of a step without paths
@@ -27,6 +27,7 @@ class StepRecording:
         clock: times steps.
 
     Attributes:
+        lease: of the client.
         status: running, stopped or expired.
         token: of the command that started it.
         steps_done: decode steps since its begin; the ring has the last `plan.steps` of them.
@@ -38,7 +39,7 @@ class StepRecording:
         self.token = ""
         self.steps_done = 0
         self._clock = clock
-        self._forwards = self._renewed = 0  # of all kinds
+        self.lease = Lease(plan.lease_steps)
         self._features = np.full((plan.steps, len(RECORDED)), UNKNOWN, dtype=np.int64)
         self._us = np.full(plan.steps, np.nan)
         self._ran: list[str] = [""] * plan.steps
@@ -52,10 +53,9 @@ class StepRecording:
             handed: the paths and lengths of its batch.
             requests: without the padding of graphs.
         """
-        if self._forwards - self._renewed >= self.plan.lease_steps:
+        if self.lease.runs_out():
             self._end(EXPIRED)
             return
-        self._forwards += 1
         if not is_decode:
             self._clock.begin(None)
             self._clock.collect(self._us)
@@ -83,10 +83,6 @@ class StepRecording:
     def idle(self) -> None:
         """The server has no requests."""
         self._clock.forget()
-
-    def renew(self) -> None:
-        """The client has asked."""
-        self._renewed = self._forwards
 
     def stop(self) -> None:
         """Ends the recording and drops its rows."""
