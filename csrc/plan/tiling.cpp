@@ -40,6 +40,13 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
     if (longest_narrow_tile_ > too_long) widen_narrow_tiles(too_long);
   }
   if (num_tiles_ == 0) return;
+  if (longest_ <= (kEvenEnough - 1) * even()) {  // no work tile keeps the others waiting
+    splittable_.clear();
+    chosen_share_ = -1;
+    longest_whole_ = longest_narrow_ = longest_;
+    finish_ = even();
+    return;
+  }
   list_splittable();
   count_unsplit();
   choose_split(wider);
@@ -161,9 +168,8 @@ void Tiling::list_splittable() {
 
 // Of the tiles that no split concerns.
 void Tiling::count_unsplit() {
-  const double even = total_ / per_worker_;
-  whole_.reset(std::min(longest_tile_, kLongestCounted * even));
-  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even));
+  whole_.reset(std::min(longest_tile_, kLongestCounted * even()));
+  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even()));
   size_t next = 0;
   double work = 0, computing = 0;
   for (const Tile& tile : *this) {
@@ -194,7 +200,6 @@ double Tiling::finish_time(const Split& split) {
 // Chooses the split with which the last worker is done first. More pieces bring more partials, and estimates err, so a
 // finer split has to save something.
 void Tiling::choose_split(const Tiling* wider) {
-  const double even = total_ / per_worker_;
   Split best{longest_, longest_};
   double finish = finish_time(best);
   int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
@@ -203,7 +208,7 @@ void Tiling::choose_split(const Tiling* wider) {
     last = std::min(last, wider->chosen_share_ + kNearbyShares);
   }
   chosen_share_ = -1;
-  for (int32_t i = first; i <= last && finish > kEvenEnough * even; ++i) {
+  for (int32_t i = first; i <= last && finish > kEvenEnough * even(); ++i) {
     const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
     const Split split{candidate, std::min(best.narrow, candidate)};
@@ -212,7 +217,7 @@ void Tiling::choose_split(const Tiling* wider) {
   }
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
-    if (finish <= kEvenEnough * even) break;
+    if (finish <= kEvenEnough * even()) break;
     const double candidate = narrow_even * part;
     if (candidate >= std::min(best.narrow, longest_narrow_tile_)) continue;
     const double time = finish_time({best.whole, candidate});

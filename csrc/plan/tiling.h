@@ -79,8 +79,9 @@ class Tiling {
   int32_t pieces(const Tile& tile, double longest) const { return split_pieces(tile.duration, tile.tokens, longest); }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
   double split_seconds(const Tile& tile, int32_t pieces) const;
+  double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
-  double share() const { return std::max(total_ / per_worker_, 2 * longest_overhead_); }
+  double share() const { return std::max(even(), 2 * longest_overhead_); }
   void list_splittable();
   void count_unsplit();
   double finish_time(const Split& split);
