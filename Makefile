@@ -54,7 +54,7 @@ lint-imports:
 
 lint-native:
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 docs: .venv-docs/ready ## the site in build/site; fails on a broken link (environment of its own: .venv-docs)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

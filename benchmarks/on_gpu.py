@@ -4,8 +4,8 @@
     python -m benchmarks.on_gpu --list
 
 Jobs run one after the other, each with a log and its results in --out/COMMIT. A job is started only if its usual time
-is left. The next call runs what is missing: jobs that were not started, were cut off, or failed. Exit status: 0 if all
-jobs are done, 1 if one failed, 2 if the arguments are wrong, 3 if jobs are left.
+is left, and cut off after three times that. The next call runs what is missing: jobs that were not started, were cut
+off, or failed. Exit status: 0 if all jobs are done, 1 if one failed, 2 if the arguments are wrong, 3 if jobs are left.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.provenance import git_commit
 from benchmarks.serving.provenance import machine_name, package_versions
 
+OVERTIME = 3  # times a job's usual minutes, after which it hangs
 _PYTEST = "-m pytest -q -m gpu"
 _SERVER = '--server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256"'
 _ROLLOUT = (
@@ -59,6 +60,7 @@ class Job:
 
 
 JOBS = (
+    Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
     Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
@@ -152,8 +154,9 @@ def run_all(jobs: Sequence[Job], out: Path, model: Path | None, minutes: float, 
         left = deadline - time.monotonic()
         if state.status(job.name) == "done" or 60 * job.minutes > left:
             continue
-        print(f"{job.name}: up to {left / 60:.1f} min", flush=True)
-        status, seconds = run(job, out, model, left)
+        limit = min(left, OVERTIME * 60 * job.minutes)
+        print(f"{job.name}: up to {limit / 60:.1f} min", flush=True)
+        status, seconds = run(job, out, model, limit)
         state.note(job.name, status, seconds)
         print(f"{job.name}: {status} after {seconds:.0f} s, {out / job.name}.log", flush=True)
     left_over = [job for job in jobs if state.status(job.name) != "done"]

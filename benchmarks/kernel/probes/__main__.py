@@ -1,0 +1,100 @@
+"""Decides redesigns of the CUDA kernels by small programs, before the kernels themselves are touched.
+
+    python -m benchmarks.kernel.probes --build-only
+    python -m benchmarks.kernel.probes --out benchmarks/results/probes.json
+
+Each program beside this file has the copies, barriers and waits of one redesign, and only the products that its
+question needs. It checks what it has read or computed. A figure, stated at its begin, decides:
+
+    tail_prefetch   tails prefetched into the L2 while wide tiles compute (R2, the cheap part)
+    lone_wide_tile  a wide tile alone on an SM, copies in warps of their own (R2)
+    cluster_splits  KV splits of a head combined through distributed shared memory (R3)
+    query_chains    a CTA keeps its rows along their whole path (R1)
+
+Building needs nvcc, running a GPU of compute capability 9.0. Exit status: 0, or 1 if a program failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import git_commit
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+PROBES = ("tail_prefetch", "lone_wide_tile", "cluster_splits", "query_chains")
+Rows = Sequence[dict[str, Any]]
+
+
+def verdict(probe: str, rows: Rows) -> tuple[float, bool]:
+    """The figure that decides, in us, and whether it is good enough to build the redesign."""
+    if probe == "tail_prefetch":  # the least gain behind long CTA phases, each with its best size
+        gains: dict[str, float] = {}
+        for row in rows:
+            case = str(row["case"]).rsplit(",", 1)[0]
+            if not case.endswith("CTAs 10 us"):
+                gains[case] = max(gains.get(case, 0.0), row["gained_us"])
+        return min(gains.values()), min(gains.values()) >= 3
+    if probe == "lone_wide_tile":
+        least = min(row["us_of_64_keys"] for row in rows)
+        return least, least <= 1.25
+    if probe == "cluster_splits":
+        (gained,) = (row["gained_us"] for row in rows if row["case"] == "1 x 2048 tokens, best of each")
+        return gained, gained >= 2
+    if probe == "query_chains":  # the larger share of what each tree may take
+        shares = []
+        for tree, most in (("tree 2,", 21), ("tree 12,", 62)):
+            times = [min(row["us"], row["prefetched_us"]) for row in rows if str(row["case"]).startswith(tree)]
+            shares.append(min(times) / most)
+        return max(shares), max(shares) <= 1
+    raise ValueError(f"no such probe: {probe}")
+
+
+def build(probe: str, binaries: Path) -> Path:
+    """Compiles a program unless it is newer than its sources."""
+    binary, sources = binaries / probe, [FOLDER / f"{probe}.cu", FOLDER / "probe.cuh"]
+    if not binary.exists() or binary.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        binaries.mkdir(parents=True, exist_ok=True)
+        flags = ["-O3", "-std=c++17", "-gencode", "arch=compute_90a,code=sm_90a", f"-I{ROOT / 'csrc'}", f"-I{FOLDER}"]
+        subprocess.run(["nvcc", *flags, "-o", str(binary), str(sources[0])], check=True)
+    return binary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel.probes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=PROBES, default=PROBES, help="these programs")
+    parser.add_argument("--binaries", type=Path, default=ROOT / "build/probes", help="folder (build/probes)")
+    parser.add_argument("--build-only", action="store_true", help="compile, and run nothing")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    failed = False
+    for probe in args.only:
+        binary = build(probe, args.binaries)
+        if args.build_only:
+            continue
+        result = args.binaries / f"{probe}.json"
+        if subprocess.run([str(binary), str(result)], check=False).returncode != 0:
+            failed = True
+            continue
+        found[probe] = json.loads(result.read_text())
+        figure, worth = verdict(probe, found[probe]["rows"])
+        found[probe]["verdict"] = {"figure": round(figure, 3), "worth_building": worth}
+        print(f"{probe}: {figure:.2f}, {'worth building' if worth else 'stop'}\n", flush=True)
+    if args.out and found:
+        args.out.write_text(json.dumps({"commit": git_commit(), "probes": found}, indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
