@@ -202,6 +202,14 @@ class Fixture:
         q, k, v = random(layer.tp_q_head_num), random(layer.tp_k_head_num), random(layer.tp_v_head_num)
         return q.flatten(1), k, v
 
+    def grow(self, tokens: int) -> None:
+        """The same decode batch, some steps later; the new positions' slots hold what they held."""
+        for row, length in enumerate(self.seq_lens, 1):
+            self.rows.req_to_token[row, length : length + tokens] = torch.arange(1, tokens + 1, dtype=torch.int32) + row
+        self.seq_lens = [length + tokens for length in self.seq_lens]
+        self.batch = self._batch()
+        self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
+
     def verify(self, **info: Any) -> None:
         """Makes a verify step of an extend step with equally many tokens a request; they are its drafts."""
         assert self.query_lens is not None

@@ -217,14 +217,6 @@ class GpuFixture(Fixture):
     def qkv(self, layer: Any, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return super().qkv(layer, dtype)
 
-    def grow(self, tokens: int) -> None:
-        """The same decode batch, some steps later; the new positions' slots hold what they held."""
-        for row, length in enumerate(self.seq_lens, 1):
-            self.rows.req_to_token[row, length : length + tokens] = torch.arange(1, tokens + 1, dtype=torch.int32) + row
-        self.seq_lens = [length + tokens for length in self.seq_lens]
-        self.batch = self._batch()
-        self.handed = Handed(self.step, self.batch.req_pool_indices, self.batch.seq_lens_cpu)
-
 
 class DecodeGraphs:
     """SGLang's decode graph runner in small: static inputs, padded batches, two warm-ups, capture, replay.

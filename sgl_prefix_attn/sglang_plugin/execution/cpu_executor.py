@@ -15,7 +15,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import DTYPES, KvScales, layer_shape, window_left
-from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep, as_int64
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -79,8 +79,7 @@ class CpuExecutor:
         raise NotImplementedError("CPU steps are never part of a captured graph")
 
     def begin(self, step: PackedStep) -> None:
-        step.rows, self._seq_lens = as_int64(step.rows), as_int64(step.seq_lens)
-        self._visible = None
+        self._seq_lens, self._visible = step.seq_lens, None
         if step.drafts:
             if step.trees:
                 self._visible = visible_words(step.draft_mask, self._seq_lens, step.drafts)

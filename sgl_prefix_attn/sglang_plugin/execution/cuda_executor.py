@@ -17,6 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_prefix_attn.core.cuda_step import unmergeable
@@ -29,12 +30,7 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, KvScales, layer_shape, window_left
-from sgl_prefix_attn.sglang_plugin.execution.packed_step import (
-    STEPS_BETWEEN_PLANS,
-    PackedStep,
-    as_int64,
-    lens_of_batch,
-)
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS, PackedStep
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -216,7 +212,7 @@ class CudaExecutor:
     # Every step -----------------------------------------------------------------------------------------------------
 
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
-        return lens_of_batch(forward_batch, handed, count)
+        return _lens_of_batch(forward_batch, handed, count)
 
     def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
         forest = self._unshared_forest(len(host_lens))
@@ -244,7 +240,7 @@ class CudaExecutor:
         return forest
 
     def begin(self, step: PackedStep) -> None:
-        rows, seq_lens, visible = as_int64(step.rows), as_int64(step.seq_lens), None
+        seq_lens, visible = step.seq_lens, None
         if step.drafts:
             seq_lens, visible = self._tables_of(seq_lens.device).fill(
                 seq_lens, len(step.host_lens), step.drafts, trees=step.trees, mask=step.draft_mask
@@ -255,7 +251,7 @@ class CudaExecutor:
                 state.loaded = None  # load may raise
                 state.step.load(plan, step.host_lens, self._growth)
                 state.loaded = plan
-            state.step.prepare(table, rows, seq_lens, visible)
+            state.step.prepare(table, step.rows, seq_lens, visible)
 
     def _tables_of(self, device: torch.device) -> DraftTables:
         if self._draft_tables is None:
@@ -320,6 +316,22 @@ def gpu_device(
         warpgroup_products=warpgroup_products,
     )
     return dataclasses.replace(device, workers=settings.workers or device.workers)
+
+
+def _lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
+    """Host lengths of the first `count` requests without a device access; None if the batch is another one.
+
+    Lengths identify the requests, unless they are bounds. The ForwardBatch is a copy of the batch that was handed over,
+    perhaps with padding behind it, and a step must not read device tensors.
+    """
+    lens = forward_batch.seq_lens_cpu
+    if lens is None and handed.bounds:
+        lens = handed.seq_lens
+    if lens is None or handed.seq_lens is None or lens.shape[0] < count or handed.seq_lens.shape[0] != count:
+        return None
+    # A copy, because SGLang writes the lengths of the next step to the same memory.
+    lens = np.array(lens[:count].numpy(), dtype=np.int64)
+    return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
 
 
 def _sm_count(device: torch.device) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_prefix_attn.core.forest import Int64Array
@@ -29,9 +28,9 @@ class PackedStep:
     Attributes:
         paths: None for a step in a captured graph that was planned without sharing.
         num_tokens: rows of q.
-        rows: [>= num_requests] int64 rows of `req_to_token`; a graph may pad behind the requests of the batch.
-        seq_lens: [>= num_requests] int64 KV lengths, including the tokens of this step but for drafts; padded like
-            `rows`.
+        rows: [>= num_requests] contiguous int64, rows of `req_to_token`; a graph may pad behind the batch's requests.
+        seq_lens: [>= num_requests] contiguous int64, KV lengths with the tokens of this step but for drafts; padded
+            like `rows`.
         host_lens: [num_requests] int64 lengths that the planner saw last, in memory that nothing else writes.
         plans: one for each shape index.
         drafts: of each request in a verify step; 0 in others.
@@ -72,7 +71,7 @@ class PackedStep:
         drafts: int | None = None,
     ) -> PackedStep:
         """The step of a ForwardBatch. drafts: of each request, in a verify step."""
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        rows, seq_lens = _as_int64(forward_batch.req_pool_indices), _as_int64(forward_batch.seq_lens)
         step = cls(paths, forward_batch.forward_mode, num_tokens, rows, seq_lens, host_lens, plans, in_graph)
         if drafts is not None:
             info = forward_batch.spec_info
@@ -97,8 +96,8 @@ class PackedStep:
             or forward_batch.batch_size < self.paths.num_requests
             or forward_batch.spec_info is not None
             or getattr(forward_batch, "tbo_parent_token_range", None) is not None
-            or rows.dtype is not torch.int64
-            or seq_lens.dtype is not torch.int64
+            or not _is_int64(rows)
+            or not _is_int64(seq_lens)
             or handed.seq_lens is None
             # Native: numpy takes 50 to 80 us longer where the model has evicted its code from the caches.
             or not grown_by(handed.seq_lens.numpy(), self.host_lens, self.age + 1)
@@ -123,22 +122,11 @@ class PackedStep:
         return None
 
 
-def lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
-    """Host lengths of the first `count` requests without a device access; None if the batch is another one.
-
-    Lengths identify the requests, unless they are bounds. The ForwardBatch is a copy of the batch that was handed over,
-    perhaps with padding behind it, and a step must not read device tensors.
-    """
-    lens = forward_batch.seq_lens_cpu
-    if lens is None and handed.bounds:
-        lens = handed.seq_lens
-    if lens is None or handed.seq_lens is None or lens.shape[0] < count or handed.seq_lens.shape[0] != count:
-        return None
-    # A copy, because SGLang writes the lengths of the next step to the same memory.
-    lens = np.array(lens[:count].numpy(), dtype=np.int64)
-    return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
+def _is_int64(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can read a tensor of rows or lengths."""
+    return tensor.dtype is torch.int64 and tensor.is_contiguous()
 
 
-def as_int64(tensor: torch.Tensor) -> torch.Tensor:
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous int64, else a converted copy."""
-    return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
+    return tensor if _is_int64(tensor) else tensor.to(torch.int64).contiguous()

@@ -72,29 +72,32 @@ class TestSteadySteps:
         assert decisions[0] is decisions[STEPS_BETWEEN_PLANS - 1]
         assert decisions[0] is not decisions[STEPS_BETWEEN_PLANS]
 
-    def test_a_step_returns_to_no_file_of_the_plugin_more_than_twice(self) -> None:
-        """Files by the order in which their functions are called, for a steady step and for one with a new plan."""
-        fixture = GpuFixture(SHARED, LENGTHS)
-        decide(fixture)
-        for last in (fixture.backend.decision, StepDecision(Kind.STOCK)):
-            fixture.grow(1)
-            fixture.backend.decision = last
-            files: list[str] = []
+    @pytest.mark.parametrize("make", [Fixture, GpuFixture])
+    @pytest.mark.parametrize("steady", [True, False])
+    def test_a_step_returns_to_no_file_of_the_plugin_more_than_twice(self, make: Any, steady: bool) -> None:
+        """Files by the order in which their functions are called, to the end of the first layer."""
+        fixture = make(SHARED, LENGTHS, room=64)
+        step = decide(fixture).step
+        fixture.grow(1)
+        step.age = 0 if steady else STEPS_BETWEEN_PLANS - 1
+        files: list[str] = []
 
-            def note(frame: Any, event: str, arg: object, files: list[str] = files) -> None:
-                name = frame.f_code.co_filename
-                if event == "call" and name.startswith(PLUGIN) and files[-1:] != [name]:
-                    files.append(name)
+        def note(frame: Any, event: str, arg: object) -> None:
+            name = frame.f_code.co_filename
+            if event == "call" and name.startswith(PLUGIN) and files[-1:] != [name]:
+                files.append(name)
 
-            with fixture.handover.handed_over(fixture.handed):
-                sys.setprofile(note)
-                try:
-                    fixture.backend.init_forward_metadata(fixture.batch)
-                finally:
-                    sys.setprofile(None)
-            assert fixture.backend.decision.kind is Kind.PACKED
-            assert len(set(files)) > 4
-            assert max(files.count(name) - 1 for name in files) <= 2, files
+        qkv = fixture.qkv(fixture.layers[0])
+        with fixture.handover.handed_over(fixture.handed):
+            sys.setprofile(note)
+            try:
+                fixture.backend.init_forward_metadata(fixture.batch)
+                fixture.backend.forward(*qkv, fixture.layers[0], fixture.batch)
+            finally:
+                sys.setprofile(None)
+        assert fixture.backend.decision.kind is Kind.PACKED
+        assert len(set(files)) > 7
+        assert max(files.count(name) - 1 for name in files) <= 2, files
 
 
 class TestHostLengths:
