@@ -302,11 +302,11 @@ class Machine:
     bandwidth: float
     begin: float
     warp_begin: float
-    block_start: float
-    block_end: float
+    cta_start: float
+    cta_end: float
     warp_start: float
     warp_end: float
-    block_rate: float
+    cta_rate: float
     warp_rate: float
     flops32: float
     flops64: float
@@ -314,9 +314,9 @@ class Machine:
     lone_speedup: float
     warp_flops: float
     sibling: float
-    block_combine: float
+    cta_combine: float
     warp_combine: float
-    block_combine_step: float
+    cta_combine_step: float
     deferred_combine: float
     deferred_combine_step: float
     warp_combine_step: float

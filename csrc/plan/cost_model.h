@@ -120,7 +120,7 @@ class CostModel {
   // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
   // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
-  // work tiles of every piece read it as often: splitting makes the items shorter, not the reading less.
+  // work tiles of every KV split read it as often: splitting makes the items shorter, not the reading less.
   const TileClass& tile(int32_t queries, int32_t tokens) const {
     return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
   }

@@ -80,8 +80,7 @@ class Simulation {
         const int32_t work_tile = classes_[stream].active.top().second;
         classes_[stream].active.pop();
         share_bandwidth();
-        events_.push(
-            {now_ + (is_narrow(work_tile) ? machine_.warp_end : machine_.block_end), Kind::kArrive, work_tile});
+        events_.push({now_ + (is_narrow(work_tile) ? machine_.warp_end : machine_.cta_end), Kind::kArrive, work_tile});
         continue;
       }
       const Event event = events_.top();
@@ -106,7 +105,7 @@ class Simulation {
       const int32_t rows = kRows[i % kLone / 2];
       const double speedup = i < kLone ? 1.0 : machine_.lone_speedup;
       const double multiply = 4.0 * shape_.head_dim * rows / (flops[i % kLone / 2] * speedup / machine_.slots);
-      seconds_[i] = std::max(position_bytes_ / machine_.block_rate, multiply);
+      seconds_[i] = std::max(position_bytes_ / machine_.cta_rate, multiply);
     }
     const double multiply = 4.0 * shape_.head_dim * kWarpRows / (machine_.warp_flops / machine_.slots / machine_.warps);
     seconds_[6] = seconds_[7] = std::max(position_bytes_ / machine_.warp_rate, multiply);
@@ -191,17 +190,17 @@ class Simulation {
     now_ = machine_.begin;
     const int32_t active = plan_.narrow_prevails ? machine_.few_slots : machine_.slots;
     const auto taken = static_cast<int32_t>(std::min<size_t>(cta_work_tiles_, active));
-    next_block_ = 0;
+    next_cta_ = 0;
     next_narrow_ = static_cast<int32_t>(cta_work_tiles_);
-    for (int32_t i = 0; i < taken; ++i) start(next_block_++);
+    for (int32_t i = 0; i < taken; ++i) start(next_cta_++);
     for (int32_t i = taken; i < machine_.slots; ++i) give_to_warps();
   }
 
   void start(int32_t work_tile) {
     const bool narrow = is_narrow(work_tile);
-    if (!narrow && ++running_blocks_ <= machine_.slots / 2) list_[work_tile].stream_class += kLone;
-    const double delay = narrow ? machine_.warp_start : machine_.block_start;
-    const double end = narrow ? machine_.warp_end : machine_.block_end;
+    if (!narrow && ++running_ctas_ <= machine_.slots / 2) list_[work_tile].stream_class += kLone;
+    const double delay = narrow ? machine_.warp_start : machine_.cta_start;
+    const double end = narrow ? machine_.warp_end : machine_.cta_end;
     const double workers = static_cast<double>(machine_.slots) * (narrow ? machine_.warps : 1);
     const WorkTile& started = list_[work_tile];
     const double position = seconds_[started.stream_class];
@@ -236,9 +235,9 @@ class Simulation {
           take_narrow();
           break;
         }
-        --running_blocks_;
-        if (next_block_ < static_cast<int32_t>(cta_work_tiles_)) {
-          start(next_block_++);
+        --running_ctas_;
+        if (next_cta_ < static_cast<int32_t>(cta_work_tiles_)) {
+          start(next_cta_++);
         } else {
           give_to_warps();
         }
@@ -308,7 +307,7 @@ class Simulation {
     }
     const int32_t steps = (rows + at_once - 1) / at_once * turns;
     return narrow ? levels * machine_.warp_combine + steps * machine_.warp_combine_step
-                  : levels * machine_.block_combine + steps * machine_.block_combine_step;
+                  : levels * machine_.cta_combine + steps * machine_.cta_combine_step;
   }
 
   static double left(const StreamClass& kind) { return std::max(0.0, kind.active.top().first - kind.served); }
@@ -363,7 +362,7 @@ class Simulation {
   std::array<StreamClass, kClasses> classes_;
   std::vector<WorkTile> list_;  // those for CTAs, then those for warps
   size_t cta_work_tiles_ = 0;
-  int32_t active_warps_ = 0, parts_ = 1, running_blocks_ = 0, next_block_ = 0, next_narrow_ = 0;
+  int32_t active_warps_ = 0, parts_ = 1, running_ctas_ = 0, next_cta_ = 0, next_narrow_ = 0;
   std::vector<int32_t> partials_, arrived_;
   std::vector<bool> deferred_;
   std::vector<Deferred> deferred_rows_;
@@ -378,7 +377,7 @@ Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const Mode
   if (machine.slots < 1 || machine.warps < 1 || machine.narrow_parts < 1 || machine.few_slots < 1) {
     throw std::invalid_argument("slots, few_slots, warps and narrow_parts must be positive");
   }
-  for (double rate : {machine.bandwidth, machine.block_rate, machine.warp_rate, machine.flops32, machine.flops64,
+  for (double rate : {machine.bandwidth, machine.cta_rate, machine.warp_rate, machine.flops32, machine.flops64,
                       machine.flops128, machine.warp_flops, machine.sibling}) {
     if (!(rate > 0)) throw std::invalid_argument("rates of the machine must be positive");
   }

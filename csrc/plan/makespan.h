@@ -9,28 +9,28 @@
 
 namespace prefixpack {
 
-// The machine that is simulated. A slot is half an SM: it runs one CTA of the block kernel or `warps` warps.
+// The machine that is simulated. A slot is half an SM: it runs one CTA of the CTA kernel or `warps` warps.
 // Times in seconds, rates in bytes per second unless said otherwise.
 struct Machine {
   int32_t slots = 264;
-  int32_t few_slots = 132;  // that the block kernel takes where most work is narrow
+  int32_t few_slots = 132;  // that the CTA kernel takes where most work is narrow
   int32_t warps = 8;
   int32_t narrow_rows = 8;   // items of so many rows or fewer are for warps
   int32_t narrow_parts = 1;  // work tiles of such an item and KV head
   double bandwidth = 4.3e12;
-  double begin = 0;                               // from the launch to the first work
-  double warp_begin = 0;                          // from when a slot is given to warps to their first work tile
-  double block_start = 0, block_end = 0;          // latency of a work tile before and after its KV streams
-  double warp_start = 0, warp_end = 0;            // likewise
-  double block_rate = 1e12, warp_rate = 1e12;     // KV that one CTA or warp can read
-  double flops32 = 1, flops64 = 1, flops128 = 1;  // operations per second of all slots, by rows of the tile
-  double lone_speedup = 1;                        // of a CTA whose SM runs no other, by multiplying
-  double warp_flops = 1;                          // likewise, of all warps: eight rows
-  double sibling = 1;                             // share of the bytes that a sibling tile takes of the bandwidth
-  double block_combine = 0, warp_combine = 0;     // latency of a combine
-  double block_combine_step = 0, warp_combine_step = 0;  // of each step of a row's partials in series
-  double deferred_combine = 0;                           // latency of a deferred row
-  double deferred_combine_step = 0;                      // of eight partials of it
+  double begin = 0;                                    // from the launch to the first work
+  double warp_begin = 0;                               // from when a slot is given to warps to their first work tile
+  double cta_start = 0, cta_end = 0;                   // latency of a work tile before and after its KV streams
+  double warp_start = 0, warp_end = 0;                 // likewise
+  double cta_rate = 1e12, warp_rate = 1e12;            // KV that one CTA or warp can read
+  double flops32 = 1, flops64 = 1, flops128 = 1;       // operations per second of all slots, by rows of the tile
+  double lone_speedup = 1;                             // of a CTA whose SM runs no other, by multiplying
+  double warp_flops = 1;                               // likewise, of all warps: eight rows
+  double sibling = 1;                                  // share of the bytes that a sibling tile takes of the bandwidth
+  double cta_combine = 0, warp_combine = 0;            // latency of a combine
+  double cta_combine_step = 0, warp_combine_step = 0;  // of each step of a row's partials in series
+  double deferred_combine = 0;                         // latency of a deferred row
+  double deferred_combine_step = 0;                    // of eight partials of it
 };
 
 struct Makespan {

@@ -36,7 +36,7 @@ struct Plan {
   std::vector<int32_t> query_token;     // [num_queries] row of q and o
   std::vector<int32_t> query_request;   // [num_queries] batch index
   std::vector<int32_t> query_back;      // [num_queries] tokens of the request after this one
-  std::vector<WorkItem> items;          // queue order: dearest first
+  std::vector<WorkItem> items;          // queue order: longest first
   std::vector<int32_t> combine_query;   // [num_combines] entries with more than one partial
   std::vector<int32_t> combine_offset;  // [num_combines + 1] into combine_slot
   std::vector<int32_t> combine_slot;    // slots of an entry in ascending KV position: the order of summation

@@ -61,7 +61,7 @@ def simulate(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: Device
 
 
 def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: DeviceModel) -> npt.NDArray[np.float64]:
-    """Seconds one worker needs for each item and one KV head, float64 [items]: overhead, the dearer of reading KV and
+    """Seconds one worker needs for each item and one KV head, float64 [items]: overhead, the longer of reading KV and
     computing the (padded) tile and as much of the other as `device.overlap` leaves, and writing partials. KV that a
     sibling row tile has just read costs `device.reread`; what another work tile of a narrow item has, `narrow_reread`.
     """

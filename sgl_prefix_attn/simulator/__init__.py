@@ -1,7 +1,7 @@
 """When the GPU kernels would be done with a plan: a simulation on the CPU.
 
-Workers share the bandwidth and each has a rate of its own. Units take time to begin and to end, and the last partial of
-a query waits for its combine. `H200` and `H200_KERNELS` are fitted to times of drawn batches on one H200.
+Workers share the bandwidth and each has a rate of its own. Work tiles take time to begin and to end, and the last
+partial of a query waits for its combine. `H200` and `H200_KERNELS` are fitted to times of drawn batches on one H200.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ H200 = {
     "bandwidth": 4.3e12,
     "begin": 6.291e-06,
     "warp_begin": 1.893e-06,
-    "block_start": 1.652e-06,
-    "block_end": 1.987e-06,
+    "cta_start": 1.652e-06,
+    "cta_end": 1.987e-06,
     "warp_start": 2.46e-06,
     "warp_end": 5.699e-08,
-    "block_rate": 6.526e10,
+    "cta_rate": 6.526e10,
     "warp_rate": 6.524e09,
     "flops32": 1.827e14,
     "flops64": 4.498e14,
@@ -31,9 +31,9 @@ H200 = {
     "lone_speedup": 1.223,
     "warp_flops": 6e14,
     "sibling": 0.8511,
-    "block_combine": 1.461e-06,
+    "cta_combine": 1.461e-06,
     "warp_combine": 1.858e-06,
-    "block_combine_step": 1.011e-06,
+    "cta_combine_step": 1.011e-06,
     "warp_combine_step": 7.97e-07,
     "deferred_combine": 5e-06,
     "deferred_combine_step": 7e-07,
@@ -41,8 +41,8 @@ H200 = {
 # What differs for other kernels, by head_dim and bytes of a KV element; median errors on drawn batches of 6 to 7 %.
 H200_KERNELS = {
     (128, 1): {
-        "block_start": 1.502e-06,
-        "block_end": 1.652e-06,
+        "cta_start": 1.502e-06,
+        "cta_end": 1.652e-06,
         "warp_start": 5.455e-06,
         "warp_end": 6.448e-08,
         "warp_rate": 3.493e09,
@@ -52,8 +52,8 @@ H200_KERNELS = {
         "sibling": 1.311,
     },
     (64, 2): {
-        "block_start": 2.227e-06,
-        "block_end": 1.422e-06,
+        "cta_start": 2.227e-06,
+        "cta_end": 1.422e-06,
         "warp_start": 5.455e-06,
         "warp_end": 5.968e-07,
         "warp_rate": 4.006e09,
@@ -63,8 +63,8 @@ H200_KERNELS = {
         "sibling": 1.71,
     },
     (256, 2): {
-        "block_start": 2.253e-06,
-        "block_end": 3.012e-06,
+        "cta_start": 2.253e-06,
+        "cta_end": 3.012e-06,
         "flops32": 2.533e14,
         "flops64": 3.863e14,
         "sibling": 0.6152,

@@ -104,8 +104,8 @@ def tiles_of_tails(heads: tuple[int, int], lens: list[int]) -> dict[int, set[int
 
 
 @pytest.mark.parametrize("heads", [(64, 4), (96, 8), (20, 2)], ids=str)
-def test_short_tails_of_many_heads_are_for_two_warps_and_long_ones_for_a_block(heads: tuple[int, int]) -> None:
-    """Two warps begin sooner than a block, but both read the KV of a tail."""
+def test_short_tails_of_many_heads_are_for_two_warps_and_long_ones_for_a_cta(heads: tuple[int, int]) -> None:
+    """Two warps begin sooner than a CTA, but both read the KV of a tail."""
     assert tiles_of_tails(heads, [100] * 512) == {100: {16}}
     assert tiles_of_tails(heads, [1000] * 512) == {1000: {32}}
 
@@ -117,13 +117,13 @@ def reused_steps(planner: Planner, forest: PrefixForest, lens: np.ndarray) -> in
     return steps
 
 
-def test_what_blocks_take_is_planned_as_if_there_were_no_units_for_warps() -> None:
+def test_what_ctas_take_is_planned_as_if_no_work_tile_were_for_warps() -> None:
     shape, gpu = ModelShape(16, 1, 128), DeviceModel.gpu(132, group=16)
-    blocks = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_parts=1)
+    ctas_only = replace(gpu, tile_rows=(32, 64, 128), narrow_rows=0, narrow_parts=1)
     # Too long for warps: as far as the plan lasts, too.
     lens = np.array([5000, 3000, *[700] * 40])
     forest = PrefixForest.from_paths([[] for _ in lens])
-    planners = [Planner(shape, device, max_growth=1000) for device in (gpu, blocks)]
+    planners = [Planner(shape, device, max_growth=1000) for device in (gpu, ctas_only)]
     ours, theirs = (planner.plan(forest, lens).items for planner in planners)
     np.testing.assert_array_equal(ours, theirs)
     steps = [reused_steps(planner, forest, lens) for planner in planners]
@@ -137,14 +137,14 @@ def test_what_blocks_take_is_planned_as_if_there_were_no_units_for_warps() -> No
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (28, 4), (32, 4)], ids=str)
 def test_warps_take_tails_but_for_those_of_too_many_partials(heads: tuple[int, int]) -> None:
-    # Up to 32 of the shortest pieces of 128 tokens; one warp would combine the partials of a longer one.
+    # Up to 32 of the shortest KV splits of 128 tokens; one warp would combine the partials of a longer one.
     assert tiles_of_tails(heads, [4_000, *[100] * 511]) == {4_000: {8}, 100: {8}}
     assert tiles_of_tails(heads, [100_000, *[100] * 511]) == {100_000: {32}, 100: {8}}
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11])
-def test_groups_of_one_unit_are_planned_for_one_device(group: int) -> None:
-    """Up to eight heads, or more that cannot be halved: no price depends on the group."""
+def test_groups_of_one_work_tile_are_planned_for_one_device(group: int) -> None:
+    """Up to eight heads, or more that cannot be halved: no cost depends on the group."""
     assert DeviceModel.gpu(132, group=group) == DeviceModel.gpu(132)
     assert DeviceModel.gpu(132).narrow_parts == 1
 
@@ -184,7 +184,7 @@ def test_warps_for_narrow_items_make_plans_faster() -> None:
     assert np.mean(np.array(better) < -0.1) < 0.1
 
 
-def test_the_queue_begins_with_the_dearest_and_keeps_sibling_tiles_together() -> None:
+def test_the_queue_begins_with_the_longest_and_keeps_sibling_tiles_together() -> None:
     path = [(1, 0, 2048)]
     forest = PrefixForest.from_paths([path] * 200)
     seq_lens = np.full(200, 2100)

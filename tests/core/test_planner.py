@@ -82,7 +82,7 @@ def test_a_plan_of_verify_steps_is_reused(drafts: int) -> None:
 
 
 def test_balance_ends_the_reuse_of_a_plan_before_the_growth_limit_does() -> None:
-    # One worker's tail is dearer than the even share long before 10,000 tokens have been added to each of three tails.
+    # One worker's tail exceeds the even share long before 10,000 tokens have been added to each of three tails.
     forest = PrefixForest.from_paths([[], [], []])
     lens = np.array([256, 128, 128])
     planner = Planner(ModelShape(8, 1, 128), DeviceModel.gpu(66), max_growth=10_000)

@@ -74,7 +74,7 @@ def make_case(
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
     device = DeviceModel.gpu(num_sms, head_dim=head_dim, group=q_heads // kv_heads)
-    # Warps are as fast as blocks, so that few tails are for warps too.
+    # Warps are as fast as CTAs, so that few tails are for warps too.
     device = replace(device, overlap=0.0, lone_speedup=1.0, narrow_to_fill=1)
     # Small batches too are packed as if reading KV was all that counts: more levels, more combines. And warps take
     # tails of any length.

@@ -46,7 +46,7 @@ def same_bits(emulation: ModuleType, case: Case, **kernels: Any) -> None:
     kernels = {"fan_in": FAN_IN, **kernels}
     out, lse = emulate(emulation, case, **kernels)
     check(case, (out, lse))
-    for options in ({"blocks": 1}, {"blocks": 7, "late_copies": False}, {"warps_first": True}):
+    for options in ({"ctas": 1}, {"ctas": 7, "late_copies": False}, {"warps_first": True}):
         again, again_lse = emulate(emulation, case, **kernels, **options)
         assert torch.equal(out.view(torch.int16), again.view(torch.int16)), options
         assert torch.equal(lse, again_lse), options

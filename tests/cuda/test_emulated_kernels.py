@@ -35,9 +35,9 @@ def test_whoever_brings_the_last_partial_combines_to_the_same_bits(
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
     batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
-    of_blocks = case.plan.items[:, 6] > 8 * _native.head_splits(group)
-    assert (case.plan.items[of_blocks, 5] >= 0).any(), "blocks have partials to combine"
-    assert of_blocks.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
+    of_ctas = case.plan.items[:, 6] > 8 * _native.head_splits(group)
+    assert (case.plan.items[of_ctas, 5] >= 0).any(), "CTAs have partials to combine"
+    assert of_ctas.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     out, lse = emulate(emulation, case)
     check(case, (out, lse))
     again, again_lse = emulate(emulation, case, warps_first=True)
@@ -64,7 +64,7 @@ def test_head_sizes_and_types(emulation: ModuleType, head_dim: int, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> None:
-    """Rows of units for warps and for blocks, with a scale of the values."""
+    """Rows of work tiles for warps and for CTAs, with a scale of the values."""
     case = make_case(
         64, heads=(8, 1), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37, requests=6
     )
@@ -188,14 +188,14 @@ def test_lengths_around_the_kv_tile(emulation: ModuleType, length: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
-def test_many_pieces_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
+def test_many_kv_splits_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
     batch = ([[]], np.array([2600], dtype=np.int64), np.ones(1, dtype=np.int64))
     case = make_case(7, heads=heads, batch=batch, num_sms=132)
     assert len(case.plan.items) > 16
     check(case, emulate(emulation, case))
 
 
-def test_more_partials_of_an_item_than_a_block_has_room_for(emulation: ModuleType) -> None:
+def test_more_partials_of_an_item_than_a_cta_has_room_for(emulation: ModuleType) -> None:
     batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
     case = make_case(7, heads=(1, 1), batch=batch, num_sms=264)
     assert case.plan.num_slots > _native.combine_room
@@ -222,17 +222,17 @@ def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("heads", [(8, 2), (32, 2)], ids=str)
-def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(
+def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(
     emulation: ModuleType, heads: tuple[int, int], late_copies: bool
 ) -> None:
-    """One prefix for blocks, 24 tails of 300 for warps: the units are dealt to half of the blocks."""
+    """One prefix for CTAs, 24 tails of 300 for warps: the work tiles are dealt to half of the CTAs."""
     prefix = 160 if heads == (32, 2) else 64
     paths = [[(0, 0, prefix)]] * 24
     case = make_case(2, heads=heads, batch=(paths, np.full(24, prefix + 300), np.ones(24, dtype=np.int64)))
     assert case.plan.narrow_prevails
     assert (case.plan.items[:, 6] > 16).any()
     assert (case.plan.items[:, 6] == (16 if heads == (32, 2) else 8)).any()
-    check(case, emulate(emulation, case, blocks=2, late_copies=late_copies))
+    check(case, emulate(emulation, case, ctas=2, late_copies=late_copies))
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -240,7 +240,7 @@ def test_few_blocks_take_part_where_most_of_the_work_is_in_tails(
 def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
     emulation: ModuleType, heads: tuple[int, int], late_copies: bool
 ) -> None:
-    """At this bandwidth the sooner start of a warp makes up for about 140 tokens that two units read."""
+    """At this bandwidth the sooner start of a warp makes up for about 140 tokens that two work tiles read."""
     prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190, 180, 170])
     batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
     case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=8.192e9)
@@ -276,28 +276,30 @@ def test_sinks(emulation: ModuleType, offset: float) -> None:
     check(case := make_case(2, with_sinks=True, sink_offset=offset), emulate(emulation, case))
 
 
-@pytest.mark.parametrize("blocks", [2, 5])
-def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, blocks: int) -> None:
+@pytest.mark.parametrize("ctas", [2, 5])
+def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, ctas: int) -> None:
     case = make_case(9, requests=8)
-    one, many = emulate(emulation, case, blocks=1), emulate(emulation, case, blocks=blocks)
+    one, many = emulate(emulation, case, ctas=1), emulate(emulation, case, ctas=ctas)
     assert torch.equal(one[0].view(torch.int16), many[0].view(torch.int16))
     assert torch.equal(one[1], many[1])
 
 
 @pytest.mark.parametrize(
-    ("units", "tokens", "warps"),
+    ("work_tiles", "tokens", "warps"),
     [
         (2400, 1024, 5),  # two rounds of 1,320 warps instead of 2,112 and then 288
         (1584, 1024, 6),  # one full round
         (1200, 1024, 5),  # one round of 1,320
-        (2400, 32, 8),    # short units are bound by latency: the more at once the better
+        (2400, 32, 8),    # short work tiles are bound by latency: the more at once the better
         (2400, 0, 8),     # of various lengths: the short ones come last and even it out
         (0, 0, 8),
     ],
 )  # fmt: skip
-def test_units_of_one_length_fill_their_rounds(emulation: ModuleType, units: int, tokens: int, warps: int) -> None:
-    """On an H200, with 264 blocks of eight warps."""
-    assert emulation.active_warps(units, tokens, 264) == warps
+def test_work_tiles_of_one_length_fill_their_rounds(
+    emulation: ModuleType, work_tiles: int, tokens: int, warps: int
+) -> None:
+    """On an H200, with 264 CTAs of eight warps."""
+    assert emulation.active_warps(work_tiles, tokens, 264) == warps
 
 
 def verify_case(drafts: int, heads: tuple[int, int], **options: Any) -> Case:

@@ -19,12 +19,12 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     case = make_case(1, heads=(2 * group, 2), requests=12, levels=4)
     plan, growth = case.plan, 9
     words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth=growth, group=group)
-    num_items, num_queries, num_combines, *at, header_block_items = words[:HEADER].tolist()
+    num_items, num_queries, num_combines, *at, header_cta_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_combines) == (len(plan.items), plan.num_queries, len(plan.combine_query))
     assert words[HEADER + 1] == plan.narrow_prevails
-    # What takes a block comes before what takes a warp.
+    # What takes a CTA comes before what takes a warp.
     items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
-    assert header_block_items == (items[:, 6] > rows_of_warps).sum()
+    assert header_cta_items == (items[:, 6] > rows_of_warps).sum()
     arrays = [
         items.ravel(),
         None,
@@ -122,7 +122,7 @@ def test_few_splits_form_no_groups() -> None:
     [
         (512, 4, 5),  # ten tails, two KV heads: one round of 20 warps and not of 32
         (512, 0, 8),  # a launch of unknown size
-        (64, 4, 8),   # short units are bound by latency: the more at once the better
+        (64, 4, 8),   # short work tiles are bound by latency: the more at once the better
     ],
 )  # fmt: skip
 def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: int) -> None:

@@ -30,14 +30,14 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
 
 def test_a_combine_is_waited_for() -> None:
     """Of many partials by warps that have no tile left, of few by the CTA that brings the last one."""
-    for tokens, figure in ((65_536, "deferred_combine"), (700, "block_combine")):
+    for tokens, figure in ((65_536, "deferred_combine"), (700, "cta_combine")):
         first, slots = simulated([tokens], WIDE)
         assert slots > 1
         later, _ = simulated([tokens], WIDE, **{figure: H200[figure] + 50e-6})
         assert later.seconds - first.seconds == pytest.approx(50e-6), figure
 
 
-@pytest.mark.parametrize("name", ["bandwidth", "block_rate", "warp_flops"])
+@pytest.mark.parametrize("name", ["bandwidth", "cta_rate", "warp_flops"])
 def test_rates_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match="positive"):
         simulated([100], **{name: 0.0})

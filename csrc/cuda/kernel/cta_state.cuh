@@ -20,7 +20,7 @@ struct CtaState {
 
   PREFIXPACK_DEVICE PlanReader plan() const { return {params.plan, header}; }
 };
-static_assert(sizeof(CtaState) <= kCtaStateBytes, "shared memory for the block's state");
+static_assert(sizeof(CtaState) <= kCtaStateBytes, "shared memory for the CTA's state");
 
 PREFIXPACK_DEVICE CtaState* cta_state(char* shared) { return reinterpret_cast<CtaState*>(shared + kSharedBytes); }
 

@@ -120,19 +120,19 @@ struct WarpTile {
       kAccumulatorsInStage ? 0 : kRows * HeadDim * 4;  // or have shared memory of their own
   static constexpr int kStages = min_of(8, (kWarpBytes - kQueryBytes - kAccumulatorBytes) / kStageBytes);
 
-  static_assert(kStages >= 3, "a piece in use and two in flight");
+  static_assert(kStages >= 3, "a stage in use and two in flight");
 };
 
 // Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. Many tiles of one length run in waves,
 // and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number that fills its waves
 // best takes part.
-inline int32_t active_warps(int64_t units, int64_t tokens, int32_t blocks) {
-  if (tokens < kBandwidthBoundTokens || blocks == 0) return kDecodeWarps;
+inline int32_t active_warps(int64_t work_tiles, int64_t tokens, int32_t ctas) {
+  if (tokens < kBandwidthBoundTokens || ctas == 0) return kDecodeWarps;
   int32_t best = kDecodeWarps;
   float best_share = 0.0f;
   for (int32_t warps = kDecodeWarps; warps >= kMinActiveWarps; --warps) {
-    const int64_t at_once = int64_t{warps} * blocks, rounds = (units + at_once - 1) / at_once;
-    const float share = static_cast<float>(units) / static_cast<float>(rounds * at_once);
+    const int64_t at_once = int64_t{warps} * ctas, rounds = (work_tiles + at_once - 1) / at_once;
+    const float share = static_cast<float>(work_tiles) / static_cast<float>(rounds * at_once);
     if (share > best_share + 0.02f) best = warps, best_share = share;
   }
   return best;

@@ -14,7 +14,7 @@
 
 namespace emulation {
 
-constexpr int kMaxBlockThreads = 256;
+constexpr int kMaxCtaThreads = 256;
 constexpr int kWarpThreads = 32;
 constexpr size_t kStackBytes = 128 * 1024;
 
@@ -40,7 +40,7 @@ struct Exchange {
   int lines[2][kWarpThreads];
 };
 
-struct Block;
+struct Cta;
 
 struct Fiber {
   ucontext_t context;  // of its begin; later switches go by jumps, which make no system calls
@@ -50,7 +50,7 @@ struct Fiber {
   const uint64_t* counter = nullptr;
   const int32_t* semaphore = nullptr;
   uint64_t least = 0;
-  Block* block = nullptr;
+  Cta* cta = nullptr;
   int thread = 0;
   bool done = false;
   uint64_t exchanges = 0;
@@ -69,14 +69,14 @@ struct Launch {
   std::function<void(char*)> kernel;
 };
 
-struct Block {
+struct Cta {
   const Launch* launch = nullptr;
   int index = 0;
   std::vector<char> shared;
   std::vector<bool> hidden;  // 16-byte chunks that were written and not yet fenced for wgmma
   uint64_t arrived = 0;
   bool vote = false;
-  Exchange warps[kMaxBlockThreads / kWarpThreads];
+  Exchange warps[kMaxCtaThreads / kWarpThreads];
   std::vector<std::unique_ptr<Fiber>> fibers;
 
   char* shared_begin() {
@@ -86,7 +86,7 @@ struct Block {
 
 struct Machine {
   Copies copies = Copies::kLate;
-  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Cta>> ctas;
   size_t fibers = 0;
   Fiber* current = nullptr;
   jmp_buf scheduler;
@@ -139,7 +139,7 @@ inline void resume(Machine& machine, Fiber& fiber) {
 // at different instructions would hang or compute garbage on a GPU.
 inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6] {
   Fiber& fiber = self();
-  Exchange& warp = fiber.block->warps[fiber.thread / kWarpThreads];
+  Exchange& warp = fiber.cta->warps[fiber.thread / kWarpThreads];
   const uint64_t number = fiber.exchanges++;
   const int set = number % 2;
   for (int i = 0; i < count; ++i) warp.words[set][fiber.thread % kWarpThreads][i] = words[i];
@@ -153,17 +153,17 @@ inline const uint64_t (*exchange(const uint64_t* words, int count, int line))[6]
   return warp.words[set];
 }
 
-inline void sync_block() {
+inline void sync_cta() {
   Fiber& fiber = self();
-  ++fiber.block->arrived;
-  const uint64_t target = ++fiber.syncs * fiber.block->fibers.size();
-  wait_at_least(&fiber.block->arrived, target);
+  ++fiber.cta->arrived;
+  const uint64_t target = ++fiber.syncs * fiber.cta->fibers.size();
+  wait_at_least(&fiber.cta->arrived, target);
 }
 
 // Hides 16 bytes that this thread has written from wgmma, until its fence.
 inline void hide(const char* written) {
-  const auto chunk = static_cast<size_t>(written - self().block->shared_begin()) / 16;
-  self().block->hidden[chunk] = true;
+  const auto chunk = static_cast<size_t>(written - self().cta->shared_begin()) / 16;
+  self().cta->hidden[chunk] = true;
   self().landed.push_back(chunk);
 }
 
@@ -173,9 +173,9 @@ inline void land(const PendingCopy& copy) {
 }
 
 inline void check_shared(const void* address, int bytes) {
-  const auto& shared = self().block->shared;
+  const auto& shared = self().cta->shared;
   const char* at = static_cast<const char*>(address);
-  if (at < self().block->shared_begin() || at + bytes > shared.data() + shared.size())
+  if (at < self().cta->shared_begin() || at + bytes > shared.data() + shared.size())
     fail("access outside shared memory");
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
 }
@@ -183,7 +183,7 @@ inline void check_shared(const void* address, int bytes) {
 inline void fiber_main() {
   Fiber& fiber = self();
   try {
-    fiber.block->launch->kernel(fiber.block->shared_begin());
+    fiber.cta->launch->kernel(fiber.cta->shared_begin());
   } catch (const std::exception& error) {
     machine()->failure = error.what();
   }
@@ -198,25 +198,25 @@ inline char* stack_of(size_t fiber) {
   return stacks[fiber].get();
 }
 
-inline void add_block(Machine& machine, const Launch& launch, int index) {
-  auto block = std::make_unique<Block>();
-  block->launch = &launch;
-  block->index = index;
+inline void add_cta(Machine& machine, const Launch& launch, int index) {
+  auto cta = std::make_unique<Cta>();
+  cta->launch = &launch;
+  cta->index = index;
   // NaN in every 16-bit and 32-bit format, so that reads of uninitialized memory show.
-  block->shared.assign(launch.shared_bytes + 1024, static_cast<char>(0xff));
-  block->hidden.assign(block->shared.size() / 16, false);
+  cta->shared.assign(launch.shared_bytes + 1024, static_cast<char>(0xff));
+  cta->hidden.assign(cta->shared.size() / 16, false);
   for (int thread = 0; thread < launch.threads; ++thread) {
     auto fiber = std::make_unique<Fiber>();
-    fiber->block = block.get();
+    fiber->cta = cta.get();
     fiber->thread = thread;
     getcontext(&fiber->context);
     fiber->context.uc_stack.ss_sp = stack_of(machine.fibers++);
     fiber->context.uc_stack.ss_size = kStackBytes;
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, fiber_main, 0);
-    block->fibers.push_back(std::move(fiber));
+    cta->fibers.push_back(std::move(fiber));
   }
-  machine.blocks.push_back(std::move(block));
+  machine.ctas.push_back(std::move(cta));
 }
 
 // Runs kernels beside each other; those of earlier launches go first each time. Throws if a thread fails or on
@@ -226,13 +226,13 @@ inline void run(Copies copies, const std::vector<Launch>& launches) {
   here.copies = copies;
   machine() = &here;
   for (const Launch& launch : launches) {
-    for (int index = 0; index < launch.grid; ++index) add_block(here, launch, index);
+    for (int index = 0; index < launch.grid; ++index) add_cta(here, launch, index);
   }
   for (bool alive = true; alive && here.failure.empty();) {
     alive = false;
     bool resumed = false;
-    for (auto& block : here.blocks) {
-      for (auto& fiber : block->fibers) {
+    for (auto& cta : here.ctas) {
+      for (auto& fiber : cta->fibers) {
         if (fiber->done) continue;
         alive = true;
         if (waits(*fiber)) continue;

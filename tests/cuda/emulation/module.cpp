@@ -172,11 +172,11 @@ void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, i
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulation, m) {
-  m.def("active_warps", &active_warps, py::arg("units"), py::arg("tokens"), py::arg("blocks"));
+  m.def("active_warps", &active_warps, py::arg("work_tiles"), py::arg("tokens"), py::arg("ctas"));
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
-        py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("blocks"),
+        py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("ctas"),
         py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
   m.def("draft_tables", &draft_tables, py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("requests"),
         py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"));

@@ -15,18 +15,18 @@ namespace prefixpack::ptx {
 
 inline int thread_index() { return emulation::self().thread; }
 inline int volatile_thread_index() { return thread_index(); }
-inline int cta_index() { return emulation::self().block->index; }
-inline int cta_size() { return static_cast<int>(emulation::self().block->fibers.size()); }
-inline int grid_size() { return emulation::self().block->launch->grid; }
-inline void cta_sync() { emulation::sync_block(); }
+inline int cta_index() { return emulation::self().cta->index; }
+inline int cta_size() { return static_cast<int>(emulation::self().cta->fibers.size()); }
+inline int grid_size() { return emulation::self().cta->launch->grid; }
+inline void cta_sync() { emulation::sync_cta(); }
 inline bool cta_any(bool predicate) {
-  bool& vote = emulation::self().block->vote;
+  bool& vote = emulation::self().cta->vote;
   if (predicate) vote = true;
-  emulation::sync_block();
+  emulation::sync_cta();
   const bool result = vote;
-  emulation::sync_block();
+  emulation::sync_cta();
   vote = false;
-  emulation::sync_block();
+  emulation::sync_cta();
   return result;
 }
 inline int32_t atomic_increment(int32_t* address) {
@@ -119,36 +119,36 @@ inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 using SharedAddress = uint32_t;
 inline SharedAddress shared_address(const void* pointer) {
-  return static_cast<SharedAddress>(static_cast<const char*>(pointer) - emulation::self().block->shared_begin());
+  return static_cast<SharedAddress>(static_cast<const char*>(pointer) - emulation::self().cta->shared_begin());
 }
 
 inline void store_shared(SharedAddress address, float value) {
-  char* to = emulation::self().block->shared_begin() + address;
+  char* to = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(to, 4);
   std::memcpy(to, &value, 4);
 }
 inline void store_shared_pair(SharedAddress address, float low, float high) {
-  char* to = emulation::self().block->shared_begin() + address;
+  char* to = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(to, 8);
   std::memcpy(to, &low, 4);
   std::memcpy(to + 4, &high, 4);
 }
 template <class Word>
 inline void store_shared(SharedAddress address, const Word (&words)[4]) {
-  char* to = emulation::self().block->shared_begin() + address;
+  char* to = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(to, 16);
   std::memcpy(to, words, 16);
   emulation::hide(to);
 }
 template <class Word, int Count>
 inline void load_shared(SharedAddress address, Word (&out)[Count]) {
-  const char* from = emulation::self().block->shared_begin() + address;
+  const char* from = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(from, sizeof out);
   std::memcpy(out, from, sizeof out);
 }
 
 inline void cp_async(SharedAddress address, const void* global, bool valid) {
-  char* shared = emulation::self().block->shared_begin() + address;
+  char* shared = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(shared, 16);
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("misaligned 16-byte copy");
   const emulation::PendingCopy copy{shared, static_cast<const char*>(global), valid};
@@ -177,7 +177,7 @@ inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int ro
   return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
 }
 inline void ldmatrix(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
-  const char* row = emulation::self().block->shared_begin() + address;
+  const char* row = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
   const auto* lanes = emulation::exchange(&word, 1, line);
@@ -187,7 +187,7 @@ inline void ldmatrix(uint32_t (&out)[4], SharedAddress address, int line = __bui
   }
 }
 inline void ldmatrix_transposed(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
-  const char* row = emulation::self().block->shared_begin() + address;
+  const char* row = emulation::self().cta->shared_begin() + address;
   emulation::check_shared(row, 16);
   const uint64_t word = reinterpret_cast<uint64_t>(row);
   const auto* lanes = emulation::exchange(&word, 1, line);

@@ -27,7 +27,7 @@ inline SmemDescriptor advance(SmemDescriptor matrix, int32_t bytes) {
 
 inline void fence_proxy_async() {
   emulation::Fiber& fiber = emulation::self();
-  for (size_t chunk : fiber.landed) fiber.block->hidden[chunk] = false;
+  for (size_t chunk : fiber.landed) fiber.cta->hidden[chunk] = false;
   fiber.landed.clear();
 }
 inline void wgmma_fence(int line = __builtin_LINE()) { warp_sync(line); }
@@ -53,9 +53,9 @@ template <class Element>
 inline float matrix_element(const SmemDescriptor& matrix, int32_t offset) {
   const SharedAddress address = matrix.address + static_cast<SharedAddress>(offset);
   const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
-  const char* at = emulation::self().block->shared_begin() + mixed;
+  const char* at = emulation::self().cta->shared_begin() + mixed;
   emulation::check_shared(at, 2);
-  if (emulation::self().block->hidden[mixed / 16]) emulation::fail("a product reads data that it was not shown");
+  if (emulation::self().cta->hidden[mixed / 16]) emulation::fail("a product reads data that it was not shown");
   uint16_t bits;
   std::memcpy(&bits, at, 2);
   return Element::widen(bits);
