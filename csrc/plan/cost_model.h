@@ -1,4 +1,4 @@
-// Prices of an attention step: what the packing, the KV splits and the queue order are decided by.
+// Costs of an attention step: what the packing, the KV splits and the queue order are decided by.
 #pragma once
 
 #include <algorithm>
@@ -25,14 +25,14 @@ struct DeviceModel {
   int32_t wide_rows = 0;           // tiles of so many rows or more, if not 0, do
   double wide_flops = 1;           // so many
   double item_overhead = 0;        // seconds of a worker to take up an item
-  double reread = 1;               // price of reading KV again right after a sibling tile did, 0 .. 1
+  double reread = 1;               // cost of reading KV again right after a sibling tile did, 0 .. 1
   std::vector<int32_t> tile_rows;  // tile table, ascending
   int32_t narrow_rows = 0;         // an item of so many rows or fewer takes only a part of a worker,
   int32_t narrow_per_worker = 1;   // which does so many of them at a time,
   int32_t narrow_to_fill = 1;      // of which so many take all of its bandwidth,
   double narrow_overhead = 0;      // and is taken up in so many seconds of a worker;
   int32_t narrow_parts = 1;        // it is so many work tiles, each of which reads its KV,
-  double narrow_reread = 1;        // all but one at this price, 0 .. 1
+  double narrow_reread = 1;        // all but one at this cost, 0 .. 1
   double lone_speedup = 1;         // of a worker's arithmetic while most others have nothing to do
   double combine_step = 0;         // seconds of a combine for `combine_width` partials of `combine_rows` rows; a row's
   int32_t combine_rows = 1;        // partials are added one step after the other, by one worker; narrow items have
@@ -51,7 +51,7 @@ struct TileClass {
   int32_t stretch, share;  // see CostModel
 };
 
-// Seconds of the whole device unless said otherwise; all KV heads of an item together. The partial price follows
+// Seconds of the whole device unless said otherwise; all KV heads of an item together. The cost of partials follows
 // PAT section 5.1 (an intermediate is written and read once) with the group size, head size and width put in.
 class CostModel {
  public:
@@ -117,7 +117,7 @@ class CostModel {
     return levels.count * (device_.combine_latency + device_.combine_step * (rows * levels.steps));
   }
 
-  // Of `queries`, at most queries_per_tile. Packs are chosen by these prices, which are linear in the length.
+  // Of `queries`, at most queries_per_tile. Packs are chosen by these costs, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
   // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
   // work tiles of every KV split read it as often: splitting makes the items shorter, not the reading less.

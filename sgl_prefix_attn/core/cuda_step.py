@@ -16,7 +16,7 @@ DTYPES = {torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
 
 
-def unmergeable(plan: Plan) -> str | None:
+def unsupported_combine(plan: Plan) -> str | None:
     """Why the kernels cannot combine a plan's partial results, in words; None if they can."""
     most = int(np.diff(plan.combine_offset).max(initial=0))
     if most <= _native.combine_room:
@@ -110,7 +110,7 @@ class GpuStep(StepBuffers):
                 f"the plan has tiles of {widest} rows; with head_dim {self.shape.head_dim} the GPU kernels have "
                 f"at most {self._widest_tile}: see DeviceModel.gpu"
             )
-        problem = unmergeable(plan)
+        problem = unsupported_combine(plan)
         if problem is not None:
             raise PlanTooLarge(problem)
         super().load(plan, seq_lens, growth)

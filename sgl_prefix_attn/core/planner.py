@@ -70,14 +70,14 @@ _H200_KERNELS = {
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Figures of a device from which the planner computes prices.
+    """Figures of a device from which the planner computes costs.
 
     Attributes:
         workers: work items in flight: CTAs on a GPU, threads on a CPU.
         bandwidth: bytes per second that all workers read together.
         flops: floating-point operations per second of all workers at full tiles.
         item_overhead: seconds of a worker per item, apart from its KV.
-        reread: price, 0 to 1, of reading KV that a sibling tile has just read.
+        reread: cost, 0 to 1, of reading KV that a sibling tile has just read, against a first read.
         tile_rows: row counts of the kernel's tiles, ascending.
         narrow_rows: most rows of a narrow item, which takes only a part of a worker (on a GPU: one warp of a CTA).
         narrow_per_worker: narrow items that a worker runs at a time.
@@ -85,7 +85,7 @@ class DeviceModel:
         narrow_overhead: seconds of a worker per narrow item, apart from its KV.
         narrow_parts: parts of a narrow item, each of which reads its KV. Where that costs more than a whole worker's
             overhead, the query gets a tile of a whole worker.
-        narrow_reread: price, 0 to 1, of reading the KV by each part but the first.
+        narrow_reread: cost, 0 to 1, of reading the KV by each part but the first.
         lone_speedup: how much faster a worker computes while most others have nothing to do.
         combine_step: seconds of a combine per `combine_width` partials of `combine_rows` rows. One worker adds a row's
             partials one step after the other. Narrow items have an eighth of the rows and half of the width.

@@ -127,7 +127,7 @@ def unsupported_call(
     for rows in np.unique(plan.items[:, planner.TILE_ROWS]).tolist():
         if rows not in table:
             return f"the plan has tiles of {rows} rows, made for another device: see DeviceModel.gpu"
-    return cuda_step.unmergeable(plan)
+    return cuda_step.unsupported_combine(plan)
 
 
 def _triton_step(problem: str) -> MakeStep:

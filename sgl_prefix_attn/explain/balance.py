@@ -1,4 +1,4 @@
-"""How a plan's work queue spreads over the workers, and the price of a step, by the planner's own prices.
+"""How a plan's work queue spreads over the workers, and the time of a step, by the planner's cost model.
 
 The queue is simulated: every worker takes the next entry when it is free. An entry is a work item for one KV head,
 a worker has its share of the device's bandwidth and arithmetic. Nothing here is measured.
@@ -42,7 +42,7 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """Price of one layer's attention."""
+        """Estimated time of one layer's attention."""
         return float(self.worker_seconds.max()) + self.combine_seconds
 
 

@@ -159,18 +159,18 @@ def _draw_reads(axes: Axes, explanation: Explanation) -> None:
 
 
 def _draw_balance(axes: Axes, explanation: Explanation) -> None:
-    """Busy time of each worker over the mean. Prices give the shares only; the time is in the headline."""
+    """Busy time of each worker over the mean. The planner's costs give the shares only; the time is in the headline."""
     schedule = explanation.schedule
     loads = np.sort(schedule.worker_seconds)[::-1] / schedule.worker_seconds.mean()
     width = 0.9 if len(loads) <= 64 else 1.0
     axes.bar(np.arange(len(loads)), loads, width=width, color=_PACKED_COLOUR)
     axes.axhline(1.0, color="black", linewidth=0.7, linestyle="--")
     axes.set_xlabel(f"worker, busiest first (of {len(loads)})", fontsize=9)
-    axes.set_ylabel("priced work / mean", fontsize=9)
+    axes.set_ylabel("cost / mean", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylim(0, schedule.max_over_mean * 1.1)
     _strip(axes)
-    axes.set_title(f"Balance by price: max / mean {schedule.max_over_mean:.2f}", fontsize=10, loc="left")
+    axes.set_title(f"Balance by cost: max / mean {schedule.max_over_mean:.2f}", fontsize=10, loc="left")
 
 
 def _edges(pack: Pack) -> tuple[int, int, int, int]:

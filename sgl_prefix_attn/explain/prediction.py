@@ -1,6 +1,6 @@
 """The time of a plan on its device, and its gain over the stock backend by a routing profile.
 
-The time is the makespan simulator's where that has figures of the device, else the planner's price.
+The time is the makespan simulator's where that has figures of the device, else an estimate by the planner's costs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LayerTime:
     """Seconds of one layer's packed attention, and what says so."""
 
     seconds: float
-    by: Literal["simulator", "price"]
+    by: Literal["simulator", "planner"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ def layer_time(plan: Plan, seq_lens: Int64Array, shape: ModelShape, machine: Mac
     """The time of a plan.
 
     Args:
-        schedule: of the plan by the planner's prices.
+        schedule: of the plan by the planner's costs.
     """
     facts = machine.facts
     if isinstance(facts, str) or (facts.gpu, facts.packed) != (SIMULATED_GPU, "native") or not knows(shape):
-        return LayerTime(schedule.seconds, "price")
+        return LayerTime(schedule.seconds, "planner")
     return LayerTime(makespan(plan, seq_lens, shape, machine.model).seconds, "simulator")
 
 

@@ -22,7 +22,7 @@ class Explanation:
     """A batch, its forest and its plan.
 
     Attributes:
-        schedule: of the plan by the planner's prices.
+        schedule: of the plan by the planner's costs.
         time: of the plan.
         gain: over the stock backend; a text says why there is no prediction.
         plan_seconds: host time of the plan.

@@ -86,10 +86,10 @@ def _decision(decision: Decision | None) -> str:
 
 
 def time_line(explanation: Explanation) -> str:
-    """The time of a layer by the simulator, or the planner's price of it."""
+    """The time of a layer by the simulator, or by the planner's costs."""
     duration = _duration(explanation.time.seconds)
-    if explanation.time.by == "price":
-        return f"Price of a layer's attention: {duration}, by the planner's price model"
+    if explanation.time.by == "planner":
+        return f"Estimated attention time of a layer: {duration}, by the planner's cost model"
     note = "" if explanation.batch.is_decode else ", fitted to decode steps"
     return f"Predicted attention time of a layer: {duration}, by the simulator of an {SIMULATED_GPU}{note}"
 
@@ -222,7 +222,7 @@ def _balance_lines(explanation: Explanation) -> list[str]:
     gain = explanation.gain
     workers = _plural(explanation.device.workers, "worker")
     lines = [
-        f"Balance over {workers}, by price: the busiest has {explanation.schedule.max_over_mean:.2f}x the mean",
+        f"Balance over {workers}, by cost: the busiest has {explanation.schedule.max_over_mean:.2f}x the mean",
         time_line(explanation),
         gain_line(explanation),
     ]

@@ -1,4 +1,4 @@
-"""What the planner chooses: packs, tiles and splits by their prices."""
+"""What the planner chooses: packs, tiles and splits by their costs."""
 
 from __future__ import annotations
 

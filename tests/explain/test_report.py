@@ -117,14 +117,14 @@ def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> 
         "--device h200 --head-dim 64 --kv-dtype fp8",
     ],
 )
-def test_a_time_without_figures_of_the_simulator_is_named_a_price(options: str, capsys: Capture) -> None:
+def test_a_time_without_figures_of_the_simulator_is_named_an_estimate(options: str, capsys: Capture) -> None:
     assert main(["explain", "--tree", "1,10/4096,416", *options.split()]) == 0
     text = capsys.readouterr().out
-    assert "\nPrice of a layer's attention: " in text
+    assert "\nEstimated attention time of a layer: " in text
     assert "Predicted attention time" not in text
     assert main(["explain", "--tree", "1,10/4096,416", "--json", *options.split()]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers["time"]["by"] == "price"
+    assert numbers["time"]["by"] == "planner"
 
 
 @pytest.mark.parametrize("stock", ["fa3", "flashinfer", "triton"])

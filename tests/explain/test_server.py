@@ -112,7 +112,7 @@ def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info,
     assert f"last packed batch: {url} rank 0\n  batch " in text
     shape = own_state(server_info)["shape"]
     assert f"{shape['q_heads']}/{shape['kv_heads']} heads, head_dim {shape['head_dim']}" in text
-    assert "Price of a layer's attention" in text
+    assert "Estimated attention time of a layer" in text
     assert "Gain over the stock backend: not predicted, the server does not name its GPU\n" in text
     assert explain(url, "--device", "h200", "--heads", "32/4") == 0
     text = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info
     assert told("--device", "h200") == ("flashinfer_tc", "simulator")
     assert told("--heads", "32/4") == ("flashinfer_tc", "simulator")
     own_state(h200_info)["route"]["facts"]["packed"] = "triton"
-    assert told() == ("flashinfer_cc", "price")
+    assert told() == ("flashinfer_cc", "planner")
 
 
 def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ constexpr AccumulatorLayout accumulator_layout() {
   static_assert(Rows * kRowEpilogueBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
   constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= QueryBytes;
   constexpr int kBehind = QueryBytes + Rows * kAccumulatorStride<HeadDim> * 4;
-  static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for merging");
+  static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for combining");
   static_assert(QueryBytes + KeyWarps * Rows * kAccumulatorStride<HeadDim> * 4 <= kSharedBytes,
                 "sums of all key warps");
   return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_prefix_attn.core.cuda_step import unmergeable
+from sgl_prefix_attn.core.cuda_step import unsupported_combine
 from sgl_prefix_attn.core.draft_tables import DraftTables
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
@@ -227,7 +227,7 @@ class CudaExecutor:
                 # Without drafts each request is read once, for which there is always room.
                 or (query_lens is not None and most_slots > limits.kv_slots)
             )
-            if too_large or unmergeable(plan) is not None:
+            if too_large or unsupported_combine(plan) is not None:
                 plan = state.no_split.plan(forest, host_lens, query_lens)
             plans.append(plan)
         return plans

@@ -119,7 +119,7 @@ class TestDecodeGraphs:
         fixture = decode(graphs=4, settings=Settings(metrics=False, workers=64))
         lens = fixture.batch.seq_lens_cpu.numpy()
         assert any(plan.num_slots for plan in fixture.executor.unshared(lens)), "long requests are split"
-        monkeypatch.setattr(cuda_executor, "unmergeable", lambda plan: "too many" if plan.num_slots else None)
+        monkeypatch.setattr(cuda_executor, "unsupported_combine", lambda plan: "too many" if plan.num_slots else None)
         assert not any(plan.num_slots for plan in fixture.executor.unshared(lens))
 
     def test_reading_one_by_one_fits_whatever_the_limits_of_split_plans(self) -> None:
