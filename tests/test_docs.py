@@ -20,7 +20,8 @@ import pytest
 
 from benchmarks import doc_tables
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, load_settings
+from sgl_prefix_attn.offline.batch_file import BatchRequest, parse_line
+from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, SettingsError, load_settings
 from sgl_prefix_attn.settings import tomllib as toml  # tomli on Python 3.10
 from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -278,6 +279,28 @@ def test_the_example_of_how_it_works_is_the_planners(capsys: pytest.CaptureFixtu
     found = json.loads(capsys.readouterr().out)
     assert f"| all | | | {found['kv_tokens']['packed']:,} | {found['kv_tokens']['per_request']:,} |" in page
     assert f"are cut into {found['work_items']} work items" in page.replace("\n", " ")
+
+
+def test_the_file_and_the_errors_of_the_settings_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    (file,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (errors,) = re.findall(r"```text\n(prefixpack.toml:.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    variables = {"PREFIXPACK_CONFIG": "prefixpack.toml"}
+    Path("prefixpack.toml").write_text(file)
+    assert load_settings(variables).max_tile_rows == 64
+    Path("prefixpack.toml").write_text(file.replace("64", "48"))
+    with pytest.raises(SettingsError) as raised:
+        load_settings(variables | {"PREFIXPACK_WORKER": "3"})
+    for line in errors.splitlines():
+        assert line.removesuffix(" ...") in str(raised.value)
+
+
+def test_the_requests_of_the_offline_page_are_accepted() -> None:
+    page = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    for line in lines.replace("\n ", "").splitlines():
+        assert isinstance(parse_line(1, line.encode()), BatchRequest)
 
 
 def test_troubleshooting_has_every_reason() -> None:
