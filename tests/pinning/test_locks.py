@@ -86,12 +86,15 @@ class CountedTree:
         return counted
 
 
-def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(server: SmallServer) -> None:
-    """Each eviction used to lock every branch, and a request's end used to look at all siblings."""
-    branches, tokens = 300, 8
+@pytest.mark.parametrize(("branches", "tokens"), [(300, 8), (40, 60)])
+def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(
+    server: SmallServer, branches: int, tokens: int
+) -> None:
+    """An eviction locks no branch and frees 1/256 of the pool, also of a longer leaf. A request's end reads no siblings.
+    """
     settings = PinningSettings(retention=True, lookahead=0, block=4)
     server = SmallServer(server.kind, slots=branches * tokens, settings=settings)
-    for branch in range(branches - 5):
+    for branch in range(branches):
         serve(server, [10 * branch + position for position in range(tokens)])
     retention: Any = server.manager.retention
     counted = retention._tree = CountedTree(server.manager._tree)
