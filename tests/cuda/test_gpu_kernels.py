@@ -9,7 +9,8 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.step_buffers import StepLimits
-from tests.cuda.cases import Case, Result, check, make_case
+from tests.cuda.cases import Case, check, make_case
+from tests.cuda.on_device import OnDevice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,53 +24,8 @@ GROWTH = 16
 LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
 
 
-class OnGpu:
-    """A case with its tensors on the device."""
-
-    def __init__(self, case: Case, limits: StepLimits = LIMITS) -> None:
-        self.case = case
-        self.device = torch.device("cuda", 0)
-        pool = case.pool
-        self.step = GpuStep(case.shape, case.q.dtype, self.device, limits, pool.k_cache.dtype)
-        self.q = case.q.to(self.device)
-        # Clones keep the gaps between heads and slots that the pool was made with.
-        self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
-        self.req_to_token = pool.req_to_token.to(self.device)
-        self.rows = pool.req_pool_indices.to(self.device)
-        self.seq_lens = pool.seq_lens.to(self.device)
-        self.visible = None if case.visible is None else case.visible.to(self.device)
-        self.out = torch.full_like(self.q, torch.nan)
-        self.lse = torch.full(self.q.shape[:2], torch.nan, device=self.device)
-        self.variant = {
-            key: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for key, value in case.variant.items()
-        }
-
-    def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
-        slots, heads, head_dim = cache.shape
-        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype).to(self.device)
-        storage[:, :heads, :head_dim] = cache.to(self.device)
-        return storage[:, :heads, :head_dim]
-
-    def prepare(self) -> None:
-        self.step.load(self.case.plan, self.case.planned_lens, GROWTH)
-        self.prepare_at(self.seq_lens)
-
-    def prepare_at(self, seq_lens: torch.Tensor) -> None:
-        self.step.prepare(self.req_to_token, self.rows, seq_lens, self.visible)
-
-    def attend(self) -> None:
-        self.step.attend(self.q, self.k_cache, self.v_cache, self.out, lse=self.lse, **self.variant)
-
-    def run(self) -> Result:
-        self.out.fill_(torch.nan)
-        self.lse.fill_(torch.nan)
-        self.step._partial_o.fill_(torch.nan)
-        self.step._partial_lse.fill_(torch.nan)
-        self.prepare()
-        self.attend()
-        torch.cuda.synchronize()
-        return self.out.clone(), self.lse.clone()
+def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
+    return OnDevice(case, GpuStep, torch.device("cuda", 0), limits, GROWTH)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -86,7 +42,7 @@ def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: i
         tokens=300,
         num_sms=132,
     )
-    check(case, OnGpu(case).run())
+    check(case, on_gpu(case).run())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -97,7 +53,7 @@ def test_fp8_kv(group: int, dtype: torch.dtype, head_dim: int) -> None:
         group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, kv_dtype=torch.float8_e4m3fn, v_scale=0.37,
         requests=40, levels=5, tokens=300, max_new_tokens=1 if group < 16 else 40,
     )  # fmt: skip
-    check(case, OnGpu(case).run())
+    check(case, on_gpu(case).run())
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -113,7 +69,7 @@ def test_random_ragged_forests(seed: int) -> None:
         max_new_tokens=int(rng.choice([1, 5, 200])),
         num_sms=132,
     )
-    check(case, OnGpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
+    check(case, on_gpu(case, StepLimits(1 << 17, 1 << 17, 1 << 24, 1 << 16)).run())
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
@@ -126,17 +82,15 @@ def test_verify_steps(drafts: int, trees: bool, head_dim: int) -> None:
     lens = 700 + drafts + rng.integers(0, 300, len(paths))
     batch = (paths, lens, np.full(len(paths), drafts, dtype=np.int64))
     case = make_case(drafts, heads=(32, 8), head_dim=head_dim, batch=batch, num_sms=132, grown=GROWTH, trees=trees)
-    on_gpu = OnGpu(case)
-    check(case, on_gpu.run())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        on_gpu.attend()
-    on_gpu.prepare_at(on_gpu.seq_lens - GROWTH)
+    runner = on_gpu(case)
+    check(case, runner.run())
+    graph = runner.captured()
+    runner.prepare_at(runner.seq_lens - GROWTH)
     graph.replay()
-    on_gpu.prepare_at(on_gpu.seq_lens)
+    runner.prepare_at(runner.seq_lens)
     graph.replay()
     torch.cuda.synchronize()
-    check(case, (on_gpu.out, on_gpu.lse))
+    check(case, (runner.out, runner.lse))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
@@ -146,37 +100,35 @@ def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
         seed, heads=(32, 8), head_dim=128, kv_dtype=kv_dtype, requests=60, levels=4, tokens=300, max_new_tokens=64,
         num_sms=132, trees=True,
     )  # fmt: skip
-    check(case, OnGpu(case).run())
+    check(case, on_gpu(case).run())
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
 def test_lengths(length: int) -> None:
     batch = ([[], []], np.array([length, 1], dtype=np.int64), np.ones(2, dtype=np.int64))
     case = make_case(length, heads=(8, 1), head_dim=128, batch=batch, num_sms=132)
-    check(case, OnGpu(case).run())
+    check(case, on_gpu(case).run())
 
 
 def test_the_same_bits_twice() -> None:
     case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, num_sms=132)
-    on_gpu = OnGpu(case)
-    first, second = on_gpu.run(), on_gpu.run()
+    runner = on_gpu(case)
+    first, second = runner.run(), runner.run()
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
     assert torch.equal(first[1], second[1])
 
 
 def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH)
-    on_gpu = OnGpu(case)
-    eager = on_gpu.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        on_gpu.attend()
-    on_gpu.out.fill_(torch.nan)
+    runner = on_gpu(case)
+    eager = runner.run()
+    graph = runner.captured()
+    runner.out.fill_(torch.nan)
     # As if the step before had been a shorter one.
-    on_gpu.prepare_at(on_gpu.seq_lens - GROWTH)
+    runner.prepare_at(runner.seq_lens - GROWTH)
     graph.replay()
-    on_gpu.prepare_at(on_gpu.seq_lens)
+    runner.prepare_at(runner.seq_lens)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(on_gpu.out.view(torch.int16), eager[0].view(torch.int16))
-    check(case, (on_gpu.out, on_gpu.lse))
+    assert torch.equal(runner.out.view(torch.int16), eager[0].view(torch.int16))
+    check(case, (runner.out, runner.lse))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.step_pool import StepPool
 from sgl_prefix_attn.testing.reference import reference_attention
 from tests.cuda.cases import Case, Result, check, make_case
+from tests.cuda.on_device import OnDevice
 
 triton_step = pytest.importorskip("sgl_prefix_attn.core.triton_step")
 
@@ -35,48 +37,12 @@ LIMITS = (
 )
 
 
-class Runner:
-    """A case with its tensors on the device, and all that the kernels are to write poisoned before each run."""
-
-    def __init__(self, case: Case, limits: StepLimits = LIMITS, growth: int = GROWTH) -> None:
-        self.case, self.growth = case, growth
-        pool = case.pool
-        self.step = triton_step.TritonStep(case.shape, case.q.dtype, DEVICE, limits, pool.k_cache.dtype)
-        self.q = case.q.to(DEVICE)
-        self.k_cache, self.v_cache = self._with_gaps(pool.k_cache), self._with_gaps(pool.v_cache)
-        self.req_to_token = pool.req_to_token.to(DEVICE)
-        self.rows = pool.req_pool_indices.to(DEVICE)
-        self.seq_lens = pool.seq_lens.to(DEVICE)
-        self.out = torch.full_like(self.q, torch.nan)
-        self.lse = torch.full(self.q.shape[:2], torch.nan, device=DEVICE)
-        self.variant = {
-            key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in case.variant.items()
-        }
-
-    def _with_gaps(self, cache: torch.Tensor) -> torch.Tensor:
-        slots, heads, head_dim = cache.shape
-        storage = torch.full((slots, heads + 1, head_dim + 16), torch.nan, dtype=cache.dtype).to(DEVICE)
-        storage[:, :heads, :head_dim] = cache.to(DEVICE)
-        return storage[:, :heads, :head_dim]
-
-    def prepare(self) -> None:
-        self.step.load(self.case.plan, self.case.planned_lens, self.growth)
-        self.step.prepare(self.req_to_token, self.rows, self.seq_lens)
-
-    def attend(self) -> None:
-        self.step.attend(self.q, self.k_cache, self.v_cache, self.out, lse=self.lse, **self.variant)
-
-    def run(self) -> Result:
-        for written in (self.out, self.lse, self.step._partial_o, self.step._partial_lse):
-            written.fill_(torch.nan)
-        self.step._kv_slots.fill_(len(self.k_cache) - 1)  # a slot of NaN, or of somebody else
-        self.prepare()
-        self.attend()
-        return self.out.clone(), self.lse.clone()
+def runner_of(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
+    return OnDevice(case, triton_step.TritonStep, DEVICE, limits, GROWTH)
 
 
 def run(case: Case, **options: Any) -> Result:
-    return Runner(case, **options).run()
+    return runner_of(case, **options).run()
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (5, 1), (7, 1), (16, 1), (20, 1), (64, 2)], ids=str)
@@ -197,7 +163,7 @@ def test_a_plan_serves_the_steps_that_follow() -> None:
 
 
 def test_rows_that_no_query_names_are_left_alone() -> None:
-    runner = Runner(make_case(4))
+    runner = runner_of(make_case(4))
     runner.q = torch.cat([runner.q, torch.ones_like(runner.q[:3])])
     runner.out = torch.full_like(runner.q, 7.0)
     runner.lse = torch.full(runner.q.shape[:2], 7.0, device=DEVICE)
@@ -241,7 +207,7 @@ def test_all_256_numbers_of_fp8_are_read_exactly() -> None:
 
 def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
     size: dict[str, Any] = {} if INTERPRETED else {"heads": (32, 8), "head_dim": 128, "requests": 200, "tokens": 400}
-    runner = Runner(make_case(9, num_sms=8, **size))
+    runner = runner_of(make_case(9, num_sms=8, **size))
     first = runner.run()
     runner.step.blocks = 1 if INTERPRETED else runner.step.blocks // 3
     second = runner.run()
@@ -253,24 +219,22 @@ def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="graphs are the GPU's")
 def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH, eager=False)
-    runner = Runner(case)
+    runner = runner_of(case)
     eager = runner.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.attend()
+    graph = runner.captured()
     # As if the step before had been a shorter one.
-    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens - GROWTH)
+    runner.prepare_at(runner.seq_lens - GROWTH)
     graph.replay()
     runner.out.fill_(torch.nan)
-    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens)
+    runner.prepare_at(runner.seq_lens)
     graph.replay()
     assert torch.equal(runner.out, eager[0])
     check(case, (runner.out, runner.lse))
     other = make_case(5, head_dim=128, requests=30, num_sms=4, grown=GROWTH, eager=False).plan
     assert len(other.items) != len(case.plan.items)
     runner.out.fill_(torch.nan)
-    runner.step.load(other, case.planned_lens, GROWTH)
-    runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens)
+    runner.case = replace(case, plan=other)
+    runner.prepare()
     graph.replay()
     check(case, (runner.out, runner.lse))
 
@@ -283,7 +247,7 @@ def test_a_pool_makes_its_buffers_as_plans_need_them() -> None:
     made = []
     for requests in (2, 16, 16, 2):
         case = make_case(requests, heads=(2, 1), requests=requests, tokens=30)
-        runner = Runner(case)
+        runner = runner_of(case)
         pool.run(
             runner.q, runner.k_cache, runner.v_cache, runner.out, case.plan, req_to_token=runner.req_to_token,
             req_pool_indices=runner.rows, seq_lens=runner.seq_lens, lse=runner.lse, **runner.variant,
@@ -296,7 +260,7 @@ def test_a_pool_makes_its_buffers_as_plans_need_them() -> None:
 
 def test_indices_that_lead_outside_are_named() -> None:
     case = make_case(8)
-    runner, lens = Runner(case), case.pool.seq_lens
+    runner, lens = runner_of(case), case.pool.seq_lens
 
     def call(**changes: Any) -> None:
         arguments: dict[str, Any] = {
@@ -338,7 +302,7 @@ def test_unsupported_shapes_and_types_are_named() -> None:
 
 
 def test_bad_tensors_are_named() -> None:
-    runner = Runner(make_case(7))
+    runner = runner_of(make_case(7))
     with pytest.raises(ValueError, match=r"seq_lens must be a contiguous torch\.int64"):
         runner.step.prepare(runner.req_to_token, runner.rows, runner.seq_lens.int())
     runner.prepare()
