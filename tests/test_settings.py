@@ -128,14 +128,9 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     assert len(message(environ).splitlines()) == 3
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
-    assert message({"PREFIXPACK_CONFIG": str(path)}) == (
-        f"PREFIXPACK_CONFIG={path}: cannot read the file: No such file or directory"
-    )
-
-
-def test_file_that_is_not_toml(tmp_path: Path) -> None:
+    assert f"={path}: cannot read the file: No such file" in message({"PREFIXPACK_CONFIG": str(path)})
     assert "the file is not TOML: " in message(config(tmp_path, "workers: 3\n"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "the file is not UTF-8 text" in message({"PREFIXPACK_CONFIG": str(tmp_path / "binary.toml")})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import random
 import time
@@ -74,6 +75,20 @@ def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, 
     arguments = tuple(EngineArguments((str(n), str(seconds), noted), (), log) for n in range(engines))
     errors = output.with_suffix(".errors")
     return BatchOptions(source, output, errors, "no-model", arguments, ordered=True, window=64, **more)  # type: ignore[arg-type]
+
+
+def executed(output: Path) -> list[tuple[int, str]]:
+    """(engine, prompt) of everything that was executed."""
+    lines = Path(f"{output}.executed").read_text().splitlines()
+    return [(int(text.split()[0]), text.split(" ", 2)[2]) for text in lines]
+
+
+def engines_of_groups(output: Path) -> list[set[int]]:
+    """Engines that executed requests of each group of `batches.grouped`."""
+    engines: dict[str, set[int]] = {}
+    for engine, prompt in executed(output):
+        engines.setdefault(str(json.loads(prompt)[:40]), set()).add(engine)
+    return list(engines.values())
 
 
 if __name__ == "__main__":

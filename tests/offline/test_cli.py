@@ -124,14 +124,6 @@ def test_an_output_with_its_journal_is_one_to_go_on_with(source, tmp_path):
     assert cli._options(parsed(source, existing), tmp_path).output == existing
 
 
-def test_an_errors_file_is_replaced_when_asked_to_or_by_the_job_that_has_a_journal(source, tmp_path):
-    output, existing = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
-    existing.touch()
-    assert cli._options(parsed(source, output, "--errors", existing, "--overwrite"), tmp_path).errors == existing
-    (tmp_path / "out.jsonl.journal").touch()
-    assert cli._options(parsed(source, output, "--errors", existing), tmp_path).errors == existing
-
-
 def test_another_errors_file_that_exists_is_kept_when_a_job_goes_on(source, tmp_path):
     output, first, existing = (tmp_path / name for name in ("out.jsonl", "first.jsonl", "existing.jsonl"))
     Journal(journal_of(output), source, "m", first).close()

@@ -17,6 +17,7 @@ from sgl_prefix_attn.offline.journal import Finished, Journal, may_replace
 from sgl_prefix_attn.offline.runner import run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline import batches, fake_engine
+from tests.offline.fake_engine import engines_of_groups, executed
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,12 +25,6 @@ REPOSITORY = Path(__file__).parents[2]
 def run(source: Path, output: Path, engines: int = 1, **more: object):
     encoder = PromptEncoder(str(output.parent))
     return run_batch(fake_engine.options(source, output, engines, **more), fake_engine.main, encoder.encode)
-
-
-def executed(output: Path) -> list[tuple[int, str]]:
-    """(engine, prompt) of everything that was executed."""
-    lines = Path(f"{output}.executed").read_text().splitlines()
-    return [(int(text.split()[0]), text.split(" ", 2)[2]) for text in lines]
 
 
 def test_results_are_those_of_the_requests_in_the_order_of_the_input(tmp_path):
@@ -118,12 +113,9 @@ def test_tokens_that_the_model_does_not_have_are_errors_of_their_lines(tmp_path)
 def test_no_group_is_split_over_engines(tmp_path):
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(120, groups=12))
     run(source, tmp_path / "out.jsonl", engines=3)
-    by_group: dict[str, set[int]] = {}
-    for engine, prompt in executed(tmp_path / "out.jsonl"):
-        by_group.setdefault(str(json.loads(prompt)[:40]), set()).add(engine)
-    assert len(by_group) == 12
-    assert all(len(engines) == 1 for engines in by_group.values())
-    assert {engine for engines in by_group.values() for engine in engines} == {0, 1, 2}
+    engines = engines_of_groups(tmp_path / "out.jsonl")
+    assert [len(of_group) for of_group in engines] == [1] * 12
+    assert set.union(*engines) == {0, 1, 2}
 
 
 def test_an_empty_batch_has_an_empty_output(tmp_path):

@@ -90,8 +90,7 @@ class CountedTree:
 def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(
     server: SmallServer, branches: int, tokens: int
 ) -> None:
-    """An eviction locks no branch and frees 1/256 of the pool, also of a longer leaf. A request's end reads no siblings.
-    """
+    """An eviction locks no branch and frees 1/256 of the pool. A request's end looks at no sibling."""
     settings = PinningSettings(retention=True, lookahead=0, block=4)
     server = SmallServer(server.kind, slots=branches * tokens, settings=settings)
     for branch in range(branches):

@@ -30,9 +30,13 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert len(runs) == 1
 
 
-def test_blocks_need_a_token() -> None:
+def test_nothing_is_refused_as_a_size() -> None:
     with pytest.raises(ValueError, match="block is 0"):
         prefix_keys([1], 0)
+    with pytest.raises(ValueError, match="uses is 0"):
+        RetentionScores().announce([1], uses=0)
+    with pytest.raises(ValueError, match="max_keys is 0"):
+        RetentionScores(max_keys=0)
 
 
 class TestLookahead:
@@ -114,10 +118,6 @@ class TestRetentionScores:
         assert scores.scheduled("b", [7, 8]) == [7, 8]
         assert scores.of(7) < scores.of(12345)
 
-    def test_a_group_has_members(self) -> None:
-        with pytest.raises(ValueError, match="uses is 0"):
-            RetentionScores().announce([1], uses=0)
-
     def test_groups_that_end_early_are_forgotten(self) -> None:
         """Their last use never comes, so nothing else would take them out."""
         scores = RetentionScores(max_keys=3)
@@ -132,7 +132,3 @@ class TestRetentionScores:
             scores.announce([key], uses=1)
             assert scores.scheduled(key, [key]) == [key]
         assert [scores.of(key) < 0 for key in range(5)] == [False, False, True, True, True]
-
-    def test_something_has_to_be_remembered(self) -> None:
-        with pytest.raises(ValueError, match="max_keys is 0"):
-            RetentionScores(max_keys=0)

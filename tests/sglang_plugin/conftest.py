@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,16 @@ if importlib.util.find_spec("sglang") is None:
         "compat/test_[!c]*",
         "compat/test_cpu*",
     ]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hooks that the factory asks for; none is applied."""
+    from sgl_prefix_attn.sglang_plugin.compat import hooks
+
+    wanted: list[Any] = []
+    monkeypatch.setattr(hooks, "ensure_applied", lambda more: wanted.extend(more) or [])
+    return wanted
 
 
 @pytest.fixture(autouse=True)

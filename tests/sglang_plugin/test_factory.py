@@ -38,14 +38,6 @@ def gpu_runner(
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The hooks that the factory asks for; none is applied."""
-    hooks: list[Any] = []
-    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: hooks.extend(wanted) or [])
-    return hooks
-
-
-@pytest.fixture
 def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock backends of a GPU cannot be built here."""
     monkeypatch.setattr(factory, "build_stock", lambda runner, name: SimpleNamespace())

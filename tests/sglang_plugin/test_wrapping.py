@@ -41,14 +41,6 @@ def _nothing_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "_logged", set())
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The hooks that the factory asks for; none is applied."""
-    hooks: list[Any] = []
-    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: hooks.extend(wanted) or [])
-    return hooks
-
-
 def new_fixture(**options: Any) -> Fixture:
     """A fixture without plug-in state; its runner has server arguments."""
     options.setdefault("server_args", SimpleNamespace())
