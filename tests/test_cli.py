@@ -78,15 +78,6 @@ def test_explain_plans_for_the_tiles_that_the_models_heads_have(name: str, capsy
     assert tiles("--heads", "64/8", "--head-dim", "256") == [32, 64]
 
 
-def test_explain_a_batch_file_and_draw_it(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "batch.json").write_text('{"paths": [[[1, 0, 64]], [[1, 0, 64]]], "seq_lens": [70, 80]}')
-    result = command("explain", "--batch", str(tmp_path / "batch.json"), "--plot", str(tmp_path / "out.png"))
-    assert result.returncode == 0, result.stderr
-    assert "0 to 64: 64 tokens read by 2 requests" in result.stdout
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_explain_a_trace_window(tmp_path: Path) -> None:
     row = '{"timestamp": 0, "input_length": 600, "output_length": 8, "hash_ids": [1, %d]}\n'
     (tmp_path / "trace.jsonl").write_text("".join(row % n for n in range(4)))

@@ -105,13 +105,3 @@ def test_the_tail_of_a_log_begins_with_its_last_traceback(tmp_path: Path) -> Non
     log.write_text("first\nTraceback (most recent call last):\n  cause\n" + "later\n" * 100 + "end\n")
     shown = log_tail(log, lines=3).splitlines()
     assert shown[1:] == ["Traceback (most recent call last):", "  cause", "later", "...", "later", "later", "end"]
-
-
-def test_the_command_line_is_that_of_sglang() -> None:
-    options = ServerOptions("folder", "prefixpack", extra=("--context-length", "128"))
-    command = options.command(30000)
-    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
-    assert command[command.index("--attention-backend") + 1] == "prefixpack"
-    assert command[-2:] == ["--context-length", "128"]
-    assert options.full_environment()["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "--dtype" not in ServerOptions("folder", None, device="cuda").command(30000)

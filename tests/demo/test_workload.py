@@ -10,7 +10,6 @@ from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.demo.workload import (
     Vocabulary,
     diverging_group,
-    sample_group,
     three_level_prompts,
     trace_requests,
 )
@@ -60,14 +59,6 @@ def test_unusable_factors_and_context_length(option: str, value: float | None, c
     options = {} if value is None else {option: value}
     with pytest.raises(ValueError, match=option):
         trace_requests([row(1), row(*range(11))], VOCABULARY, context, **options)
-
-
-def test_a_sample_group_is_one_request_for_n_samples() -> None:
-    (request,) = sample_group(VOCABULARY, 100, 8, samples=16)
-    body = request.body()
-    assert body["sampling_params"]["n"] == 16
-    assert body["sampling_params"]["temperature"] == 0
-    assert len(body["input_ids"]) == 100
 
 
 def test_a_diverging_group_has_one_prompt_and_a_bias_of_its_own_for_each_sample() -> None:

@@ -79,17 +79,6 @@ def test_unusable_batch_and_shape() -> None:
         explain(parse_tree("1,2/64,16"), ModelShape(q_heads=10, kv_heads=4, head_dim=128), H200, NO_PROFILES)
 
 
-def test_many_different_nodes_are_cut_short_with_their_count() -> None:
-    paths, seq_lens = [], []
-    for node in range(20):
-        paths += [[(node, 0, 100 + node)]] * 2
-        seq_lens += [200, 200]
-    explanation = explain(describe("different", paths, seq_lens), SHAPE, H200, NO_PROFILES)
-    short = render(explanation, full=False)
-    assert "... 12 more nodes here, read by 24 requests" in short
-    assert "... " not in render(explanation, full=True)
-
-
 def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> None:
     """On drawn batches of every family, head_dim and KV type."""
     cases = draw_set(31, 36)
@@ -146,19 +135,6 @@ def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: P
         assert gain["route"] == policy.decide(step).route.value
 
 
-def test_the_printed_gain_names_stock_profile_and_what_is_borrowed(capsys: Capture) -> None:
-    options = ["explain", "--tree", "64,1024/4096,80", "--device", "h200"]
-    assert main([*options, "--json"]) == 0
-    gain = json.loads(capsys.readouterr().out)["gain"]
-    assert 4 < gain["ratio"] < 7
-    assert main(options) == 0
-    text = capsys.readouterr().out
-    assert f"Predicted gain over stock fa3: {gain['ratio']:.2f}x, " in text
-    assert "by the shipped profile h200.json\n  a step runs packed under the policy cost\n" in text
-    assert main([*options, "--kv-dtype", "fp8"]) == 0
-    assert "the profile was measured with 16-bit KV; of 8 bits" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -207,15 +183,3 @@ def test_picture(plot: ModuleType, tmp_path: Path, name: str, magic: bytes, tree
     content = (tmp_path / name).read_bytes()
     assert content.startswith(magic)
     assert len(content) > 4_000
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("tree.bmp", r"expected a file name that ends in \.png, \.svg, \.pdf"),
-        ("none/a.png", "No such file"),
-    ],
-)
-def test_picture_with_an_unusable_name(plot: ModuleType, tmp_path: Path, name: str, expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        plot.draw(explained("1,2/64,16"), str(tmp_path / name))

@@ -94,12 +94,6 @@ def test_nobody_answers() -> None:
     assert failure("http://127.0.0.1:9").startswith("/server_info: no answer: ")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
-def test_unusable_address(url: str) -> None:
-    with pytest.raises(InputError, match=f"server {url!r}: expected http://HOST:PORT"):
-        read_states(url)
-
-
 def explain(*arguments: str) -> int:
     return main(["explain", "--server", *arguments])
 
@@ -144,23 +138,6 @@ def h200_info(server_info: Info, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return server_info
 
 
-def test_explain_prints_policy_profile_and_last_decision(serve: Serve, h200_info: Info, capsys: Capture) -> None:
-    url = serve({"/server_info": (200, h200_info)})
-    assert explain(url) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()]
-    assert lines[-4:] == [
-        "route auto, decided by cost",
-        "profile shipped profile h200.json: NVIDIA H200, commit abc, margin 20 %",
-        "borrowed the profile was measured with heads 8/8/128; these are 32/8/128",
-        "last decision packed, predicted 468.7 us packed, 2,613.4 us stock",
-    ]
-    own_state(h200_info)["route"] |= {"policy": "conservative", "profile": None, "last": None}
-    assert explain(url) == 0
-    text = capsys.readouterr().out
-    assert "auto, decided by conservative\n  profile        none\n" in text
-    assert "  last decision  none\n" in text
-
-
 def test_a_profile_that_the_servers_setting_names_is_read_here(
     serve: Serve, h200_info: Info, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -180,25 +157,6 @@ def test_a_profile_that_the_servers_setting_names_is_read_here(
     )
     assert "by the shipped profile" in captured.out
     assert "recording" not in captured.out
-
-
-def test_explain_prints_the_choices_of_each_arm(serve: Serve, h200_info: Info, capsys: Capture) -> None:
-    own_state(h200_info)["route"]["live"] = {
-        "status": "running",
-        "arms": ["batch>=64", "cost"],
-        "running": ["batch>=64", "conservative"],
-        "arm": 1,
-        "would": [{"packed": 3, "stock": 1200}, {"packed": 0, "stock": 7}],
-        "last": [{"route": "packed", "packed_us": None, "stock_us": None}, None],
-    }
-    assert explain(serve({"/server_info": (200, h200_info)})) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    at = next(index for index, line in enumerate(lines) if line.startswith("live test"))
-    assert [" ".join(line.split()) for line in lines[at : at + 3]] == [
-        "live test running, arm B decides",
-        "arm A batch>=64; steps it would choose: packed 3, stock 1,200; last packed, without predicted times",
-        "arm B cost, decided by conservative; steps it would choose: stock 7; last none",
-    ]
 
 
 def test_the_gain_is_over_the_servers_stock_kernel(serve: Serve, h200_info: Info, capsys: Capture) -> None:
@@ -233,16 +191,6 @@ def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, 
     assert "no batch ran packed yet" in capsys.readouterr().out
     assert explain(url, "--rank", "2") == 2
     assert f"--rank 2: {url} reports ranks 0 to 1" in capsys.readouterr().err
-
-
-def test_explain_draws_one_batch_only(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    server_info["internal_states"] *= 2
-    url = serve({"/server_info": (200, server_info)})
-    assert explain(url, "--plot", str(tmp_path / "out.png")) == 2
-    assert "--plot draws one batch and there are 2; choose one with --rank" in capsys.readouterr().err
-    assert explain(url, "--rank", "1", "--plot", str(tmp_path / "out.png")) == 0
-    assert (tmp_path / "out.png").exists()
 
 
 def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> None:

@@ -74,21 +74,3 @@ def test_the_command(
     assert "50% of the possible saving is lost to the spread" in text
     assert main(["explain", "--json", *both]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == 0.5
-
-
-def test_servers_that_do_not_tell_and_options_of_one_server(
-    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = serve({"/server_info": (200, server_info)}), serve({"/server_info": (200, told(server_info))})
-    assert main(["explain", "--server", new, "--server", old]) == 2
-    assert f"{old}: its version of sgl-prefix-attn does not tell the prompts" in capsys.readouterr().err
-    assert main(["explain", "--server", new, "--server", old, "--rank", "0"]) == 2
-    assert "--rank works with one --server" in capsys.readouterr().err
-
-
-def test_idle_servers_say_so(
-    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    urls = [serve({"/server_info": (200, told(server_info))}) for _ in range(2)]
-    assert main(["explain", "--server", urls[0], "--server", urls[1]]) == 0
-    assert "no request runs on any of the engines" in capsys.readouterr().out

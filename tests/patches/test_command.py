@@ -158,14 +158,6 @@ def test_mode_is_kept_and_a_hard_link_into_a_package_cache_is_not_written_throug
     assert stat.S_IMODE((wheel.root / WORKER).stat().st_mode) == 0o640
 
 
-def test_list_gives_versions_reason_and_files(capsys: Capture) -> None:
-    assert main(["patch", "list"]) == 0
-    output = capsys.readouterr().out
-    assert "prepare_schedule_batch: sglang 0.5.14 0.5.15 0.5.15.post1" in output
-    assert "which requests share KV" in output
-    assert WORKER in output
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

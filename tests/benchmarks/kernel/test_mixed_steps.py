@@ -12,16 +12,6 @@ import pytest
 from benchmarks.kernel import mixed_prediction, mixed_steps
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_mixed_steps_are_within_the_ranges_of_the_papers(seed: int) -> None:
-    for step in mixed_steps.draw_mixed(seed, 12):
-        lens, new = step.case.lengths, step.query_lens
-        assert (new[step.num_prefill :] == 1).all()
-        assert 16 <= len(new) - step.num_prefill <= 256
-        assert new[: step.num_prefill].sum() <= 4096
-        assert (lens >= new + step.case.tail_begin).all()
-
-
 def test_verify_steps_are_the_drawn_ones_with_drafts() -> None:
     for step in mixed_steps.draw_verify(1, 20, 8):
         assert (step.query_lens == 8).all()
@@ -46,13 +36,3 @@ def test_the_model_of_fa3_meets_measured_decode_steps(capsys: pytest.CaptureFixt
     found = re.fullmatch(r"214 decode steps: median error ([0-9.]+)%.*\n", capsys.readouterr().out)
     assert found is not None
     assert float(found[1]) < 7
-
-
-def test_predictions_of_mixed_steps() -> None:
-    for step in mixed_steps.draw_mixed(3, 9):
-        times = mixed_prediction.predicted(step, 600e12, 553e12)
-        assert set(times) == set(mixed_prediction.WAYS)
-        assert all(value > step.limit_us for value in times.values())
-        faster = mixed_prediction.predicted(step, 900e12, 553e12)
-        assert faster["packed"] == times["packed"]
-        assert all(faster[way] <= times[way] for way in ("split", "fa3", "fa3_split"))

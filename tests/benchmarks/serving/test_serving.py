@@ -24,16 +24,6 @@ def run_of(label: str, *tokens: list[int], kv: KVReads | None = None, workload: 
     return Run(workload, label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), kv, {})
 
 
-def test_latencies_and_throughput() -> None:
-    figures = run_of("a", [5, 6, 7], [5, 6, 7]).as_json()
-    assert figures["ttft_ms"] == {"p50": 500.0, "p99": 500.0, "mean": 500.0}
-    assert figures["tpot_ms"]["p50"] == pytest.approx(10.0)
-    assert figures["steady_tpot_ms"]["mean"] == pytest.approx(10.0)
-    assert figures["output_tokens_per_second"] == 3.0
-    assert figures["all_tokens_per_second"] == (6 + 8) / 2
-    assert figures["distinct_tokens"] == 3
-
-
 def test_agreement_counts_samples_and_common_beginnings() -> None:
     one, other = run_of("a", [5, 6, 7], [5, 6, 7]), run_of("b", [5, 6, 7], [5, 9, 7])
     assert Agreement.between(one, other) == Agreement(samples=2, identical=1, tokens=6, common_prefix=4)

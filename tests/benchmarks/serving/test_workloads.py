@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
-from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
+from benchmarks.serving.workloads import Sizes, make_requests
 from sgl_prefix_attn.demo.workload import Vocabulary
 
 VOCABULARY = Vocabulary(10, 1000)
 CONTEXT = 8192
-
-
-def test_reinforcement_learning_groups_have_one_prompt_each() -> None:
-    requests = make_requests("rl", Sizes(), VOCABULARY, CONTEXT)
-    assert len({request.prompt for request in requests}) == len(requests) == 64
-    assert {(len(r.prompt), r.samples, r.max_new_tokens, r.arrival_seconds) for r in requests} == {(4096, 16, 256, 0.0)}
 
 
 def test_shared_prefix_groups_share_their_system_prompt_and_nothing_else() -> None:
@@ -25,9 +17,3 @@ def test_shared_prefix_groups_share_their_system_prompt_and_nothing_else() -> No
     assert len({request.prompt[64:] for request in requests}) == 20
     assert {len(request.prompt) for request in requests} == {64 + 128}
     assert [request.name for request in requests] != sorted(request.name for request in requests)
-
-
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_the_seed_decides_all(workload: str) -> None:
-    sizes = Sizes(groups=2, samples=2, requests=5, prompt_tokens=16)
-    assert make_requests(workload, sizes, VOCABULARY, CONTEXT) == make_requests(workload, sizes, VOCABULARY, CONTEXT)

@@ -40,16 +40,6 @@ def test_the_backend_that_packed_is_reported_whichever_came_last() -> None:
     assert batch["seq_lens"] == LENGTHS
 
 
-def test_paths_are_read_whichever_backend_may_pack_them() -> None:
-    """Prefill and decode have backends of their own, and the first may never pack."""
-    fixture = Fixture(PATHS, LENGTHS)
-    second = another(fixture)
-    fixture.backend._layers.never_packed = fallback_reasons.NO_MEMORY
-    assert fixture.state.never_packs("decode") is None
-    second._layers.never_packed = fallback_reasons.NO_MEMORY
-    assert fixture.state.never_packs("decode") == fallback_reasons.NO_MEMORY
-
-
 def test_one_handover_serves_all_backends() -> None:
     fixture = Fixture(PATHS, LENGTHS)
     first = fixture.handover

@@ -13,7 +13,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
@@ -244,22 +243,3 @@ class TestFence:
         stock = fixture.stock.shared_read_ends(ForwardMode.DECODE)
         assert stock is base_attn_backend.SharedReadEnds.IN_REPLAY
         assert fixture.backend.shared_read_ends(ForwardMode.DECODE) is stock
-
-
-def test_state_tells_how_steps_are_routed(routed: Routed) -> None:
-    fixture = routed(BORDER, 4)
-    fixture.graphs.replay()
-    state = process_state(fixture.state)["route"]
-    assert state == {
-        "setting": "auto",
-        "policy": "cost",
-        "profile": "made by hand, commit none",
-        "profile_from": f"setting profile {routed.folder / 'profile.json'}",
-        "borrowed": None,
-        "margin": 0,
-        "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "fa3"},
-        "live": None,
-        "recording": None,
-        "last": {"route": "stock", "packed_us": 27.0, "stock_us": 26.4},
-        "graph_sizes": [4],
-    }
