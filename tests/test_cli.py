@@ -67,17 +67,6 @@ def test_explain_as_json_with_every_machine_option() -> None:
     assert len(numbers["worker_seconds"]) == 32
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
-def test_explain_plans_for_the_tiles_that_the_models_heads_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def tiles(*options: str) -> list[int]:
-        assert main(["explain", "--tree", "256/64", "--device", name, "--json", *options]) == 0
-        return json.loads(capsys.readouterr().out)["device"]["tile_rows"]
-
-    assert tiles("--heads", "64/8") == [8, 32, 64, 128]
-    assert tiles("--heads", "64/4") == [16, 32, 64, 128]
-    assert tiles("--heads", "64/8", "--head-dim", "256") == [32, 64]
-
-
 def test_explain_a_trace_window(tmp_path: Path) -> None:
     row = '{"timestamp": 0, "input_length": 600, "output_length": 8, "hash_ids": [1, %d]}\n'
     (tmp_path / "trace.jsonl").write_text("".join(row % n for n in range(4)))

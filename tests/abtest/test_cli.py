@@ -11,20 +11,14 @@ from sgl_prefix_attn.__main__ import main
 RESULTS = str(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_attention.json")
 
 
-def test_steps_prints_a_row_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["abtest", "steps", RESULTS, "packed", "stock", "conservative", "shipped@5", "--stock", "fa3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["policy", "steps", "packed", "wrong", "regret", "mean", "worst", "worst", "against",
-                                "stock", "gain", "behind"]  # fmt: skip
-    assert [line.split()[0] for line in lines[2:6]] == ["packed", "stock", "conservative", "shipped@5"]
-    steps, packed = lines[2].split()[1:3]
+def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ["packed", "conservative", "shipped@5"]
+    assert main(["abtest", "steps", RESULTS, *policies, "--stock", "fa3", "--families"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    families = ["pat", "fasttree", "random", "rl", "agents", "chat", "none"]
+    assert [row[0] for row in rows] == [name for policy in policies for name in (policy, *families)]
+    steps, packed = rows[0][1:3]
     assert steps == packed
-
-
-def test_steps_by_families(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["abtest", "steps", RESULTS, "shipped", "--families"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
-    assert names == ["shipped", "pat", "fasttree", "random", "rl", "agents", "chat", "none"]
 
 
 @pytest.mark.parametrize(

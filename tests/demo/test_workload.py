@@ -10,7 +10,6 @@ from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.demo.workload import (
     Vocabulary,
     diverging_group,
-    three_level_prompts,
     trace_requests,
 )
 from sgl_prefix_attn.trace import TraceRow, read_trace
@@ -68,15 +67,3 @@ def test_a_diverging_group_has_one_prompt_and_a_bias_of_its_own_for_each_sample(
     assert requests == diverging_group(VOCABULARY, 100, 8, samples=5)
     bias = requests[0].body()["sampling_params"]["logit_bias"]
     assert sorted(map(int, bias)) == list(range(10, 1024))
-
-
-def test_three_level_prompts_share_two_levels() -> None:
-    requests = three_level_prompts(VOCABULARY, 8, level_tokens=(50, 30, 20), fan_out=(3, 4))
-    assert len(requests) == 12
-    assert {len(request.prompt) for request in requests} == {100}
-    shared = {
-        (a.name.split("-")[1] == b.name.split("-")[1]): common(a.prompt, b.prompt)
-        for a, b in itertools.combinations(requests, 2)
-    }
-    assert 50 <= shared[False] <= 52
-    assert 80 <= shared[True] <= 82

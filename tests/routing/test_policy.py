@@ -28,22 +28,6 @@ LLAMA_8B = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 STEP = StepFeatures(8, 8000, 8000, 0, 0, 0, 1000, 1000)
 
 
-def policy(packed_us: float, margin: float = 0.1) -> CostPolicy:
-    """Packed takes `packed_us`, the stock backend 100 us."""
-    return CostPolicy(
-        CostModel("packed", {"launch": packed_us}), CostModel("stock", {"launch": 100.0}), LLAMA_8B, margin
-    )
-
-
-class TestMargin:
-    def test_a_step_runs_packed_if_that_is_faster_by_the_margin(self) -> None:
-        assert policy(90.0).decide(STEP).route is Route.PACKED
-
-    def test_but_it_is_for_steps_that_run_packed_already(self) -> None:
-        assert policy(95.0).decide(STEP, before=Route.PACKED).route is Route.PACKED
-        assert policy(101.0).decide(STEP, before=Route.PACKED).route is Route.STOCK
-
-
 class TestShippedProfile:
     """On an H200 with Llama-3-8B's heads."""
 

@@ -57,12 +57,6 @@ class TestEligibility:
         assert not switch.get()
         assert f"{versions.GLUE_VARIABLE} is switched off" in caplog.text
 
-    @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (256, 64)])
-    def test_plans_have_the_tiles_that_the_kernels_have_for_the_head_size(self, head_dim: int, widest: int) -> None:
-        fixture = decode(head_dim=head_dim)
-        fixture.backend._layers.scan_model()
-        assert [planner.device.tile_rows[-1] for planner in fixture.executor.planners] == [widest]
-
     def test_a_model_of_such_layers_only_has_stock_graphs(self) -> None:
         fixture = decode(head_dim=32, graphs=4)
         with fixture.handover.handed_over(fixture.handed):

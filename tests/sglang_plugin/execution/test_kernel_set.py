@@ -8,10 +8,6 @@ import pytest
 import torch
 
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.gpu_fixture import (
-    host_kernels,
-)
 
 
 def choose(setting: Any) -> Any:
@@ -49,8 +45,3 @@ class TestKernels:
         assert kernel_set.choose_kernels("auto", torch.device("xpu")) == (
             "there are no packed kernels for the device xpu"
         )
-
-    def test_rows_that_are_not_whole_words(self) -> None:
-        cache = torch.zeros(8, 2, 65, dtype=torch.bfloat16)[:, :, :64]
-        assert host_kernels().unsupported_reason(64, cache) == fallback_reasons.KV_LAYOUT
-        assert host_kernels().unsupported_reason(64, cache.contiguous()) is None
