@@ -22,8 +22,8 @@ from sgl_prefix_attn.core.planner import ModelShape  # noqa: E402
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan  # noqa: E402
 from sgl_prefix_attn.settings import Settings  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.backend import live_address, live_commands  # noqa: E402
-from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters  # noqa: E402
+from tests.support.schedulers import TokenizerManager, step_router  # noqa: E402
 
 ABTEST, RECORD = live_address.PATHS
 PLAN = {"arms": ["packed", "stock"], "block_steps": 8, "warmup_steps": 2, "pairs": 4, "lease_steps": 16}
@@ -35,14 +35,13 @@ class Copy:
     def __init__(
         self, *, ready: bool = True, graphs: bool = False, route: str = "auto", live: bool = True, drafts: int = 1
     ) -> None:
-        planners = [SimpleNamespace(shape=ModelShape(4, 2, 64, kv_bytes=4))] if ready else []
-        executor: Any = SimpleNamespace(kernels="cpu", planners=planners, runs_in_graphs=graphs, drafts=drafts)
-        settings = Settings(metrics=False, route=route, live_tests=live)
-        self.counters = Counters()
-        self.router = StepRouter(settings, self.counters, executor, "torch_native", SimpleNamespace())
+        shape, self.counters = ModelShape(4, 2, 64, kv_bytes=4) if ready else None, Counters()
+        self.router = step_router(
+            shape, "torch_native", kernels="cpu", drafts=drafts, graphs=graphs, counters=self.counters, route=route
+        )
         layers = SimpleNamespace(summary=lambda: {"packed": 2, "stock": {}})
         record = SimpleNamespace(router=self.router, layers=layers)
-        self.state: Any = SimpleNamespace(settings=settings, reported=lambda: record)
+        self.state: Any = SimpleNamespace(settings=Settings(live_tests=live), reported=lambda: record)
 
     def decode(self, steps: int) -> list[int | None]:
         """The arm of each of some decode steps."""
@@ -58,26 +57,15 @@ class Copy:
         return arms
 
 
-class Manager:
-    """What the addresses use of SGLang's tokenizer manager."""
-
-    def __init__(self, *copies: Copy) -> None:
-        self.copies = copies
-
-    def auto_create_handle_loop(self) -> None:
-        pass
-
-    async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
+    def answers(request: Any) -> list[dict[str, Any]]:
         command = live_commands.command_of(request)
         assert command is not None
-        answers = [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in self.copies]
-        return [SimpleNamespace(internal_state=answer) for answer in answers]
+        return [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in copies]
 
-
-def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
     app = fastapi.FastAPI()
     for path, what in live_address.PATHS.items():
-        live_address.add_routes(app, lambda: Manager(*copies), path, what)
+        live_address.add_routes(app, lambda: TokenizerManager(answers), path, what)
     if admin_key is not None:
         add_api_key_middleware(app, api_key=None, admin_api_key=admin_key)
     return TestClient(app)
@@ -170,9 +158,6 @@ def test_the_addresses_follow_the_admin_key(path: str, method: str) -> None:
 
 
 def test_schedulers_that_run_nothing_packed_refuse() -> None:
-    class Silent(Manager):
-        async def get_internal_state_communicator(self, request: Any) -> list[Any]:
-            return [SimpleNamespace(internal_state={})]
-
-    (found,) = asyncio.run(live_address.carried_out(Silent(), live_commands.TEST, live_commands.READ))
+    silent = TokenizerManager(lambda request: [{}])
+    (found,) = asyncio.run(live_address.carried_out(silent, live_commands.TEST, live_commands.READ))
     assert found["error"]["message"] == "the schedulers run no packed steps"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,8 @@ from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, parse_profile
-from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
-from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+from tests.support.schedulers import step_router
 
 SHAPE = ModelShape(32, 8, 128)
 TRUE = {
@@ -74,9 +71,7 @@ def test_more_rows_never_cost_less(kind: Kind) -> None:
 
 
 def routed(profile: Path | None, drafts: int, shared: int, requests: int = 32) -> tuple[Route, float | None]:
-    executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=SHAPE)], drafts=drafts)
-    settings = Settings(metrics=False, route_profile=None if profile is None else str(profile))
-    router = StepRouter(settings, Counters(), executor, "fa3", SimpleNamespace())
+    router = step_router(SHAPE, drafts=drafts, route_profile=None if profile is None else str(profile))
     forest = PrefixForest.from_paths([[(1, 0, shared)] if shared else []] * requests)
     new = np.full(requests, drafts, dtype=np.int64)
     step = StepPaths(forest, "verify", requests, requests, new)

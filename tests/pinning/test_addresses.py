@@ -17,22 +17,21 @@ from fastapi.testclient import TestClient  # noqa: E402
 
 from sgl_prefix_attn.sglang_plugin.pinning import client as pinning_client  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.pinning import commands  # noqa: E402
+from tests.support.schedulers import TokenizerManager  # noqa: E402
 
 
-class Manager:
-    """What the addresses use of SGLang's tokenizer manager."""
+class Manager(TokenizerManager):
+    """Gives these answers to the first command, then `later`; keeps the commands."""
 
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = answers
+    def __init__(self, *answers: dict[str, Any], later: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(self._answer)
+        self.first, self.later = list(answers), later
         self.commands: list[dict[str, Any]] = []
         self.tokenizer: Any = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
 
-    def auto_create_handle_loop(self) -> None:
-        pass
-
-    async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+    def _answer(self, request: Any) -> list[dict[str, Any]]:
         self.commands.append(json.loads(request.rid.removeprefix(commands.ID_PREFIX)))
-        return [SimpleNamespace(internal_state=answer) for answer in self.answers]
+        return self.first if self.later is None or len(self.commands) == 1 else self.later
 
 
 def client(manager: Manager) -> TestClient:
@@ -69,14 +68,8 @@ def test_what_all_schedulers_refuse_is_refused() -> None:
     ids=["and is released", "and cannot be released"],
 )
 def test_a_pin_that_one_copy_refuses_is_pinned_on_none(released: list[dict[str, Any]], then: str) -> None:
-    class Copies(Manager):
-        async def get_internal_state_communicator(self, request: Any) -> list[Any]:
-            result = await super().get_internal_state_communicator(request)
-            self.answers = tuple(released)
-            return result
-
     refusal = answer(error={"kind": "budget", "message": "too much"}, data_parallel_rank=3)
-    manager = Copies(refusal, answer(pin={"id": 77}, data_parallel_rank=2))
+    manager = Manager(refusal, answer(pin={"id": 77}, data_parallel_rank=2), later=released)
     response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
     assert response.status_code == 409
     error = response.json()["error"]

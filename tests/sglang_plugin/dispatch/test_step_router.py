@@ -19,8 +19,8 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import rank_profiles
 from sgl_prefix_attn.sglang_plugin.dispatch import live_policy
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
-from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.routing.profiles import write_profile
+from tests.support.schedulers import step_router
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,7 @@ def test_the_profile_is_of_the_servers_kv(
     stock_name: str, kv_bytes: int, profile_of: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    planner = SimpleNamespace(shape=ModelShape(32, 8, 128, kv_bytes=kv_bytes))
-    executor: Any = SimpleNamespace(kernels="native", planners=[planner])
-    routes = StepRouter(Settings(metrics=False), Counters(), executor, stock_name, SimpleNamespace())
+    routes = step_router(ModelShape(32, 8, 128, kv_bytes=kv_bytes), stock_name)
     assert routes.may_change("decode")
     expected = shipped_profile(profile_of)
     assert routes.state()["profile"] == f"{expected.machine}, commit {expected.commit}"
@@ -45,9 +43,7 @@ def test_the_profile_is_of_the_servers_kv(
 @pytest.mark.parametrize("set_by_user", [None, 0, 37])
 def test_the_margin_is_the_profiles_unless_set(set_by_user: int | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    executor: Any = SimpleNamespace(kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, 8, 128))])
-    settings = Settings(metrics=False, route_margin=set_by_user)
-    assert StepRouter(settings, Counters(), executor, "flashinfer", SimpleNamespace()).may_change("decode")
+    assert step_router(ModelShape(32, 8, 128), "flashinfer", route_margin=set_by_user).may_change("decode")
     expected = shipped_profile().margin("native", "flashinfer_tc") if set_by_user is None else set_by_user
     assert f"margin {expected} %" in caplog.text
 
@@ -62,11 +58,7 @@ class TestWithoutAProfileForTheGpu:
 
     @staticmethod
     def routed(requests: int, shared: int, own: int, kv_heads: int = 8, **settings: Any) -> tuple[Route, StepRouter]:
-        executor: Any = SimpleNamespace(
-            kernels="native", planners=[SimpleNamespace(shape=ModelShape(32, kv_heads, 128))]
-        )
-        stock = SimpleNamespace()
-        routes = StepRouter(Settings(metrics=False, **settings), Counters(), executor, "flashinfer", stock)
+        routes = step_router(ModelShape(32, kv_heads, 128), "flashinfer", **settings)
         assert routes.may_change("decode")
         paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, shared)]] * requests))
         return routes.decide(paths, np.full(requests, shared + own, dtype=np.int64)), routes
@@ -124,8 +116,7 @@ class TestWithoutAProfileForTheGpu:
     [("auto", 1, Route.PACKED), ("batch>=2", 1, Route.STOCK), ("cost and batch>=2", 2, Route.PACKED)],
 )
 def test_on_a_cpu_without_a_profile_cost_is_no_condition(route: str, requests: int, expected: Route) -> None:
-    executor: Any = SimpleNamespace(kernels="cpu", planners=[SimpleNamespace(shape=ModelShape(4, 2, 16, kv_bytes=4))])
-    routes = StepRouter(Settings(metrics=False, route=route), Counters(), executor, "torch_native", SimpleNamespace())
+    routes = step_router(ModelShape(4, 2, 16, kv_bytes=4), "torch_native", kernels="cpu", route=route)
     assert routes.may_change("decode") == (route != "auto")
     paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * requests))
     assert routes.decide(paths, np.full(requests, 9, dtype=np.int64)) is expected

@@ -1,0 +1,42 @@
+"""Stand-ins for parts of a scheduler process: its router of steps, and what HTTP addresses ask of all schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+
+def step_router(
+    shape: ModelShape | None,
+    stock: str = "fa3",
+    *,
+    kernels: str = "native",
+    drafts: int = 1,
+    graphs: bool = False,
+    counters: Counters | None = None,
+    **settings: Any,
+) -> StepRouter:
+    """The router of a server. shape: None before the first decode step. graphs: whether steps run in graphs."""
+    planners = [] if shape is None else [SimpleNamespace(shape=shape)]
+    executor: Any = SimpleNamespace(kernels=kernels, planners=planners, runs_in_graphs=graphs, drafts=drafts)
+    settings = {"metrics": False, **settings}
+    return StepRouter(Settings(**settings), counters or Counters(), executor, stock, SimpleNamespace())
+
+
+class TokenizerManager:
+    """What HTTP addresses use of SGLang's tokenizer manager. `answers` gives each scheduler's state for a request."""
+
+    def __init__(self, answers: Callable[[Any], list[dict[str, Any]]]) -> None:
+        self._answers = answers
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, request: Any) -> list[Any]:
+        return [SimpleNamespace(internal_state=state) for state in self._answers(request)]
