@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -186,7 +187,9 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
     last = int64_array([*range(depth), depth - 1])
     forest, planner = mirror.forest(last, last + 1), Planner(SHAPES[1], DEVICES[2])
     if planned:
+        start = time.process_time()
         assert planner.plan(forest, last + 4).num_queries == depth + 1
+        assert time.process_time() - start < 0.05, "a pack joins a few nodes of a path; 0.15 s if it could join all"
     else:
         with pytest.raises(PlanError, match=f"the forest is {depth} nodes deep; the planner supports 4096"):
             planner.plan(forest, last + 4)
