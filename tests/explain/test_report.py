@@ -183,3 +183,8 @@ def test_picture(plot: ModuleType, tmp_path: Path, name: str, magic: bytes, tree
     content = (tmp_path / name).read_bytes()
     assert content.startswith(magic)
     assert len(content) > 4_000
+
+
+def test_picture_in_a_folder_that_is_not_there(plot: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        plot.draw(explained("1,2/64,16"), str(tmp_path / "none/a.png"))

@@ -94,6 +94,12 @@ def test_nobody_answers() -> None:
     assert failure("http://127.0.0.1:9").startswith("/server_info: no answer: ")
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
+def test_unusable_address(url: str) -> None:
+    with pytest.raises(InputError, match=f"server {url!r}: expected http://HOST:PORT"):
+        read_states(url)
+
+
 def explain(*arguments: str) -> int:
     return main(["explain", "--server", *arguments])
 
@@ -191,6 +197,16 @@ def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, 
     assert "no batch ran packed yet" in capsys.readouterr().out
     assert explain(url, "--rank", "2") == 2
     assert f"--rank 2: {url} reports ranks 0 to 1" in capsys.readouterr().err
+
+
+def test_explain_draws_one_batch_only(serve: Serve, server_info: Info, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    server_info["internal_states"] *= 2
+    url = serve({"/server_info": (200, server_info)})
+    assert explain(url, "--plot", str(tmp_path / "out.png")) == 2
+    assert "--plot draws one batch and there are 2; choose one with --rank" in capsys.readouterr().err
+    assert explain(url, "--rank", "1", "--plot", str(tmp_path / "out.png")) == 0
+    assert (tmp_path / "out.png").exists()
 
 
 def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> None:

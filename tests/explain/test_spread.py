@@ -74,3 +74,16 @@ def test_the_command(
     assert "50% of the possible saving is lost to the spread" in text
     assert main(["explain", "--json", *both]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == 0.5
+
+
+def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(
+    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, idle = serve({"/server_info": (200, server_info)}), serve({"/server_info": (200, told(server_info))})
+    assert main(["explain", "--server", idle, "--server", old]) == 2
+    assert f"{old}: its version of sgl-prefix-attn does not tell the prompts" in capsys.readouterr().err
+    assert main(["explain", "--server", idle, "--server", idle, "--rank", "0"]) == 2
+    assert "--rank works with one --server" in capsys.readouterr().err
+    other = serve({"/server_info": (200, told(server_info))})
+    assert main(["explain", "--server", idle, "--server", other]) == 0
+    assert "no request runs on any of the engines" in capsys.readouterr().out
