@@ -105,6 +105,19 @@ class TestVerifySteps:
                     ours[tokens], expected.transpose(0, 1).reshape(drafts, -1), rtol=2e-5, atol=2e-5
                 )
 
+    def test_window_layers_of_a_tree_go_to_the_stock_backend(self) -> None:
+        """Positions of a tree are not those of its slots."""
+        fixture, _ = self.step()
+        mask = tree_masks(torch.ones(3, 3, dtype=torch.bool).tril(), fixture.seq_lens, of_gpu=False)
+        vars(fixture.batch.spec_info).update(topk=2, custom_mask=mask)
+        fixture.prepare()
+        layer, step = fixture.layers[0], fixture.backend.decision.step
+        assert step is not None
+        q, _, _ = fixture.qkv(layer)
+        assert step.unsupported_call(q, layer, {}) is None
+        layer.sliding_window_size = 7
+        assert step.unsupported_call(q, layer, {}) == fallback_reasons.SPECULATIVE_TREE
+
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [({"pack_decode": False}, {fallback_reasons.DISABLED: 1}), ({"route": "stock"}, {})],

@@ -56,6 +56,15 @@ class TestDecodeGraphs:
         assert_same(out, [rows[:2] for rows in fixture.run_stock()])
         assert fixture.device_step.loads[-1].num_requests == 2
 
+    def test_buffers_of_an_eager_step_are_replaced_by_those_of_graphs(self) -> None:
+        fixture = decode()
+        fixture.run()
+        fixture.graphs = DecodeGraphs(fixture, 8)
+        fixture.graphs.capture(8)
+        assert_same(fixture.graphs.replay(), fixture.run_stock())
+        assert len(fixture.steps) == 2
+        assert fixture.device_step.limits.queries >= 8
+
     def test_growing_tails_keep_the_plan(self) -> None:
         fixture = graphs(4)
         for _ in range(2 * STEPS_BETWEEN_PLANS):

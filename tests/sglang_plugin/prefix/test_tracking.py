@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -170,18 +171,40 @@ class TestKnownSituations:
         assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
 
 
+def two_that_decode() -> SmallScheduler:
+    scheduler = SmallScheduler("objects")
+    for last in (2, 3):
+        request = scheduler.request([1] * 50 + [last])
+        scheduler.match(request)
+        scheduler.prefill_done(request)
+        scheduler.running.append(request)
+    scheduler.decode()
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"forward_mode": ForwardMode.IDLE}, fallback_reasons.IDLE),
+        ({"forward_mode": ForwardMode.SPLIT_PREFILL}, fallback_reasons.MODE),
+        ({"seq_lens": torch.ones(4)}, fallback_reasons.BEAM_ROWS),
+        ({"encoder_lens": [5, 5]}, fallback_reasons.ENCODER_DECODER),
+        ({"seq_lens_cpu": None}, fallback_reasons.NO_HOST_LENGTHS),
+        ({"forward_mode": ForwardMode.EXTEND, "prefix_lens": torch.ones(2)}, fallback_reasons.NO_HOST_LENGTHS),
+    ],
+    ids=["idle", "mode", "beams", "encoder", "decode lengths", "prefill lengths"],
+)
+def test_batches_that_have_no_paths(changes: dict[str, Any], reason: str) -> None:
+    batch = two_that_decode().decode_batch()
+    vars(batch).update(changes)
+    assert BatchTracker().step(batch) == reason
+
+
 class TestSpeculation:
     """Batches of a server with speculative decoding."""
 
     def start(self) -> tuple[SmallScheduler, BatchTracker]:
-        scheduler = SmallScheduler("objects")
-        for last in (2, 3):
-            request = scheduler.request([1] * 50 + [last])
-            scheduler.match(request)
-            scheduler.prefill_done(request)
-            scheduler.running.append(request)
-        scheduler.decode()
-        return scheduler, BatchTracker()
+        return two_that_decode(), BatchTracker()
 
     def test_steady_drafts_return_the_same_object(self) -> None:
         scheduler, tracker = self.start()

@@ -1,0 +1,50 @@
+"""`python -m sgl_prefix_attn demo` without servers: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.demo import cli
+from sgl_prefix_attn.demo.client import Answer, Sample
+from sgl_prefix_attn.demo.comparison import KVReads, Measurement
+from sgl_prefix_attn.demo.server import ServerOptions
+from sgl_prefix_attn.demo.workload import Request
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_status_says_whether_all_tokens_are_identical(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def served(options: ServerOptions, workloads: list[tuple[str, list[Request]]]) -> list[Measurement]:
+        ours = options.backend == "prefixpack"
+        sample = Sample("id", [1, 2 if same or not ours else 3], 0, 0, "length", first=0.1, last=0.2)
+        kv, fallbacks = (KVReads(3, 4, 2), {"idle": 2}) if ours else (None, {})
+        return [
+            Measurement(str(options.backend), tuple(Answer(one, (sample,)) for one in requests), 1.0, kv, fallbacks)
+            for _, requests in workloads
+        ]
+
+    monkeypatch.setattr(cli, "_serve_all", served)
+    out = tmp_path / "demo.json"
+    assert main(["demo", "--requests", "5", "--samples", "3", "--json", str(out)]) == (0 if same else 1)
+    assert "steps that fell back to torch_native: idle 8" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["comparisons"]
+    assert [row["tokens_identical"] == row["tokens"] for row in rows] == [same] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--requests", "0"], "--requests 0: at least 1"),
+        (["--model", "/nowhere", "--device", "cpu"], "--model /nowhere: "),
+        (["--speed", "0"], "speed"),
+        (["--trace", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *words]) == 2
+    assert message in capsys.readouterr().err
