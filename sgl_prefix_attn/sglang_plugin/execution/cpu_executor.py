@@ -83,6 +83,7 @@ class CpuExecutor:
         if step.drafts:
             if step.trees:
                 self._visible = visible_words(step.draft_mask, self._seq_lens, step.drafts)
+                step.draft_mask = None
             self._seq_lens = self._seq_lens + step.drafts
 
     def memory_resumed(self) -> None:

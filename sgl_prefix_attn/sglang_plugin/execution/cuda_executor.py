@@ -245,6 +245,7 @@ class CudaExecutor:
             seq_lens, visible = self._tables_of(seq_lens.device).fill(
                 seq_lens, len(step.host_lens), step.drafts, trees=step.trees, mask=step.draft_mask
             )
+            step.draft_mask = None
         table = self._req_to_token_pool.req_to_token
         for state, plan in zip(self._shapes, step.plans, strict=True):
             if state.loaded is not plan:

@@ -35,7 +35,8 @@ class PackedStep:
         plans: one for each shape index.
         drafts: of each request in a verify step; 0 in others.
         trees: whether the drafts are trees.
-        draft_mask: SGLang's mask of trees of drafts.
+        draft_mask: SGLang's mask of trees of drafts; None once the executor has read it. The step may outlive the
+            forward, and the mask has a row over the whole KV for each draft.
         in_graph: whether a captured graph runs the layers.
         may_be_padded: whether q may have more rows than the step. A prefill graph runs attention between its pieces
             on padded rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -88,6 +89,9 @@ class TestVerifySteps:
         fixture.verify(topk=2, custom_mask=tree_masks(mask, fixture.seq_lens, of_gpu=of_gpu))
         packed = fixture.run()
         assert fixture.fallbacks == {}
+        held = weakref.ref(fixture.batch.spec_info.custom_mask)
+        fixture.batch.spec_info.custom_mask = None
+        assert held() is None, "the step keeps SGLang's mask"
         for ours, layer in zip(packed, fixture.layers, strict=True):
             q, _, _ = fixture.qkv(layer)
             for request, length in enumerate(lengths):

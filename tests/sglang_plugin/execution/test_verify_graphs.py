@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,16 @@ def test_an_eager_step(trees: bool, gpu: bool) -> None:
     assert_same(fixture.run(), fixture.expected())
     assert fixture.fallbacks == {}
     assert fixture.state.counters.steps_packed["verify"] == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("sizes", [(), (4,)], ids=["eager", "graph"])
+def test_the_mask_of_trees_ends_with_the_step(sizes: tuple[int, ...], gpu: bool) -> None:
+    fixture = Verify(4, *sizes, trees=True, gpu=gpu)
+    assert_same(fixture.graphs.replay() if sizes else fixture.run(), fixture.expected())
+    mask = weakref.ref(fixture.batch.spec_info.custom_mask)
+    fixture.batch.spec_info.custom_mask = None
+    assert mask() is None
 
 
 @DEVICES
