@@ -1,4 +1,4 @@
-"""Host time that prefixpack adds to a step of a server whose speculation it refuses, in process, without a GPU.
+"""Host time that prefixpack adds to a step of a server that never runs packed, in process, without a GPU.
 
     OMP_NUM_THREADS=1 python benchmarks/serving/refused_cost.py --out benchmarks/results/refused_cost.json
 
@@ -8,8 +8,10 @@ hook machinery as on a server. A step is the target's batch, with metadata for i
 model. With and without the plug-in run in turn; the difference of each pair counts. `layer` is one call of a layer
 outside graphs.
 
-    named     --attention-backend prefixpack, pack_verify off
+    named     --attention-backend prefixpack, speculation, pack_verify off
     wrapped   wrap mode: SGLang keeps the stock backend's own object
+    layers    --attention-backend prefixpack on a CPU, a model with unsupported layers only; 32 requests decode
+    hidden    the same, of a model whose modules do not show its layers: they are known after the first step
 """
 
 from __future__ import annotations
@@ -39,9 +41,12 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import factory, hook_table
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from tests.sglang_plugin.execution.test_verify_graphs import Verify
+from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels
+from tests.support.small_scheduler import SmallScheduler
 
 DRAFTS = 4
+REQUESTS, SHARED_PROMPT = 32, 200
 STEPS = 200  # of a window: short, so that other processes interrupt few of them
 
 
@@ -51,6 +56,9 @@ class Stock:
     needs_cpu_seq_lens = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        pass
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
         pass
 
     def forward(self, q: Any = None, k: Any = None, v: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +97,7 @@ class Server:
         )  # fmt: skip
         self.layer, self.q = fixture.layers[0], fixture.qkv(fixture.layers[0])[0]
         forward, self.step, self.call_layer = (
-            copied(method, self) for method in (Server._forward, Server._step, Server._call_layer)
+            copied(method, self) for method in (type(self)._forward, type(self)._step, type(self)._call_layer)
         )
         functions: dict[str, Callable[..., Any]] = {"init_new": init_new, "forward": forward}
         for hook in hooks:
@@ -116,6 +124,35 @@ class Server:
         self.backend.forward(self.q, None, None, self.layer, self.view, save_kv_cache=False)
 
 
+class DecodingServer(Server):
+    """As `Server`, without graphs and speculation."""
+
+    def __init__(self, fixture: Fixture, backend: Any, hooks: tuple[Any, ...]) -> None:
+        super().__init__(fixture, backend, hooks)  # type: ignore[arg-type]
+        scheduler = SmallScheduler("objects", rows=REQUESTS + 1)
+        for number in range(REQUESTS):
+            request = scheduler.request([*range(SHARED_PROMPT), 1000 + number])
+            scheduler.match(request)
+            scheduler.prefill_done(request)
+            scheduler.running.append(request)
+        scheduler.decode()
+        self.batch: Any = scheduler.decode_batch()
+        self.view = SimpleNamespace(**vars(fixture.batch))
+        self.view.batch_size, self.view.req_pool_indices = REQUESTS, self.batch.req_pool_indices
+        self.view.seq_lens = self.view.seq_lens_cpu = self.lens = self.batch.seq_lens_cpu
+        self.batch.made = self.view
+        for _ in range(3):
+            self.step()
+            self.call_layer()
+
+    def _forward(self, runner: Any, forward_batch: Any) -> None:
+        self.backend.init_forward_metadata(self.view)
+
+    def _step(self) -> None:
+        self.lens += 1
+        self.forward(self.target, self.init_new(self.batch, self.target))
+
+
 def seconds(call: Callable[[], None]) -> float:
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -138,11 +175,14 @@ def added(ours: Callable[[], None], stock: Callable[[], None], rounds: int) -> d
     }
 
 
-def build(mode: str) -> tuple[Any, list[Any], Verify]:
+def build(mode: str) -> tuple[Any, list[Any], Any]:
     """The backend of a refused server, the hooks that it asks for, and the fixture of its batch."""
-    fixture = Verify(DRAFTS)
+    fixture = Verify(DRAFTS) if mode in ("named", "wrapped") else Fixture([[]], [9], head_dim=24)
     runner, stock = fixture.runner, FlashAttentionBackend()
-    runner.device = "cuda"
+    if mode in ("named", "wrapped"):
+        runner.device = "cuda"
+    if mode == "hidden":
+        runner.model = None
     settings = Settings(metrics=False, wrap=mode == "wrapped", route="packed")
     plugin_state.reset()
     asked: list[Any] = []
@@ -162,7 +202,8 @@ def build(mode: str) -> tuple[Any, list[Any], Verify]:
 
 def measure(mode: str, rounds: int) -> dict[str, Any]:
     backend, hooks, fixture = build(mode)
-    ours, stock = Server(fixture, backend, tuple(hooks)), Server(fixture, FlashAttentionBackend(), ())
+    kind = Server if mode in ("named", "wrapped") else DecodingServer
+    ours, stock = kind(fixture, backend, tuple(hooks)), kind(fixture, FlashAttentionBackend(), ())
     result: dict[str, Any] = {
         "hooks": len([hook for hook in hooks if hook in hooks_of_steps()]),
         "needs_cpu_seq_lens": backend.needs_cpu_seq_lens,
@@ -191,7 +232,7 @@ def main() -> int:
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
         "steps_a_round": STEPS, "rounds": args.rounds,
     }  # fmt: skip
-    for mode in ("named", "wrapped"):
+    for mode in ("named", "wrapped", "layers", "hidden"):
         results[mode] = measure(mode, args.rounds)
         print(mode, json.dumps(results[mode]))
     if args.out:

@@ -41,12 +41,17 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
     executor = eligibility.make_executor(runner, settings)
+    if not isinstance(executor, str):
+        executor = eligibility.unsupported_model(runner, name, executor) or executor
     state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
     log_missing(missing, version)
     stock = build_stock(runner, name)
     if set(missing) & set(hook_table.handover_hooks(state.handover_hooks)):
         executor = fallback_reasons.HOOKS_MISSING
     if isinstance(executor, str):
+        why = fallback_reasons.EXPLANATIONS[executor]
+        level = logging.INFO if executor in _EXPECTED else logging.WARNING
+        logger.log(level, "prefixpack: all steps of this backend run on the stock backend: %s", why)
         return StockOnlyBackend(runner, stock, state, executor)
     backend = PrefixPackBackend(runner, stock, state, executor)
     hook_verify_steps(runner, backend, state)

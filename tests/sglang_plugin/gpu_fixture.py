@@ -139,7 +139,7 @@ class GraphStock(CountingStock):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.recording is None:
             return super().forward(*args, **kwargs)
-        out = torch.empty_like(kwargs["q"])
+        out = torch.empty_like(args[0] if args else kwargs["q"])
         self.recording.append(lambda: out.copy_(super(GraphStock, self).forward(*args, **kwargs)))
         return out
 

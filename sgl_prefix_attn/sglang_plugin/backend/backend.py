@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sgl_prefix_attn.sglang_plugin.backend.bypass import bypass
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat import versions
@@ -112,6 +113,16 @@ class PrefixPackBackend(AttentionBackend):
         reads = self._planner.packs_some_steps and not self._reads_bounds
         return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
+    def stop_packing(self, reason: str) -> None:
+        """From now on, SGLang's calls reach the stock backend at once. Valid if no step will run packed.
+
+        Args:
+            reason: why not, a key of `fallback_reasons.EXPLANATIONS`.
+        """
+        self.decision = STOCK
+        step_done = None if self._state.exporter is None else self._state.step_done
+        bypass(self, self.stock, self._counters, reason, step_done)
+
     # Metadata -------------------------------------------------------------------------------------------------------
 
     def prepare_schedule_batch(self, batch: Any) -> None:
@@ -148,6 +159,8 @@ class PrefixPackBackend(AttentionBackend):
         self._counters.host_seconds += time.perf_counter() - start
         if self._state.exporter is not None:
             self._state.step_done()
+        if decision.reason is not None and decision.reason == self._layers.never_packed:
+            self._state.stop_if_nothing_packs()
 
     def _needs_stock_metadata(self) -> bool:
         return self.decision.step is None or self._layers.has_stock_layers

@@ -16,7 +16,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
-from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
+from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry, common_reason
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
@@ -122,7 +122,23 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
     if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
-    return _unsupported_model(runner, name, executor)
+    return unsupported_model(runner, name, executor)
+
+
+def unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
+    """The reason why no layer of a model runs packed, None if one may or if the model does not show its layers.
+
+    Allocates no device memory.
+
+    Args:
+        runner: SGLang's ModelRunner, with its model and KV pool.
+        name: the stock backend's name.
+        executor: of the runner.
+    """
+    registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
+    return common_reason(
+        {registry.unsupported_reason(layer) for layer in attention_layers(getattr(runner, "model", None))}
+    )
 
 
 def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
@@ -147,10 +163,3 @@ def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
     if prefill == decode or name not in (prefill, decode):
         return MODES
     return tuple(mode for mode in MODES if (mode in _PREFILL_MODES) == (name == prefill))
-
-
-def _unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
-    """The reason why no layer of the model runs packed, None if one may or if the model does not show its layers."""
-    registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
-    reasons = [registry.unsupported_reason(layer) for layer in attention_layers(getattr(runner, "model", None))]
-    return reasons[0] if reasons and None not in reasons else None

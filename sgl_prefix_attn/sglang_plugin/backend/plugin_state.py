@@ -87,6 +87,8 @@ class PluginState:
         self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
             self.handover.leave_out(self.never_packs)
+            if record.planner.never_packed is None:
+                self.handover_hooks.active = self.handover
 
     def never_packs(self, mode: Mode) -> str | None:
         """The reason why no backend packs steps of a kind, None if one may."""
@@ -99,6 +101,30 @@ class PluginState:
             if reason != fallback_reasons.DRAFT_WORKER:  # their steps are not read
                 never = never or reason
         return never
+
+    def refusal(self) -> str | None:
+        """The reason why no backend ever packs a step, None if one may or if there is no backend."""
+        reasons = [record.planner.never_packed for record in self.backends.values()]
+        if not reasons or None in reasons:
+            return None
+        return next((reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER), reasons[0])
+
+    def stop_if_nothing_packs(self) -> None:
+        """Ends our work in the steps of this process if no backend packs any: hooks and backends do next to nothing.
+
+        Called when a backend has found that none of its layers runs packed. One-token steps stay what they are: all
+        ranks have to make them, and the others may not have found the same.
+        """
+        reason = self.refusal()
+        if reason is None or self.handover is None:
+            return
+        logger.warning(
+            "prefixpack: all steps run on the stock backend from now on: %s", fallback_reasons.EXPLANATIONS[reason]
+        )
+        if not self.handover.runs_one_token_steps:
+            self.handover_hooks.active = None
+        for backend, record in self.backends.items():
+            backend.stop_packing(record.planner.never_packed)
 
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""

@@ -3,6 +3,7 @@
 Version 1 of the state, under the key "prefixpack" of each of `internal_states`:
 
     {"version": 1, "counters": Counters.as_dict(), "handover": "hooks"|"patch", "stock_backend": name,
+     "refused": why no step runs packed or null (a reason as in `fallbacks`),
      "wrapped": names of the stock backends that run wrapped (wrap mode), "sglang": version, "metrics_failures": updates
      of the Prometheus metrics that raised, "route": how decode steps are routed or null, "layers": {"packed": attention
      layers that run packed, "stock": {reason: others}} or null, "shape": fields of ModelShape, "device": fields of
@@ -57,6 +58,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
         "counters": state.counters.as_dict(),
         "handover": None if state.handover is None else state.handover.kind,
         "stock_backend": state.stock_backend,
+        "refused": state.refusal(),
         "wrapped": state.wrapped(),
         "sglang": state.sglang_version,
         "metrics_failures": state.metrics_failures,

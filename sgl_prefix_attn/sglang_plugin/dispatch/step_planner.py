@@ -121,7 +121,7 @@ class StepPlanner:
     @property
     def packs_some_steps(self) -> bool:
         """Whether any step may run packed."""
-        return any(
+        return self._layers.never_packed is None and any(
             self.never_packs(mode) is None and not (mode in _DECODES and self._router.always_stock) for mode in MODES
         )
 
@@ -245,8 +245,11 @@ class StepPlanner:
         if in_stock_graph:
             return fallback_reasons.GRAPH
         reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)
-        if reason is None and not layers.scanned:
-            layers.scan_model()
+        if reason is None:
+            if layers.scanned:
+                layers.conclude()
+            else:
+                layers.scan_model()
             reason = layers.never_packed
         return paths if reason is None else reason
 

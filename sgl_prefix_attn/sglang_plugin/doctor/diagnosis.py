@@ -146,7 +146,12 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
 def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | str:
     """The executor behind a backend's name, or the reason why no step runs packed on it."""
     if name == entry.NAME:
-        return fallback_reasons.MLA if runner.use_mla_backend else eligibility.choose_executor(runner, settings)
+        if runner.use_mla_backend:
+            return fallback_reasons.MLA
+        executor = eligibility.choose_executor(runner, settings)
+        if isinstance(executor, str):
+            return executor
+        return eligibility.unsupported_model(runner, stock_name(runner, settings.stock_backend), executor) or executor
     if name not in settings.wrap:
         return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
     stock = type(eligibility.STOCK_CLASSES[name], (), {})()

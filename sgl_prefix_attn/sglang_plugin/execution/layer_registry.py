@@ -69,6 +69,7 @@ class LayerRegistry:
         self._counters = counters
         self._knows_kv_scales = knows_kv_scales
         self._facts: dict[int, LayerFacts] = {}
+        self._some_packed = False
 
     def unsupported_reasons(self) -> set[str | None]:
         """Reasons of the layers known so far; None stands for layers that run packed."""
@@ -86,9 +87,7 @@ class LayerRegistry:
         for layer in attention_layers(getattr(self._runner, "model", None)):
             self.facts(layer)
         self._executor.seal()
-        found = self.unsupported_reasons()
-        if found and None not in found and self.never_packed is None:
-            self.never_packed = min(map(str, found - fallback_reasons.BY_DESIGN or found))
+        self.conclude()
         stock = self.summary()["stock"]
         if stock:
             logger.info(
@@ -98,6 +97,14 @@ class LayerRegistry:
                 "; ".join(f"{count} ({fallback_reasons.EXPLANATIONS[reason]})" for reason, count in stock.items()),
             )
 
+    def conclude(self) -> None:
+        """Sets `never_packed` if none of the layers known so far runs packed.
+
+        They are known after a scan or, of a model that does not show its layers, after a packed step.
+        """
+        if not self._some_packed and self._facts and self.never_packed is None:
+            self.never_packed = common_reason(self.unsupported_reasons())
+
     def facts(self, layer: Any) -> LayerFacts:
         """The facts about a layer, which may be unknown so far."""
         facts = self._facts.get(id(layer))
@@ -106,6 +113,7 @@ class LayerRegistry:
             self._counters.count_planners(self._executor.planners)
             self._facts[id(layer)] = facts
             self.has_stock_layers |= facts.unsupported_reason is not None
+            self._some_packed |= facts.unsupported_reason is None
         return facts
 
     def unsupported_reason(self, layer: Any) -> str | None:
@@ -144,3 +152,8 @@ class LayerRegistry:
             logger.exception("prefixpack: no memory for the buffers of packed steps")
             return LayerFacts(layer, fallback_reasons.NO_MEMORY, -1, False)
         return LayerFacts(layer, None, shape_index, self._has_scales(k_cache))
+
+
+def common_reason(found: set[str | None]) -> str | None:
+    """The reason why no layer of a model runs packed, by those of its layers; None if one does or there is none."""
+    return None if not found or None in found else min(map(str, found - fallback_reasons.BY_DESIGN or found))

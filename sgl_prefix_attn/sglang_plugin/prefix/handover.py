@@ -149,9 +149,11 @@ class HandoverHooks:
 
     def around_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND hook on `ModelRunner.forward` and `DecodeCudaGraphRunner.load_batch`."""
+        if self.active is None:
+            return original(runner, *args, **kwargs)
         forward_batch = args[0] if args else kwargs.get("forward_batch")
         handed = getattr(forward_batch, _ATTRIBUTE, None)
-        if self.active is None or handed is None:
+        if handed is None:
             return original(runner, *args, **kwargs)
         with self.active.handed_over(handed):
             return original(runner, *args, **kwargs)

@@ -63,6 +63,7 @@ def diagnosis(model: Path, *arguments: str, **variables: str) -> Diagnosis:
 
 
 WRAP = {"PREFIXPACK_WRAP": "1"}
+NAME = ("--attention-backend", "prefixpack")
 
 
 def test_a_server_in_wrap_mode_and_one_under_our_name(models: dict[str, Path]) -> None:
@@ -106,9 +107,11 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(
 @pytest.mark.parametrize(
     ("model", "reason"), [("mla", reasons.MLA), ("odd_heads", reasons.HEAD_DIM), ("wide_heads", reasons.HEAD_DIM)]
 )
-def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str) -> None:
-    found = diagnosis(models[model], **WRAP)
+@pytest.mark.parametrize("way", ["wrap", "name"])
+def test_a_model_that_cannot_be_helped(models: dict[str, Path], model: str, reason: str, way: str) -> None:
+    found = diagnosis(models[model], **WRAP) if way == "wrap" else diagnosis(models[model], *NAME)
     assert found.steps["decode"].reason == reason
+    assert not found.packs
     assert found.after is None
     assert found.changes[-1].text.startswith("Nothing")
 

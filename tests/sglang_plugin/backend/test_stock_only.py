@@ -1,0 +1,158 @@
+"""Servers none of whose layers can run packed: nothing of ours stays in their steps, whenever that becomes known."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import factory
+from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.sglang_plugin.backend.test_backend import assert_same
+from tests.sglang_plugin.fixture import Fixture
+
+PATHS = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
+ODD_HEADS = 24
+
+
+def hidden(**options: Any) -> Fixture:
+    """A model of unsupported layers that it does not show: they are known after a step has called them."""
+    fixture = Fixture(PATHS, LENGTHS, head_dim=ODD_HEADS, **options)
+    fixture.runner.model = None
+    return fixture
+
+
+def grown(fixture: Fixture) -> None:
+    """The next decode step of the fixture's requests; the batch is another, so it is planned anew."""
+    fixture.batch.seq_lens = fixture.batch.seq_lens + 1
+    fixture.batch.seq_lens_cpu = fixture.batch.seq_lens_cpu + 1
+    fixture.batch.seq_lens_sum += len(LENGTHS)
+    fixture.handed = fixture.handed._replace(
+        seq_lens=fixture.batch.seq_lens_cpu,
+        step=SimpleNamespace(**vars(fixture.step)),  # type: ignore[arg-type]
+    )
+
+
+def bypassed(backend: PrefixPackBackend) -> bool:
+    return bool(backend.forward == backend.stock.forward)
+
+
+def test_a_model_that_shows_its_layers_gets_no_hooks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+    runner = Fixture(PATHS, LENGTHS, head_dim=ODD_HEADS).runner
+    plugin_state.reset()
+    with caplog.at_level(logging.WARNING):
+        backend = factory.create_backend(runner, Settings(metrics=False))
+    assert type(backend) is StockOnlyBackend
+    assert fallback_reasons.EXPLANATIONS[fallback_reasons.HEAD_DIM] in caplog.text
+    of_steps = {hook.target for hook in factory.hook_table.handover_hooks(HandoverHooks())}
+    assert not of_steps & {hook.target for hook in asked}
+    state = plugin_state.active()
+    assert state is not None
+    assert process_state(state)["refused"] == fallback_reasons.HEAD_DIM
+
+
+def test_a_model_that_hides_its_layers_is_left_alone_after_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    fixture = hidden()
+    hooks = fixture.state.handover_hooks
+    assert_same(fixture.run(), fixture.run_stock())
+    assert hooks.active is fixture.handover
+    assert process_state(fixture.state)["refused"] is None
+    grown(fixture)
+    with caplog.at_level(logging.WARNING):
+        assert_same(fixture.run(), fixture.run_stock())
+    assert bypassed(fixture.backend)
+    assert hooks.active is None
+    assert process_state(fixture.state)["refused"] == fallback_reasons.HEAD_DIM
+    assert caplog.text.count("all steps run on the stock backend from now on") == 1
+    before = fixture.fallbacks[fallback_reasons.HEAD_DIM]
+    assert_same(fixture.run(), fixture.run_stock())
+    assert fixture.fallbacks[fallback_reasons.HEAD_DIM] == before + 1, "a step is one fallback"
+
+
+def test_hooks_that_are_off_call_sglang_alone() -> None:
+    fixture = hidden()
+    fixture.run()
+    grown(fixture)
+    fixture.run()
+    hooks, seen = fixture.state.handover_hooks, []
+    made = SimpleNamespace()
+    hooks.after_forward_batch_init(made, object, None, fixture.runner)  # would read the batch, which is None
+    hooks.around_forward(lambda runner, batch: seen.append((runner, batch)), fixture.runner, made)
+    assert seen == [(fixture.runner, made)]
+    assert vars(made) == {}
+
+
+def test_buffers_without_memory_end_packing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Fixture(PATHS, LENGTHS)
+
+    def no_memory(*arguments: Any) -> int:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fixture.backend._executor, "shape_index", no_memory)
+    assert_same(fixture.run(), fixture.run_stock())
+    assert bypassed(fixture.backend)
+    assert fixture.fallbacks == {fallback_reasons.NO_MEMORY: 1}
+
+
+def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
+    fixture = Fixture(PATHS, LENGTHS)
+    fixture.runner.model = None
+    fixture.layers[0].logit_cap, fixture.layers[0].logit_capping_method = 30.0, "rational"
+    for _ in range(3):
+        fixture.run()
+        grown(fixture)
+    assert not bypassed(fixture.backend)
+    assert fixture.state.counters.steps_packed["decode"] == 3
+
+
+def test_another_backend_that_packs_keeps_the_hooks() -> None:
+    """Prefill and decode have backends of their own."""
+    fixture = hidden()
+    second = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
+    for _ in range(2):
+        fixture.run()
+        grown(fixture)
+    assert fixture.state.handover_hooks.active is fixture.handover
+    assert not bypassed(fixture.backend)
+    fixture.backend, fixture.stock = second, second.stock
+    for _ in range(2):
+        fixture.run()
+        grown(fixture)
+    assert fixture.state.handover_hooks.active is None
+    assert all(map(bypassed, fixture.state.backends))
+
+
+def test_a_backend_that_comes_later_and_may_pack_gets_paths() -> None:
+    fixture = hidden()
+    for _ in range(2):
+        fixture.run()
+        grown(fixture)
+    later = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
+    assert fixture.state.handover_hooks.active is fixture.handover
+    assert fixture.state.never_packs("decode") is None
+    assert not bypassed(later)
+
+
+def test_one_token_steps_stay() -> None:
+    """The ranks make them together, and one alone may lack memory."""
+    fixture = hidden()
+    fixture.handover.run_one_token_steps()
+    for _ in range(2):
+        fixture.run()
+        grown(fixture)
+    assert bypassed(fixture.backend)
+    assert fixture.state.handover_hooks.active is fixture.handover
