@@ -32,18 +32,21 @@ class Client:
         self.headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
+        self._token = ""
 
     def start(self, plan: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state of each data-parallel copy."""
-        return self._ask("POST", self.url, plan)
+        """The state of each data-parallel copy. Later commands are for what this one has started."""
+        copies = self._ask("POST", self.url, plan)
+        self._token = next((f"&token={copy['token']}" for copy in copies if "token" in copy), "")
+        return copies
 
     def read(self, first: int = 0) -> list[dict[str, Any]]:
         """The state and rows of each copy, from `first` on; renews the lease."""
-        return self._ask("GET", f"{self.url}?first={first}")
+        return self._ask("GET", f"{self.url}?first={first}{self._token}")
 
     def stop(self) -> list[dict[str, Any]]:
         """The last state of each copy."""
-        return self._ask("DELETE", self.url)
+        return self._ask("DELETE", f"{self.url}?{self._token}")
 
     def _ask(self, method: str, url: str, body: object = None) -> list[dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()

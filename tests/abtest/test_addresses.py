@@ -111,6 +111,71 @@ def test_a_copy_that_refuses_starts_nothing_anywhere(path: str) -> None:
     assert late.router.watches_steps == (path == RECORD), "what another client had started goes on"
 
 
+def silent(copy: Copy, seconds: float) -> None:
+    """The client of what runs on a copy was not heard for so long."""
+    for running in (copy.router.live, copy.router.recording):
+        if running is not None:
+            running.lease._heard -= seconds
+
+
+@pytest.mark.parametrize("first", [ABTEST, RECORD])
+@pytest.mark.parametrize("second", [ABTEST, RECORD])
+def test_a_start_replaces_what_a_silent_client_has_left_on_an_idle_server(first: str, second: str) -> None:
+    copies = Copy(), Copy()
+    server = client(*copies)
+    bodies = {ABTEST: PLAN, RECORD: {"steps": 512}}
+    old = server.post(first, json=bodies[first]).json()["copies"][0]["token"]
+    for copy in copies:
+        silent(copy, 59)
+    assert server.post(second, json=bodies[second]).status_code == 409
+    silent(copies[0], 2)
+    assert server.post(second, json=bodies[second]).status_code == 409, "the client was heard in one copy"
+    silent(copies[1], 2)
+    started = server.post(second, json=bodies[second]).json()["copies"]
+    new = started[0]["token"]
+    assert [copy["token"] for copy in started] == [new, new] != [old, old]
+    if first == second:
+        for method in ("GET", "DELETE"):
+            assert error_of(server.request(method, first, params={"token": old}))[0] == 404
+        assert {copy["status"] for copy in server.get(second, params={"token": new}).json()["copies"]} == {"running"}
+    else:
+        for copy in copies:
+            stopped = copy.router.live if first == ABTEST else copy.router.recording
+            assert stopped is not None
+            assert stopped.status == "stopped"
+
+
+def test_a_copy_whose_lease_ran_out_starts_with_one_that_is_replaced() -> None:
+    busy, idle = Copy(), Copy()
+    server = client(busy, idle)
+    server.post(ABTEST, json=PLAN)
+    busy.decode(17)
+    silent(idle, 61)
+    first, second = server.post(ABTEST, json=PLAN).json()["copies"]
+    assert (first["status"], second["status"]) == ("running", "running")
+    assert first["token"] == second["token"]
+
+
+def test_ranks_replace_by_the_command_and_not_by_their_clocks() -> None:
+    def start(rank: Copy, token: str, **fields: Any) -> dict[str, Any]:
+        fields = {"what": live_commands.TEST, "action": live_commands.START, "plan": PLAN, "token": token, **fields}
+        return live_commands.answer(fields, rank.state)
+
+    ranks = Copy(), Copy()
+    for rank in ranks:
+        start(rank, "first")
+    silent(ranks[0], 100)
+    refused = [start(rank, "second") for rank in ranks]
+    assert refused[0]["running"] == refused[1]["running"]
+    assert refused[0]["silent_seconds"] > 99 > refused[1]["silent_seconds"]
+    ask = {"what": live_commands.TEST, "action": live_commands.READ}
+    for rank in ranks:
+        live_commands.answer(ask, rank.state)  # the client is back
+    assert all("error" in start(rank, "third", replace=[refused[0]["running"]]) for rank in ranks)
+    now = start(ranks[0], "fourth")["running"]
+    assert [start(rank, "fourth", replace=[now])["status"] for rank in ranks] == ["running", "running"]
+
+
 def test_one_at_a_time_and_bounded() -> None:
     copy = Copy()
     server = client(copy)

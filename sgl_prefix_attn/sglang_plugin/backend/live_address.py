@@ -1,6 +1,10 @@
 """HTTP addresses of live A/B tests and recordings on SGLang's server: POST starts, GET reads and renews, DELETE stops.
 
 A command goes to all data-parallel copies. If some start and others refuse, all are stopped.
+
+Leases run out by steps, and a server without requests has none. So a start replaces what runs if its client has been
+silent for SILENT_SECONDS. Rank 0 of each copy tells its silence in the refusal, and a second command brings the
+decision to all ranks. This process keeps no state: there may be several of its kind.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 PATHS = {"/prefixpack/abtest": live_commands.TEST, "/prefixpack/record": live_commands.RECORDING}
 _SERVER_MODULE = "sglang.srt.entrypoints.http_server"
+SILENT_SECONDS = 60.0  # clients of ours ask twice a second
 _STATUS = {"invalid": 400, "unknown": 404, "refused": 409, "disabled": 503}
 
 
@@ -37,13 +42,26 @@ def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
 async def carried_out(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
     """The answers of the data-parallel copies to a command; the errors alone if some refuse."""
     manager.auto_create_handle_loop()
-    if action == live_commands.START:
-        fields["token"] = secrets.token_hex(8)
-    answers = await _asked(manager, what, action, **fields)
+    if action != live_commands.START:
+        answers = await _asked(manager, what, action, **fields)
+    else:
+        answers = await _started(manager, what, **fields)
+        refused = [answer for answer in answers if "error" in answer]
+        if refused and all(answer.get("silent_seconds", 0.0) >= SILENT_SECONDS for answer in refused):
+            logger.warning("prefixpack: a live test or recording is replaced: its client has been silent for a minute")
+            answers = await _started(manager, what, **fields, replace=[answer["running"] for answer in refused])
     errors = [_of_copy(index, answer, len(answers)) for index, answer in enumerate(answers) if "error" in answer]
-    if errors and len(errors) < len(answers) and action == live_commands.START:
-        await _asked(manager, what, live_commands.STOP, token=fields["token"])
     return errors or answers
+
+
+async def _started(manager: Any, what: str, **fields: Any) -> list[dict[str, Any]]:
+    """The answers to a start; where some refuse, nothing goes on anywhere."""
+    token = secrets.token_hex(8)
+    answers = await _asked(manager, what, live_commands.START, token=token, **fields)
+    errors = sum("error" in answer for answer in answers)
+    if 0 < errors < len(answers):
+        await _asked(manager, what, live_commands.STOP, token=token)
+    return answers
 
 
 async def _asked(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
@@ -90,13 +108,18 @@ def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
 
     async def read(request: Request) -> Any:
         first = request.query_params.get("first", "0")
-        return await answered(live_commands.READ, first=int(first[:18]) if first.isdecimal() else 0)
+        return await answered(live_commands.READ, first=int(first[:18]) if first.isdecimal() else 0, **of(request))
 
-    async def stop() -> Any:
-        return await answered(live_commands.STOP)
+    async def stop(request: Request) -> Any:
+        return await answered(live_commands.STOP, **of(request))
+
+    def of(request: Any) -> dict[str, Any]:
+        """What the command is for, if the client says so."""
+        token = request.query_params.get("token")
+        return {} if token is None else {"token": token}
 
     # FastAPI resolves annotations, which are strings here, in the module and would not find this local name.
-    for endpoint in (start, read):
+    for endpoint in (start, read, stop):
         endpoint.__annotations__["request"] = Request
     endpoints: tuple[tuple[str, Any], ...] = (("POST", start), ("GET", read), ("DELETE", stop))
     for method, endpoint in endpoints:

@@ -1,6 +1,7 @@
 """Commands of live A/B tests and recordings, as JSON in the id of SGLang's request for the internal state, as of pins.
 
-That request reaches every rank between the same two steps, so all ranks begin and end at the same step.
+That request reaches every rank between the same two steps, so all ranks begin and end at the same step. What only one
+rank knows, as its clock, must not decide; it may be told in an answer and come back in a later command.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def command_of(request: Any) -> dict[str, Any] | None:
 def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
     """Carries out a command; a refusal is an answer with "error": {"kind", "message"}.
 
-    A stop with a token ends only what was started with it.
+    Reads and stops with a token are for what was started with it. A refused start tells, beside the error, what is
+    running as [token, renewals] and how long its client has been silent; a start with these under "replace" ends it.
 
     Kinds: disabled (the setting live_tests is off), invalid (unusable fields), refused (this server cannot run the
     test), unknown (there is no test or recording).
@@ -54,7 +56,10 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
             return _started(command, record.router)
         return _test(command, record) if command["what"] == TEST else _recording(command, record)
     except LiveTestError as error:
-        return _error("refused", str(error))
+        refused = _error("refused", str(error))
+        if error.running is None:
+            return refused
+        return {**refused, "running": list(error.running), "silent_seconds": error.silent_seconds}
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors())
         return _error("invalid", problems)
@@ -64,20 +69,23 @@ def answer(command: dict[str, Any], state: PluginState) -> dict[str, Any]:
 
 def _started(command: dict[str, Any], router: StepRouter) -> dict[str, Any]:
     plan = command["plan"]
+    replace = [(str(token), int(renewals)) for token, renewals in command.get("replace", ())]
     started = (
-        router.start_live(LivePlan.model_validate(plan))
+        router.start_live(LivePlan.model_validate(plan), replace)
         if command["what"] == TEST
-        else router.start_recording(RecordPlan.model_validate(plan))
+        else router.start_recording(RecordPlan.model_validate(plan), replace)
     )
     started.token = command.get("token", "")
-    return started.answer()
+    return {**started.answer(), "token": started.token}
 
 
 def _test(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]:
     live = record.router.live
     if live is None:
         return _error("unknown", "no live test was started")
-    if command["action"] == STOP and command.get("token", live.token) == live.token:
+    if command.get("token", live.token) != live.token:
+        return _error("unknown", "the live test has ended, and another client has started one")
+    if command["action"] == STOP:
         live.stop()
     live.lease.renew()
     return live.answer(int(command.get("first", 0)))
@@ -88,7 +96,9 @@ def _recording(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]
     recording = router.recording
     if recording is None:
         return _error("unknown", "no recording was started")
-    if command["action"] == STOP and command.get("token", recording.token) == recording.token:
+    if command.get("token", recording.token) != recording.token:
+        return _error("unknown", "the recording has ended, and another client has started one")
+    if command["action"] == STOP:
         recording.stop()
     elif recording.status != RUNNING:
         return _error("unknown", f"the recording is {recording.status}, and its steps are dropped")

@@ -76,14 +76,27 @@ class StepClock:
 
 
 class Lease:
-    """Of a client: runs out after so many steps of any kind without a renewal. All ranks count the same steps."""
+    """Of a client: runs out after so many steps of any kind without a renewal. All ranks count the same steps.
+
+    Attributes:
+        renewals: so far; the same on all ranks.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = self._left = steps
+        self._heard = time.monotonic()
+        self.renewals = 0
 
     def renew(self) -> None:
         """The client has asked."""
         self._left = self._steps
+        self._heard = time.monotonic()
+        self.renewals += 1
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the client was heard last, by this rank's clock. No rank may decide by it alone."""
+        return time.monotonic() - self._heard
 
     def runs_out(self) -> bool:
         """A step begins. Returns whether it is one too many."""

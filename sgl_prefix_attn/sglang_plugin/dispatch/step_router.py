@@ -6,6 +6,7 @@ batch. Where a policy predicts and the profile has no verify steps, the conserva
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sgl_prefix_attn.core.forest import Int64Array
@@ -25,7 +26,16 @@ from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 
 class LiveTestError(ValueError):
-    """A live test or a recording cannot start: the message says why, and which setting to change."""
+    """A live test or a recording cannot start: the message says why, and which setting to change.
+
+    Args:
+        running: what is running instead, as `StepRouter.start_live` takes it in `replace`; None: nothing is.
+        silent_seconds: since its client was heard.
+    """
+
+    def __init__(self, message: str, running: tuple[str, int] | None = None, silent_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.running, self.silent_seconds = running, silent_seconds
 
 
 class StepRouter:
@@ -73,13 +83,16 @@ class StepRouter:
 
     # Live tests -----------------------------------------------------------------------------------------------------
 
-    def start_live(self, plan: LivePlan) -> LiveTest:
+    def start_live(self, plan: LivePlan, replace: Collection[tuple[str, int]] = ()) -> LiveTest:
         """Starts an A/B test.
+
+        Args:
+            replace: token and renewals of tests and recordings to end for it. A renewal in between keeps them.
 
         Raises:
             LiveTestError: a test is running, or decode steps of this server cannot change routes.
         """
-        self._refuse_a_second()
+        replaced = self._running(replace)
         if self._executor.drafts > 1:
             raise LiveTestError("this server speculates: it has no decode steps, whose routes a test changes")
         if not self.policies.ready:
@@ -90,23 +103,40 @@ class StepRouter:
                 "only: start it with PREFIXPACK_ROUTE=auto, or another policy that is not fixed"
             )
         first, second = (Router(self.policies.policy(name)) for name in plan.names())
+        if replaced is not None:
+            replaced.stop()
         self.live = LiveTest(plan, (first, second), StepClock(cuda=self._executor.kernels != "cpu"), self._counters)
         return self.live
 
-    def start_recording(self, plan: RecordPlan) -> StepRecording:
+    def start_recording(self, plan: RecordPlan, replace: Collection[tuple[str, int]] = ()) -> StepRecording:
         """Starts a recording of decode steps.
+
+        Args:
+            replace: as of `start_live`.
 
         Raises:
             LiveTestError: a test or a recording is running.
         """
-        self._refuse_a_second()
+        replaced = self._running(replace)
+        if replaced is not None:
+            replaced.stop()
         self.recording = StepRecording(plan, StepClock(cuda=self._executor.kernels != "cpu"))
         return self.recording
 
-    def _refuse_a_second(self) -> None:
+    def _running(self, replace: Collection[tuple[str, int]]) -> LiveTest | StepRecording | None:
+        """What is running, if it may be replaced; None if nothing is.
+
+        Raises:
+            LiveTestError: it may not.
+        """
         for name, running in (("live test", self.live), ("recording", self.recording)):
             if running is not None and running.status == RUNNING:
-                raise LiveTestError(f"a {name} is running; wait for its end, or stop it")
+                known = (running.token, running.lease.renewals)
+                if known in replace:
+                    return running
+                message = f"a {name} is running; wait for its end, or stop it"
+                raise LiveTestError(message, known, running.lease.silent_seconds)
+        return None
 
     def idle(self) -> None:
         """The server has no requests."""
