@@ -4,7 +4,7 @@ ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.16
 
 FROM ${SGLANG_IMAGE} AS build
 # The image has nvcc. PTX of compute_80 is for GPUs after Hopper with enough shared memory.
-ARG PREFIXPACK_CUDA_ARCHS="80+PTX;90a"
+ARG PREFIXPACK_CUDA_ARCHS="80+PTX;86;89;90a;120"
 COPY . /src
 WORKDIR /src
 RUN PREFIXPACK_CUDA=1 python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

@@ -7,7 +7,7 @@ VERSIONS ?= 0.5.16 0.5.23
 # One GPU is not shared by two test processes.
 WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
 # Of `make wheel`.
-WHEEL_ARCHS ?= 80+PTX;90a
+WHEEL_ARCHS ?= 80+PTX;86;89;90a;120
 KIND := $(if $(and $(filter-out 0,$(or $(PREFIXPACK_CUDA),auto)),$(shell command -v nvcc)),cuda,cpu)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

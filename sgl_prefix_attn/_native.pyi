@@ -20,7 +20,6 @@ plan_item_words: int
 item_record_words: int
 # Partial results of one query that the CUDA kernels can combine.
 tile_counters: int  # words of the kernels' work queue counters
-cta_shared_bytes: int  # shared memory of a CTA of the GPU kernels
 combine_room: int
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 
@@ -32,11 +31,27 @@ class CudaDevice:
     l2_bytes: int
 
 def cuda_devices() -> list[CudaDevice]: ...
+def cta_shared_bytes(capability: int) -> int:
+    """Bytes of shared memory that a CTA of the GPU kernels takes, in code for a capability (10 * major + minor)."""
+
+def ctas_per_sm(capability: int) -> int:
+    """CTAs of a GPU kernel that share an SM, in code for a compute capability."""
+
+def cta_warps(capability: int) -> int:
+    """Warps of a CTA of the warp kernel, in code for a compute capability."""
+
 def head_splits(group: int) -> int:
     """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
 
 def serialize_plan(
-    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0
+    plan: Plan,
+    seq_lens: _Int64,
+    *,
+    growth: int,
+    group: int,
+    kv_heads: int = 1,
+    warp_ctas: int = 0,
+    cta_warps: int = 8,
 ) -> tuple[_Int32, int]:
     """The plan as one block of words for the device, and the KV slots that it needs room for.
 
@@ -47,6 +62,7 @@ def serialize_plan(
         group: query heads of a KV head.
         kv_heads: KV heads.
         warp_ctas: CTAs of the launch whose warps take work tiles of their own.
+        cta_warps: warps of each, 4 to 8.
 
     Raises:
         OverflowError: more than 2^31 - 1 KV slots.
@@ -156,7 +172,12 @@ class LaunchSize:
     ctas: int  # CTAs that take tiles of whole CTAs
     few_ctas: int  # of these, CTAs that run where most of the work is in tiles of one warp
     warp_ctas: int  # CTAs whose warps take tiles of their own
+    cta_warps: int  # warps of each
+    shared_bytes: int  # shared memory of a CTA that takes tiles of whole CTAs
     overlap: bool  # whether the second kernel may begin beside the first: compute capability 9.0 and later
+
+def cuda_code_capability() -> int:
+    """Compute capability that the code for the current device was compiled for; RuntimeError if there is none."""
 
 def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
     """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""

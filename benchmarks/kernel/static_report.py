@@ -1,6 +1,6 @@
 """What the compiler says of the GPU kernels: registers, spills, size of the code. Needs nvcc, no GPU.
 
-    python benchmarks/kernel/static_report.py --archs 80 90a
+    python benchmarks/kernel/static_report.py --archs 86 90a
 
 Exits with 1 if a kernel spills registers, or if products of a warpgroup have to wait for each other (ptxas calls it
 serialized; results stay right, at a fraction of the speed).
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda" / "instantiations").glob("*.cu"))
+ARCHS = ["80", "86", "89", "90a", "120"]  # of wheels
 FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function ')\s*'?(\w+)")
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -104,7 +105,7 @@ def compile_report(nvcc: str, source: Path, arch: str) -> list[dict[str, object]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", nargs="+", default=["80", "90a"], help="architectures (default: 80 90a)")
+    parser.add_argument("--archs", nargs="+", default=ARCHS, help=f"default: {' '.join(ARCHS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (default: cores)")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()

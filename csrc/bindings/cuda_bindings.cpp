@@ -20,7 +20,7 @@ namespace prefixpack {
 namespace {
 
 py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
-                   int32_t group, int32_t kv_heads, int32_t warp_ctas) {
+                   int32_t group, int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps) {
   if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
@@ -29,7 +29,11 @@ py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_sty
     throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_ctas " +
                                 std::to_string(warp_ctas) + "; they have to be at least 1 and 0");
   }
-  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas);
+  if (cta_warps < kMinActiveWarps || cta_warps > kDecodeWarps) {
+    throw std::invalid_argument("cta_warps is " + std::to_string(cta_warps) + "; it has to be " +
+                                std::to_string(kMinActiveWarps) + " to " + std::to_string(kDecodeWarps));
+  }
+  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas, cta_warps);
   py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
   return py::make_tuple(words, made.kv_slots);
 }
@@ -65,6 +69,8 @@ void bind_launches(py::module_& m) {
       .def_readonly("ctas", &LaunchSize::ctas)
       .def_readonly("few_ctas", &LaunchSize::few_ctas)
       .def_readonly("warp_ctas", &LaunchSize::warp_ctas)
+      .def_readonly("cta_warps", &LaunchSize::cta_warps)
+      .def_readonly("shared_bytes", &LaunchSize::shared_bytes)
       .def_readonly("overlap", &LaunchSize::overlap);
   m.def(
       "cuda_launch_size",
@@ -73,6 +79,8 @@ void bind_launches(py::module_& m) {
       },
       py::kw_only(), py::arg("head_dim"), py::arg("dtype"), py::arg("kv_dtype"),
       "CTAs of a packed launch on the current device. Asks the driver.");
+  m.def("cuda_code_capability", &code_capability,
+        "Compute capability that the code for the current device was compiled for. Asks the driver.");
   m.def(
       "cuda_draft_tables",
       [](uintptr_t committed, uintptr_t mask, int64_t mask_size, int32_t rows, int32_t requests, int32_t drafts,
@@ -142,12 +150,19 @@ void bind_devices(py::module_& m) {
 
 void bind_cuda(py::module_& m) {
   m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
-        py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_ctas") = 0,
+        py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_ctas") = 0, py::arg("cta_warps") = kDecodeWarps,
         "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
   m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("tile_counters") = kTileCounters;
-  m.attr("cta_shared_bytes") = kLaunchSharedBytes;
+  m.def(
+      "cta_shared_bytes", [](int32_t capability) { return shared_memory(capability).tile_bytes + kCtaStateBytes; },
+      py::arg("capability"), "Shared memory of a CTA, in code compiled for a compute capability.");
+  m.def(
+      "ctas_per_sm", [](int32_t capability) { return shared_memory(capability).ctas_per_sm; }, py::arg("capability"),
+      "CTAs of a kernel that share an SM, in code compiled for a compute capability.");
+  m.def("cta_warps", &decode_warps, py::arg("capability"),
+        "Warps of a CTA of the warp kernel, in code compiled for a compute capability.");
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("item_record_words") = kRecordWords;

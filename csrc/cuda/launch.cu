@@ -72,11 +72,17 @@ struct Launch {
 
 }  // namespace
 
+int32_t code_capability() { return code_capability(prepare_kernel); }
+
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype) {
   const LaunchSize size = dispatch(head_dim, dtype, kv_dtype, false, Size{});
   const LaunchSize with_trees = dispatch(head_dim, dtype, kv_dtype, true, Size{});
-  return {std::min(size.ctas, with_trees.ctas), std::min(size.few_ctas, with_trees.few_ctas),
-          std::min(size.warp_ctas, with_trees.warp_ctas), size.overlap};
+  return {std::min(size.ctas, with_trees.ctas),
+          std::min(size.few_ctas, with_trees.few_ctas),
+          std::min(size.warp_ctas, with_trees.warp_ctas),
+          size.cta_warps,
+          size.shared_bytes,
+          size.overlap};
 }
 
 void launch_draft_tables(const DraftParams& params, void* stream) {

@@ -11,11 +11,17 @@ namespace prefixpack {
 
 // Grid of a packed launch: the CTAs that are resident on the device at once.
 struct LaunchSize {
-  int32_t ctas;       // CTAs of the CTA kernel
-  int32_t few_ctas;   // of these, those that take tiles where the warp kernel has most of the work
-  int32_t warp_ctas;  // CTAs of the warp kernel
-  bool overlap;       // the warp kernel starts beside the CTA kernel (programmatic dependent launch, sm_90)
+  int32_t ctas;          // CTAs of the CTA kernel
+  int32_t few_ctas;      // of these, those that take tiles where the warp kernel has most of the work
+  int32_t warp_ctas;     // CTAs of the warp kernel
+  int32_t cta_warps;     // warps of each
+  int32_t shared_bytes;  // dynamic shared memory of a CTA of the CTA kernel
+  bool overlap;          // the warp kernel starts beside the CTA kernel (programmatic dependent launch, sm_90)
 };
+
+// Compute capability, 10 * major + minor, that the kernels' code for the current device was compiled for. Queries the
+// driver, and throws if there is no such code.
+int32_t code_capability();
 
 // For the current device; of all kernels of these types. Queries the driver; call it once.
 LaunchSize launch_size(int32_t head_dim, DType dtype, DType kv_dtype);

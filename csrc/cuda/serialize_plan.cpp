@@ -19,7 +19,7 @@ constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
 }  // namespace
 
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
-                              int32_t kv_heads, int32_t warp_ctas, int32_t fan_in) {
+                              int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps, int32_t fan_in) {
   const int32_t narrow = warp_item_rows(group);
   SerializedPlan result;
   std::vector<int32_t>& words = result.words;
@@ -32,7 +32,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.items_at = kPlanHeaderWords;
   header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
   const std::vector<bool> deferred =
-      deferred_combines(plan, {kv_heads * group, group, narrow, int64_t{warp_ctas} * kDecodeWarps});
+      deferred_combines(plan, {kv_heads * group, group, narrow, int64_t{warp_ctas} * cta_warps});
   const CombineLists lists = make_combine_lists(plan, fan_in, deferred);
   const bool grouped = !lists.offset.empty();
   result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_combines;
@@ -69,7 +69,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
     ++items;
   }
   const bool alike = longest <= shortest + shortest / 4;
-  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, warp_ctas);
+  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, warp_ctas, cta_warps);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

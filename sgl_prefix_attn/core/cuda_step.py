@@ -9,7 +9,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape
-from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepBuffers, StepLimits
+from sgl_prefix_attn.core.step_buffers import DECODE_WARPS, PlanTooLarge, StepBuffers, StepLimits
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
@@ -66,6 +66,7 @@ class GpuStep(StepBuffers):
             )
         super().__init__(shape, device, limits)
         self.warp_ctas = self.launch_size.warp_ctas
+        self.cta_warps = self.launch_size.cta_warps or DECODE_WARPS  # 0: there is no warp kernel
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]

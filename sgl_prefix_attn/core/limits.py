@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from sgl_prefix_attn import _native
@@ -9,9 +11,6 @@ from sgl_prefix_attn import _native
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 OLDEST_CAPABILITY = (8, 0)
-# Compute capabilities with less shared memory for a CTA than others (CUDA programming guide), and how much.
-LITTLE_SHARED_MEMORY = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
-LITTLE_SHARED_BYTES = 99 * 1024
 
 
 def head_dim_fits(head_dim: int) -> bool:
@@ -20,18 +19,58 @@ def head_dim_fits(head_dim: int) -> bool:
 
 
 def unsupported_gpu(device: torch.device) -> str | None:
-    """Why the native CUDA kernels do not run on a GPU, in words; None if they do. Asks the driver."""
+    """Why the native CUDA kernels cannot run on a GPU, in words; None if they can. Asks the driver."""
     if torch.version.hip is not None:
         return "the native kernels are for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
-        needed, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
-        return f"the native kernels need compute capability {needed}, the GPU has {found}"
-    needed_bytes = _native.cta_shared_bytes
-    if capability in LITTLE_SHARED_MEMORY and needed_bytes > LITTLE_SHARED_BYTES:
-        found, needed_kib = ".".join(map(str, capability)), -(-needed_bytes // 1024)
+        return f"the native kernels need compute capability {_text(OLDEST_CAPABILITY)}, the GPU has {_text(capability)}"
+    rebuild = f"build with PREFIXPACK_CUDA_ARCHS={capability[0]}{capability[1]}{'a' if capability == (9, 0) else ''}"
+    try:
+        code = code_capability(device)
+    except RuntimeError as error:
+        return f"the native kernels have no code for compute capability {_text(capability)}: {error}; {rebuild}"
+    needed, room = _native.cta_shared_bytes(code), shared_bytes_per_cta(device)
+    if needed > room:
         return (
-            f"the native kernels need {needed_kib} KiB of shared memory per CTA, compute capability {found} has "
-            f"{LITTLE_SHARED_BYTES // 1024} KiB"
+            f"the native kernels' code for compute capability {_text(divmod(code, 10))} needs {-(-needed // 1024)} KiB "
+            f"of shared memory per CTA, the GPU ({_text(capability)}) has {room // 1024} KiB: {rebuild}"
         )
     return None
+
+
+def untested_gpu(device: torch.device) -> str | None:
+    """Why the native kernels are not the default on a GPU that they support, in words; None if they are."""
+    code = code_capability(device)
+    if not little_shared_memory(code):
+        return None
+    return f"the native kernels' code for compute capability {_text(divmod(code, 10))} has never run, only emulated"
+
+
+def little_shared_memory(code: int) -> bool:
+    """Whether the native code for a compute capability is that for SMs with 100 KiB of shared memory."""
+    return _native.cta_shared_bytes(code) < _native.cta_shared_bytes(90)
+
+
+def code_capability(device: torch.device) -> int:
+    """Compute capability, 10 * major + minor, for which the native code that a GPU would run was compiled.
+
+    Raises:
+        RuntimeError: there is no such code, in the driver's words.
+    """
+    with torch.cuda.device(device):
+        return _native.cuda_code_capability()
+
+
+def shared_bytes_per_cta(device: torch.device) -> int:
+    """Shared memory that a CTA can have on a GPU."""
+    return _shared_bytes(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _shared_bytes(index: int) -> int:
+    return _native.cuda_devices()[index].shared_memory_per_block
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

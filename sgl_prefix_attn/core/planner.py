@@ -143,8 +143,10 @@ class DeviceModel:
         max_tile_rows: int = 128,
         kv_bytes: int = 2,
         warpgroup_products: bool = True,
+        ctas_per_sm: int = 2,
+        cta_warps: int = 8,
     ) -> DeviceModel:
-        """A GPU with two CTAs on each SM; the default figures fit an H200 best.
+        """A GPU; the default figures fit an H200 best.
 
         Args:
             sm_count: SMs.
@@ -154,6 +156,8 @@ class DeviceModel:
             max_tile_rows: rows of the widest tile.
             kv_bytes: bytes of one stored K or V element.
             warpgroup_products: whether the widest tile uses WGMMA: native kernels and compute capability 9.0.
+            ctas_per_sm: CTAs that run on an SM at a time.
+            cta_warps: items of one warp that run on a CTA's share of an SM at a time.
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
@@ -161,15 +165,15 @@ class DeviceModel:
         narrow_rows = 0 if wide else 8 * halves
         kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
         return cls(
-            workers=2 * sm_count,
+            workers=ctas_per_sm * sm_count,
             bandwidth=bandwidth,
             flops=kernels.flops,
             item_overhead=4.5e-6,
             reread=0.97,
             tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if 0 < rows <= max_tile_rows),
             narrow_rows=narrow_rows,
-            narrow_per_worker=1 if wide else 8 // halves,
-            narrow_to_fill=1 if wide else min(kernels.warps_to_fill, 8 // halves),
+            narrow_per_worker=1 if wide else cta_warps // halves,
+            narrow_to_fill=1 if wide else min(kernels.warps_to_fill, cta_warps // halves),
             narrow_overhead=0.5e-6 * halves,
             narrow_parts=halves,
             narrow_reread=0.4,

@@ -13,6 +13,8 @@ from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape
 
+DECODE_WARPS = 8  # most warps of a CTA of the warp kernel
+
 _STAGING_BUFFERS = 2
 
 
@@ -38,7 +40,12 @@ class StepLimits:
 
 
 def serialize_plan(
-    plan: Plan, seq_lens: Int64Array, growth: int, shape: ModelShape, warp_ctas: int = 0
+    plan: Plan,
+    seq_lens: Int64Array,
+    growth: int,
+    shape: ModelShape,
+    warp_ctas: int = 0,
+    cta_warps: int = DECODE_WARPS,
 ) -> tuple[npt.NDArray[np.int32], int]:
     """A plan as the device reads it (csrc/cuda/serialize_plan.h).
 
@@ -48,6 +55,7 @@ def serialize_plan(
         growth: tokens by which tails may grow.
         shape: attention shape.
         warp_ctas: CTAs of the launch whose warps take work tiles of their own and deferred combines.
+        cta_warps: warps of each.
 
     Returns:
         [words] int32, and the number of KV slots to reserve.
@@ -58,8 +66,9 @@ def serialize_plan(
     """
     try:
         return _native.serialize_plan(
-            plan, seq_lens, growth=growth, group=shape.group, kv_heads=shape.kv_heads, warp_ctas=warp_ctas
-        )
+            plan, seq_lens, growth=growth, group=shape.group, kv_heads=shape.kv_heads, warp_ctas=warp_ctas,
+            cta_warps=cta_warps,
+        )  # fmt: skip
     except OverflowError as overflow:
         raise PlanTooLarge(str(overflow)) from overflow
 
@@ -77,6 +86,7 @@ class StepBuffers:
         self.shape, self.device, self.limits = shape, device, limits
         self._int_buffers: list[torch.Tensor] = []
         self.warp_ctas = 0  # CTAs of a launch whose warps take work tiles of their own
+        self.cta_warps = DECODE_WARPS  # warps of each
         # Three words a query, two for its combine list, 16 and an entry of its list if its combine is deferred, and
         # the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come on top.
         num_words = (
@@ -121,7 +131,7 @@ class StepBuffers:
         Raises:
             PlanTooLarge: the buffers are unchanged.
         """
-        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_ctas)
+        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_ctas, self.cta_warps)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),

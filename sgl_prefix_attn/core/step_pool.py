@@ -13,7 +13,7 @@ from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core import cuda_step, planner
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.limits import unsupported_gpu
+from sgl_prefix_attn.core.limits import unsupported_gpu, untested_gpu
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits, serialize_plan
 
@@ -102,12 +102,12 @@ class StepPool:
 def unsupported_call(
     plan: Plan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
 ) -> str | None:
-    """Why the native CUDA kernels do not run a call, in words; None if they do."""
+    """Why the native CUDA kernels are not to run a call, in words; None if they are."""
     if not _native.built_with_cuda:
         return "sgl_prefix_attn was built without CUDA"
     if q.device.type != "cuda":
         return f"the native kernels run on NVIDIA GPUs, and {q.device} is none"
-    problem = unsupported_gpu(q.device)
+    problem = unsupported_gpu(q.device) or untested_gpu(q.device)
     if problem is not None:
         return problem
     head_dim = q.shape[2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core import step_pool
+from sgl_prefix_attn.core import limits, step_pool
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of, unsupported_call
@@ -44,6 +44,8 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     capability = [(9, 0)]
     monkeypatch.setattr(_native, "built_with_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(limits, "code_capability", lambda device: 10 * capability[0][0] + capability[0][1])
+    monkeypatch.setattr(limits, "shared_bytes_per_cta", lambda device: 227 << 10)
     return capability
 
 
@@ -67,6 +69,8 @@ def test_what_native_kernels_do_not_run_is_said(
     with monkeypatch.context() as smaller:
         smaller.setattr(_native, "combine_room", most - 1)
         assert f"{most} partial results of one query" in str(unsupported_reason())
+    capability[0] = (8, 9)
+    assert "code for compute capability 8.9 has never run" in str(unsupported_reason())
     capability[0] = (7, 5)
     assert "the GPU has 7.5" in str(unsupported_reason())
     monkeypatch.setattr(_native, "built_with_cuda", False)

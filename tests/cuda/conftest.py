@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -22,10 +23,22 @@ F16C = ["-mf16c"] if CPU_INFO.exists() and " f16c " in CPU_INFO.read_text() else
 
 @pytest.fixture(scope="session")
 def emulation() -> ModuleType:
-    """The module `cuda_emulation`, rebuilt when a source has changed."""
+    """The kernels as compiled for compute capability 9.0."""
+    return emulation_of(90)
+
+
+@pytest.fixture(scope="session", params=[80, 86], ids=["sm_80", "sm_86"])
+def emulation_without_wgmma(request: pytest.FixtureRequest) -> ModuleType:
+    """The kernels as compiled for 8.0, and for GPUs with 99 KiB of shared memory for a CTA."""
+    return emulation_of(request.param)
+
+
+@functools.cache
+def emulation_of(capability: int) -> ModuleType:
+    """The module `cuda_emulation` for a compute capability (10 * major + minor), rebuilt when a source has changed."""
     sources = [*sorted(EMULATION.rglob("*.[ch]*")), *sorted((ROOT / "csrc").rglob("*.[ch]*"))]
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    folder = ROOT / ".cache" / "cuda_emulation" / stamp
+    folder = ROOT / ".cache" / "cuda_emulation" / f"{stamp}-{capability}"
     built = folder / f"cuda_emulation{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +55,7 @@ def emulation() -> ModuleType:
                 "-Wall",
                 *F16C,
                 "-Wno-unknown-pragmas",
+                f"-DPREFIXPACK_EMULATED_CAPABILITY={capability}",
                 *(f"-I{path}" for path in includes),
                 str(EMULATION / "module.cpp"),
                 str(ROOT / "csrc/cuda/serialize_plan.cpp"),

@@ -31,7 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
         built_with_cuda=True, StepAddresses=dict,
-        cuda_launch_size=lambda **_: SimpleNamespace(ctas=4, few_ctas=2, warp_ctas=4, overlap=True),
+        cuda_launch_size=lambda **_: SimpleNamespace(ctas=4, few_ctas=2, warp_ctas=4, cta_warps=7, overlap=True),
         cuda_prepare=lambda *_, **__: made.append("prepare"), cuda_attend=lambda *_, **__: made.append("attend"),
         **native,
     ))  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]
     )
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
-    words = _native.serialize_plan(plan, lens, growth=0, group=4)[0]
+    words = _native.serialize_plan(plan, lens, growth=0, group=4, cta_warps=7)[0]
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)

@@ -23,7 +23,7 @@ struct QuerySplit {
   PartialList list;
   bool ready;  // this CTA combines it
 };
-static_assert(sizeof(RowEpilogue) + sizeof(QuerySplit) <= kRowEpilogueBytes, "room for each row");
+static_assert(sizeof(RowEpilogue) + sizeof(QuerySplit) <= kTightRowEpilogueBytes, "room for each row");
 
 // Results of the CTA's tile, in shared memory.
 struct TileResults {

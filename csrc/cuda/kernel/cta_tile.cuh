@@ -142,7 +142,7 @@ class CtaTile {
     const EpilogueInputs inputs = EpilogueInputs::prefetch(params_, cta_);
     const int32_t thread = ptx::volatile_thread_index(), lane = thread % 32;
     constexpr int32_t kWidth = kAccumulatorStride<TileT::kHeadDim>;
-    auto* accumulators = reinterpret_cast<float*>(shared_ + TileT::kQueryBytes);
+    auto* accumulators = reinterpret_cast<float*>(shared_ + TileT::accumulators().at);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
 #pragma unroll

@@ -8,11 +8,29 @@
 
 namespace prefixpack {
 
-constexpr int kCtasPerSm = 2;
-// Two CTAs share the 228 KiB of an sm_90 SM; 1 KiB per CTA is reserved by the system.
-constexpr int kSharedBytes = 112 * 1024;
-constexpr int kCtaStateBytes = 576;  // kSharedBytes leaves room for this and the reserved 1 KiB
-constexpr int kLaunchSharedBytes = kSharedBytes + kCtaStateBytes;
+// Compute capability, 10 * major + minor, that the code is compiled for. Host code only uses what is equal for all.
+#if defined(PREFIXPACK_EMULATED_CAPABILITY)
+constexpr int kCapability = PREFIXPACK_EMULATED_CAPABILITY;
+#elif defined(__CUDA_ARCH__)
+constexpr int kCapability = __CUDA_ARCH__ / 10;
+#else
+constexpr int kCapability = 90;
+#endif
+
+// Shared memory of a CTA for its tiles, in code compiled for a compute capability.
+struct SharedMemory {
+  int tile_bytes;
+  int ctas_per_sm;
+};
+PREFIXPACK_BOTH constexpr SharedMemory shared_memory(int capability) {
+  // These have 100 KiB for an SM and 99 for a CTA, and run one CTA.
+  if (capability == 86 || capability == 89 || capability == 120 || capability == 121) return {98 * 1024, 1};
+  // Two CTAs share the 228 KiB of an sm_90 SM, one has an older SM for itself; 1 KiB per CTA is reserved by the system.
+  return {112 * 1024, capability < 90 ? 1 : 2};
+}
+
+constexpr int kSharedBytes = shared_memory(kCapability).tile_bytes;
+constexpr int kCtaStateBytes = 576;  // shared_memory() leaves room for this and the reserved 1 KiB
 constexpr int kMaxStages = 4;
 
 // 16 warps per SM hide each other's latency. Wider heads need the registers of eight.
@@ -32,7 +50,8 @@ constexpr int kWindowGranularity = 64;
 template <int HeadDim>
 constexpr int kAccumulatorStride = HeadDim + 8;
 constexpr int kMaxKeyWarps = 4;
-constexpr int kRowEpilogueBytes = 64;  // epilogue state of a row
+constexpr int kRowEpilogueBytes = 64;       // epilogue state of a row
+constexpr int kTightRowEpilogueBytes = 48;  // where shared memory is little
 
 // Layout of a tile's accumulators in shared memory: [key_warps][rows][kAccumulatorStride]. key_warps: warps that had
 // different keys of the same rows. Bytes before and behind those of the first key warp are free after the reduction.
@@ -43,16 +62,18 @@ struct AccumulatorLayout {
 };
 
 // The epilogue state of the rows overlays the queries, in front. If they leave enough room, so does the scratch of the
-// combine.
+// combine. Accumulators that do not fit behind the queries overlay them as well, behind the epilogue state.
 template <int HeadDim, int Rows, int KeyWarps, int QueryBytes>
 constexpr AccumulatorLayout accumulator_layout() {
   static_assert(Rows * kRowEpilogueBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
-  constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= QueryBytes;
-  constexpr int kBehind = QueryBytes + Rows * kAccumulatorStride<HeadDim> * 4;
+  constexpr int kKeyWarpBytes = Rows * kAccumulatorStride<HeadDim> * 4;
+  constexpr bool kOverlay = QueryBytes + KeyWarps * kKeyWarpBytes > kSharedBytes;
+  constexpr int kAt = kOverlay ? Rows * kTightRowEpilogueBytes : QueryBytes;
+  constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= kAt;
+  constexpr int kBehind = kAt + kKeyWarpBytes;
   static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for combining");
-  static_assert(QueryBytes + KeyWarps * Rows * kAccumulatorStride<HeadDim> * 4 <= kSharedBytes,
-                "sums of all key warps");
-  return {QueryBytes, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};
+  static_assert(kAt + KeyWarps * kKeyWarpBytes <= kSharedBytes, "sums of all key warps");
+  return {kAt, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};
 }
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -97,12 +118,14 @@ struct MmaTile {
   static_assert(kStages >= 2, "a tile needs two stages in flight");
 };
 
-// Warp kernel: a warp has its queries and a ring of stages, each the K or the V of a KV tile. Two such CTAs of eight
-// warps share an SM, or one shares it with a CTA of the CTA kernel.
-constexpr int kDecodeWarps = 8;
-constexpr int kDecodeThreads = 32 * kDecodeWarps;
-constexpr int kDecodeCtasPerSm = 2;
+// Warp kernel: a warp has its queries and a ring of stages, each the K or the V of a KV tile. On sm_90 two such CTAs of
+// eight warps share an SM, or one shares it with a CTA of the CTA kernel.
 constexpr int kWarpBytes = 14 * 1024;
+constexpr int kDecodeWarps = 8;  // at most
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
+// Warps of a CTA in code compiled for a compute capability: as many as its shared memory holds.
+PREFIXPACK_BOTH constexpr int decode_warps(int capability) { return shared_memory(capability).tile_bytes / kWarpBytes; }
+static_assert(decode_warps(90) == kDecodeWarps && decode_warps(80) == kDecodeWarps && decode_warps(86) == 7);
 constexpr int kMinActiveWarps = 4;          // per CTA, enough to saturate memory bandwidth
 constexpr int kBandwidthBoundTokens = 256;  // tiles of this length are bound by bandwidth, shorter ones by latency
 
@@ -123,14 +146,14 @@ struct WarpTile {
   static_assert(kStages >= 3, "a stage in use and two in flight");
 };
 
-// Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. Many tiles of one length run in waves,
-// and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number that fills its waves
-// best takes part.
-inline int32_t active_warps(int64_t work_tiles, int64_t tokens, int32_t ctas) {
-  if (tokens < kBandwidthBoundTokens || ctas == 0) return kDecodeWarps;
-  int32_t best = kDecodeWarps;
+// Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. most: warps of a CTA. Many tiles of one
+// length run in waves, and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number
+// that fills its waves best takes part.
+inline int32_t active_warps(int64_t work_tiles, int64_t tokens, int32_t ctas, int32_t most = kDecodeWarps) {
+  if (tokens < kBandwidthBoundTokens || ctas == 0) return most;
+  int32_t best = most;
   float best_share = 0.0f;
-  for (int32_t warps = kDecodeWarps; warps >= kMinActiveWarps; --warps) {
+  for (int32_t warps = most; warps >= kMinActiveWarps; --warps) {
     const int64_t at_once = int64_t{warps} * ctas, rounds = (work_tiles + at_once - 1) / at_once;
     const float share = static_cast<float>(work_tiles) / static_cast<float>(rounds * at_once);
     if (share > best_share + 0.02f) best = warps, best_share = share;

@@ -7,12 +7,8 @@
 
 namespace prefixpack {
 
-// Before compute capability 9.0, shared memory holds one CTA of either kernel, which may use all registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResidentCtas = 1, kResidentDecodeCtas = 1;
-#else
-constexpr int kResidentCtas = kCtasPerSm, kResidentDecodeCtas = kDecodeCtasPerSm;
-#endif
+// Of either kernel. Where shared memory holds one CTA, it may use all registers.
+constexpr int kResidentCtas = shared_memory(kCapability).ctas_per_sm;
 
 template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kCtaThreads<HeadDim>, kResidentCtas)
@@ -22,7 +18,7 @@ __global__ void __launch_bounds__(kCtaThreads<HeadDim>, kResidentCtas)
 }
 
 template <int HeadDim, class Format>
-__global__ void __launch_bounds__(kDecodeThreads, kResidentDecodeCtas)
+__global__ void __launch_bounds__(kDecodeThreads, kResidentCtas)
     attention_warps(const __grid_constant__ KernelParams params, int32_t ctas) {
   extern __shared__ __align__(1024) char shared[];
   run_warp_kernel<HeadDim, Format>(params, shared, ctas);
@@ -40,6 +36,15 @@ int32_t resident_ctas(Kernel kernel, int32_t threads, int32_t shared_bytes) {
   return sms * ctas_per_sm;
 }
 
+// Compute capability that the device's code of a kernel was compiled for: that of its binary, or of the PTX which the
+// driver has compiled. This code, and not the device, decides what a launch needs.
+template <class Kernel>
+int32_t code_capability(Kernel kernel) {
+  cudaFuncAttributes code{};
+  check_cuda(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+  return code.ptxVersion > 0 ? code.ptxVersion : code.binaryVersion;
+}
+
 template <int HeadDim, class Format>
 LaunchSize launch_size_of() {
   int device = 0, major = 0, sms = 0;
@@ -47,14 +52,16 @@ LaunchSize launch_size_of() {
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   LaunchSize size{};
-  size.ctas = size.few_ctas = resident_ctas(attention_ctas<HeadDim, Format>, kCtaThreads<HeadDim>, kLaunchSharedBytes);
-  // Code compiled from PTX of an older architecture lacks the instructions of a dependent launch.
-  cudaFuncAttributes code{};
-  check_cuda(cudaFuncGetAttributes(&code, attention_ctas<HeadDim, Format>), "cudaFuncGetAttributes");
-  const bool lacks_dependent_launch = code.ptxVersion > 0 && code.ptxVersion < 90;
-  size.overlap = major >= 9 && !lacks_dependent_launch;
+  const int capability = code_capability(attention_ctas<HeadDim, Format>);
+  const SharedMemory memory = shared_memory(capability);
+  size.shared_bytes = memory.tile_bytes + kCtaStateBytes;
+  size.ctas = size.few_ctas = resident_ctas(attention_ctas<HeadDim, Format>, kCtaThreads<HeadDim>, size.shared_bytes);
+  // Code compiled for an older architecture lacks the instructions of a dependent launch. Where an SM holds one CTA,
+  // none was tried.
+  size.overlap = major >= 9 && capability >= 90 && memory.ctas_per_sm > 1;
   if constexpr (kHasWarpKernel<HeadDim>) {
-    size.warp_ctas = resident_ctas(attention_warps<HeadDim, Format>, kDecodeThreads, kDecodeWarps * kWarpBytes);
+    size.cta_warps = decode_warps(capability);
+    size.warp_ctas = resident_ctas(attention_warps<HeadDim, Format>, 32 * size.cta_warps, size.cta_warps * kWarpBytes);
     if (size.overlap && size.ctas > sms) size.few_ctas = sms;
   }
   return size;
@@ -63,8 +70,8 @@ LaunchSize launch_size_of() {
 template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
   const int32_t ctas = size.ctas + size.warp_ctas;
-  attention_ctas<HeadDim, Format>
-      <<<size.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes, stream>>>(params, ctas, size.few_ctas);
+  attention_ctas<HeadDim, Format><<<size.ctas, kCtaThreads<HeadDim>, static_cast<size_t>(size.shared_bytes), stream>>>(
+      params, ctas, size.few_ctas);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kHasWarpKernel<HeadDim>) {
     // Starts when all CTAs of the first kernel have started, and runs beside them. On older devices it runs after them.
@@ -73,8 +80,8 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned>(size.warp_ctas);
-    config.blockDim = kDecodeThreads;
-    config.dynamicSmemBytes = kDecodeWarps * kWarpBytes;
+    config.blockDim = static_cast<unsigned>(32 * size.cta_warps);
+    config.dynamicSmemBytes = static_cast<size_t>(size.cta_warps * kWarpBytes);
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = size.overlap ? 1 : 0;

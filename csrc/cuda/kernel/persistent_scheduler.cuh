@@ -107,7 +107,7 @@ PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
   }
 }
 
-// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kLaunchSharedBytes.
+// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
                                       int32_t few_ctas) {
@@ -135,7 +135,7 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   exit_grid(kernel_params.step, total_ctas);
 }
 
-// shared: kDecodeWarps * kWarpBytes.
+// shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
   const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;

@@ -101,6 +101,7 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
     return {
         "model": found.model,
         "device": found.device,
+        "kernels": found.kernels,
         "backends": dict(zip(("prefill", "decode"), found.backends, strict=True)),
         "way": found.way,
         "packs": found.packs,
@@ -140,6 +141,7 @@ def as_text(
     lines = [
         f"Model: {', '.join(found.model)} on {found.device}",
         f"Attention backend: {backends}; {_WAYS[found.way]}",
+        *([f"Kernels: {found.kernels}"] if found.kernels else []),
         f"Variables: {', '.join(f'{name}={environ[name]}' for name in set_here) or 'none of ours'}",
         "",
         "Steps",

@@ -28,6 +28,7 @@ from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
+from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels, why_not_native
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -61,6 +62,7 @@ class Diagnosis:
         layers: description and answer of each kind of layer.
         model: architectures.
         device: of the server.
+        kernels: name of those that run packed steps on a GPU, and why not others; None on a CPU.
     """
 
     backends: tuple[str | None, str | None]
@@ -69,6 +71,7 @@ class Diagnosis:
     layers: list[tuple[str, Answer]]
     model: list[str]
     device: str
+    kernels: str | None = None
     changes: list[Change] = field(default_factory=list)
     after: Diagnosis | None = None
 
@@ -139,8 +142,9 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
-        backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device
-    )
+        backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device,
+        kernels_of(runner, settings),
+    )  # fmt: skip
 
 
 def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | str:
@@ -180,6 +184,20 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
         if found is not None:
             return f"where the {found.stored} of the {gpu} predicts the shorter time"
     return f"without a routing profile for the {gpu}: if {conservative.RULE}"
+
+
+def kernels_of(runner: Any, settings: Settings) -> str | None:
+    """The kernels of packed steps on a runner's GPU, and why not others; None on a CPU."""
+    if is_cpu(runner):
+        return None
+    device = torch.device(str(runner.device))
+    chosen = choose_kernels(settings.gpu_kernels, device)
+    if isinstance(chosen, str):
+        return f"none: {chosen}"
+    if settings.gpu_kernels != "auto":
+        return f"{chosen.name}, as set"
+    because = why_not_native(device)
+    return chosen.name if because is None else f"{chosen.name}, because {because}"
 
 
 def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:

@@ -148,7 +148,7 @@ class CudaExecutor:
         growth = self._settings.replan_growth
         model = gpu_device(
             self._settings, _sm_count(device), shape, max_tile_rows=self._kernels.max_tile_rows,
-            warpgroup_products=self._kernels.warpgroup_products(device),
+            warpgroup_products=self._kernels.warpgroup_products(device), **self._kernels.ctas_of_sm(device),
         )  # fmt: skip
         planner, unshared = Planner(shape, model, max_growth=growth), Planner(shape, model, max_growth=growth)
         no_split = Planner(shape, dataclasses.replace(model, workers=1), max_growth=growth)
@@ -305,9 +305,18 @@ class CudaExecutor:
 
 
 def gpu_device(
-    settings: Settings, sm_count: int, shape: ModelShape, *, max_tile_rows: int, warpgroup_products: bool
+    settings: Settings,
+    sm_count: int,
+    shape: ModelShape,
+    *,
+    max_tile_rows: int,
+    warpgroup_products: bool,
+    **ctas_of_sm: int,
 ) -> DeviceModel:
-    """The planner's model of a GPU whose kernels have row tiles up to `max_tile_rows`."""
+    """The planner's model of a GPU whose kernels have row tiles up to `max_tile_rows`.
+
+    ctas_of_sm: see `Kernels.ctas_of_sm`.
+    """
     device = DeviceModel.gpu(
         sm_count,
         head_dim=shape.head_dim,
@@ -315,6 +324,7 @@ def gpu_device(
         max_tile_rows=min(settings.max_tile_rows, max_tile_rows),
         kv_bytes=shape.kv_bytes,
         warpgroup_products=warpgroup_products,
+        **ctas_of_sm,
     )
     return dataclasses.replace(device, workers=settings.workers or device.workers)
 

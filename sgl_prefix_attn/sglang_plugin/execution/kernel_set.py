@@ -11,7 +11,7 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import cuda_step
 from sgl_prefix_attn.core.cuda_step import GpuStep
-from sgl_prefix_attn.core.limits import unsupported_gpu
+from sgl_prefix_attn.core.limits import code_capability, little_shared_memory, unsupported_gpu, untested_gpu
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
@@ -55,6 +55,15 @@ class Kernels:
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         return hopper and self.name == "native"
 
+    def ctas_of_sm(self, device: torch.device) -> dict[str, int]:
+        """Arguments of `DeviceModel.gpu`, on GPUs whose SMs have room for fewer CTAs and warps than it supposes."""
+        if self.name != "native" or device.type != "cuda":
+            return {}
+        code = code_capability(device)
+        if not little_shared_memory(code):
+            return {}
+        return {"ctas_per_sm": _native.ctas_per_sm(code), "cta_warps": _native.cta_warps(code)}
+
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels can read a [*, heads, head dim] tensor with its strides and alignment."""
         if tensor.stride(2) != 1:
@@ -94,9 +103,11 @@ def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.d
     """The kernels for a device under the setting `gpu_kernels`, or a message that says why there are none."""
     if device.type != "cuda":
         return f"there are no packed kernels for the device {device}"
-    no_native = _why_not_native(device)
-    if setting != "triton" and no_native is None:
-        return native_kernels()
+    no_native = None
+    if setting != "triton":
+        no_native = why_not_native(device, asked=setting == "native")
+        if no_native is None:
+            return native_kernels()
     if setting == "native":
         return f"gpu_kernels='native', but {no_native}"
     try:
@@ -105,7 +116,11 @@ def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.d
         return f"{no_native or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}"
 
 
-def _why_not_native(device: torch.device) -> str | None:
+def why_not_native(device: torch.device, *, asked: bool = False) -> str | None:
+    """Why a GPU does not get the native kernels, in words; None if it does. asked: whether the settings name them."""
     if not _native.built_with_cuda:
         return "sgl_prefix_attn was built without CUDA: reinstall it with nvcc on PATH"
-    return unsupported_gpu(device)
+    problem = unsupported_gpu(device)
+    if problem is None and not asked and (doubt := untested_gpu(device)) is not None:
+        return f"{doubt}; gpu_kernels=native chooses them"
+    return problem

@@ -173,9 +173,8 @@ inline void land(const PendingCopy& copy) {
 }
 
 inline void check_shared(const void* address, int bytes) {
-  const auto& shared = self().cta->shared;
   const char* at = static_cast<const char*>(address);
-  if (at < self().cta->shared_begin() || at + bytes > shared.data() + shared.size())
+  if (at < self().cta->shared_begin() || at + bytes > self().cta->shared_begin() + self().cta->launch->shared_bytes)
     fail("access outside shared memory");
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
 }

@@ -56,10 +56,11 @@ void run_kernels(const KernelParams& params, const Run& run) {
   emulation::run(run.copies, {{2, 128, 0, [&](char*) { prepare_step(params); }}});
   const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0, total_ctas = run.ctas + warp_ctas;
   std::vector<emulation::Launch> launches{
-      {run.ctas, kCtaThreads<HeadDim>, kLaunchSharedBytes,
+      {run.ctas, kCtaThreads<HeadDim>, kSharedBytes + kCtaStateBytes,
        [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2); }}};
   if constexpr (kHasWarpKernel<HeadDim>) {
-    launches.push_back({warp_ctas, kDecodeThreads, kDecodeWarps * kWarpBytes,
+    constexpr int kWarps = decode_warps(kCapability);
+    launches.push_back({warp_ctas, 32 * kWarps, kWarps * kWarpBytes,
                         [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); }});
   }
   if (run.warps_first) std::reverse(launches.begin(), launches.end());
@@ -91,7 +92,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   const auto head_dim = static_cast<int32_t>(q.shape(2));
   SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads,
-                                        head_dim <= 128 ? warp_ctas : 0, fan_in);
+                                        head_dim <= 128 ? warp_ctas : 0, decode_warps(kCapability), fan_in);
   const float nan = __builtin_nanf("");
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
@@ -172,7 +173,8 @@ void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, i
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulation, m) {
-  m.def("active_warps", &active_warps, py::arg("work_tiles"), py::arg("tokens"), py::arg("ctas"));
+  m.def("active_warps", &active_warps, py::arg("work_tiles"), py::arg("tokens"), py::arg("ctas"),
+        py::arg("most") = kDecodeWarps);
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),

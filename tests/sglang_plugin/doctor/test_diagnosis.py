@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
-from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
+from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
 from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
+from tests.sglang_plugin.execution.test_kernel_set import gpu
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -234,3 +238,16 @@ class TestCommand:
             monkeypatch.setenv(name, value)
         assert main(["doctor", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_gpu_whose_native_kernels_never_ran_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, (8, 9), code=89, shared_kib=99)
+    runner = SimpleNamespace(device="cuda")
+    because = "the native kernels' code for compute capability 8.9 has never run, only emulated"
+    told = f"triton, because {because}; gpu_kernels=native chooses them"
+    assert kernels_of(runner, Settings(metrics=False)) == told
+    assert kernels_of(runner, Settings(metrics=False, gpu_kernels="native")) == "native, as set"
+    gpu(monkeypatch, (9, 0), code=90, shared_kib=227)
+    assert kernels_of(runner, Settings(metrics=False)) == "native"
+    found = Diagnosis(("fa3", "fa3"), "wrap", {}, [], ["LlamaForCausalLM"], "cuda", told)
+    assert f"Kernels: {told}" in as_text(found, [], {})

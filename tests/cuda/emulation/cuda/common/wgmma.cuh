@@ -9,7 +9,9 @@
 
 #include "cuda/common/ptx.cuh"
 
+#if !defined(PREFIXPACK_EMULATED_CAPABILITY) || PREFIXPACK_EMULATED_CAPABILITY == 90
 #define PREFIXPACK_WARPGROUP_PRODUCTS
+#endif
 
 namespace prefixpack::ptx {
 
