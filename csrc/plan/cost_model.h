@@ -231,9 +231,9 @@ class CostModel {
 };
 
 // Packs of different numbers of queries that read the same KV range.
-class PackPrice {
+class PackCost {
  public:
-  PackPrice(const CostModel& cost, double tokens)
+  PackCost(const CostModel& cost, double tokens)
       : cost_(cost),
         tokens_(tokens),
         first_tile_(cost.item(cost.queries_per_tile(), tokens)),
@@ -252,6 +252,6 @@ class PackPrice {
   double tokens_, first_tile_, next_tile_;
 };
 
-inline double CostModel::pack(int32_t queries, double tokens) const { return PackPrice(*this, tokens)(queries); }
+inline double CostModel::pack(int32_t queries, double tokens) const { return PackCost(*this, tokens)(queries); }
 
 }  // namespace prefixpack

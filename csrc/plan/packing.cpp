@@ -224,7 +224,7 @@ class Packer {
     const int32_t begin = forest_.node_begin[root];
     const double apart = list_choices(node, joined, begin, forest_.node_parent[root] >= 0);
     rank_choices();
-    const PackPrice pack(cost_, forest_.node_end[node] - begin);
+    const PackCost pack(cost_, forest_.node_end[node] - begin);
     const Choice* const choices = this->choices();
     const int32_t* const rank = rank_;
     const int32_t num_choices = num_choices_;

@@ -177,7 +177,7 @@ class Scheduler {
     queue_.make_room(tiling_.size());
     QueuedPack* queued = queue_.data();
     int32_t num_slots = 0;
-    double dearest = 0, dearest_open = 0;
+    double longest = 0, longest_open = 0;
     for (const Tile* lead = tiling_.begin(); lead != tiling_.end();) {
       const Tile* const after = tiling_.pack_end(lead);
       const int32_t pieces = tiling_.pieces(*lead), begin = lead->item.query_begin;
@@ -190,18 +190,18 @@ class Scheduler {
         num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_pieces(*lead, pieces), num_slots);
       }
       ++queued;
-      dearest = std::max(dearest, key);
-      if (lead->item.kv_end == kOpenEnd && key * lead->stretch > dearest_open) {
-        dearest_open = key * lead->stretch;
-        dearest_open_tokens_ = lead->tokens;
+      longest = std::max(longest, key);
+      if (lead->item.kv_end == kOpenEnd && key * lead->stretch > longest_open) {
+        longest_open = key * lead->stretch;
+        longest_open_tokens_ = lead->tokens;
       }
       lead = after;
     }
     num_queued_ = queued - queue_.data();
     plan.num_slots = num_slots;
     plan.kv_tokens_packed = tiling_.tokens();
-    dearest_ = dearest;
-    dearest_open_ = dearest_open;
+    longest_ = longest;
+    longest_open_ = longest_open;
   }
 
   static int32_t queries_of(const Tile* lead, const Tile* after) {
@@ -221,11 +221,11 @@ class Scheduler {
     return slot;
   }
 
-  // Dearest first; a stable counting sort. Alike packs stand together: what belongs to the place of the last one is
+  // Longest first; a stable counting sort. Alike packs stand together: what belongs to the place of the last one is
   // kept in a register, so that a run of them does not wait for memory.
   void order_queue() {
     order_.make_room(num_queued_);
-    const double to_bin = (kQueueBins - 1) / dearest_;
+    const double to_bin = (kQueueBins - 1) / longest_;
     std::array<int32_t, kQueueBins + 1> offset{};
     int32_t place = 0, count = 0;
     for (size_t i = 0; i < num_queued_; ++i, ++count) {
@@ -281,11 +281,11 @@ class Scheduler {
   }
 
   int32_t growth_limit() const {
-    const TileClass& tail = cost_.tile(1, dearest_open_tokens_);
+    const TileClass& tail = cost_.tile(1, longest_open_tokens_);
     const double token = tail.first_read;
     const double work_tile_growth = token * tiling_.per_worker() * tail.stretch;
     const double even_growth = token * forest_.num_requests;
-    const double slack = kDriftTolerance * tiling_.finish() - dearest_open_;
+    const double slack = kDriftTolerance * tiling_.finish() - longest_open_;
     const double closing = work_tile_growth - kDriftTolerance * even_growth;
     if (closing <= 0) return INT32_MAX;
     return std::max(kMinGrowth, static_cast<int32_t>(std::min(slack / closing, 1e9)));
@@ -302,8 +302,8 @@ class Scheduler {
   Buffer<QueuedPack> queue_;
   Buffer<int32_t> order_;  // into queue_
   size_t num_queued_ = 0, num_items_ = 0;
-  double dearest_ = 0, dearest_open_ = 0;
-  int32_t dearest_open_tokens_ = 0;
+  double longest_ = 0, longest_open_ = 0;
+  int32_t longest_open_tokens_ = 0;
   Schedule schedule_;
 };
 

@@ -12,7 +12,7 @@ struct Schedule {
   int32_t growth_limit = 0;
 };
 
-// Splits follow PersistentKV (only items that have work exist, the queue is taken dearest first) and PAT section 6
+// Splits follow PersistentKV (only items that have work exist, the queue is taken longest first) and PAT section 6
 // (long KV is split); how far is decided by an estimate of the time at which the last worker is done.
 Schedule make_schedule(const Forest& forest, const BatchLens& lens, const Packing& packing, const CostModel& cost);
 

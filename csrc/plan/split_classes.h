@@ -12,7 +12,7 @@
 
 namespace prefixpack {
 
-constexpr int32_t kMinPieceTokens = 128;  // shorter pieces cost more in partials than they give in balance
+constexpr int32_t kMinSplitTokens = 128;  // shorter pieces cost more in partials than they give in balance
 
 // Pieces of a tile so that none takes longer than `longest` seconds, if the pieces are long enough for that.
 inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
@@ -20,7 +20,7 @@ inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
   const double wanted = duration / longest;
   auto pieces = static_cast<int32_t>(wanted);
   pieces += pieces < wanted;  // rounded up
-  return std::max(1, std::min(pieces, tokens / kMinPieceTokens));
+  return std::max(1, std::min(pieces, tokens / kMinSplitTokens));
 }
 
 // Times in seconds of one worker for one KV head.

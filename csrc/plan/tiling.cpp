@@ -7,7 +7,7 @@ namespace prefixpack {
 
 namespace {
 
-constexpr int32_t kPieceAlignment = 16;
+constexpr int32_t kSplitAlignment = 16;
 constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
 // Even shares of a warp, or shortest pieces: a combine of so many partials takes a warp too long.
@@ -34,7 +34,7 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
     widen_narrow_tiles(-1);
   } else if (narrow_work_tiles_ > 0) {
     const TileClass& narrow = cost_->tile(1);
-    const double shortest = kMinPieceTokens * narrow.first_read * per_worker_ * narrow.stretch;
+    const double shortest = kMinSplitTokens * narrow.first_read * per_worker_ * narrow.stretch;
     const double even = narrow_ / per_worker_ / cost_->narrow_speedup();
     const double too_long = kTooLongForWarps * std::max(even, shortest);
     if (longest_narrow_tile_ > too_long) widen_narrow_tiles(too_long);
@@ -139,7 +139,7 @@ void Tiling::widen_narrow_tiles(double longer_than) {
 int32_t Tiling::piece_length(const Tile& tile, int32_t pieces) {
   if (pieces == 1) return tile.tokens;
   const int32_t even = (tile.tokens + pieces - 1) / pieces;
-  return (even + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
+  return (even + kSplitAlignment - 1) / kSplitAlignment * kSplitAlignment;
 }
 
 double Tiling::split_seconds(const Tile& tile, int32_t pieces) const {

@@ -72,7 +72,7 @@ def test_drawn_steps(emulation_without_wgmma: ModuleType, seed: int) -> None:
     )
     out, lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN)
     check(case, (out, lse))
-    again, again_lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, blocks=5, warps_first=True)
+    again, again_lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, ctas=5, warps_first=True)
     assert torch.equal(out.view(torch.int16), again.view(torch.int16))
     assert torch.equal(lse, again_lse)
 

@@ -246,10 +246,10 @@ class StepPlanner:
             return fallback_reasons.GRAPH
         reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)
         if reason is None:
-            if layers.scanned:
-                layers.conclude()
-            else:
+            if not layers.scanned:
                 layers.scan_model()
+            elif not layers.some_packed:
+                layers.conclude()
             reason = layers.never_packed
         return paths if reason is None else reason
 

@@ -54,6 +54,7 @@ class LayerRegistry:
         never_packed: as above; set too when the buffers of a layer do not fit the device's memory, and when none of
             the model's layers can run packed.
         scanned: whether the model's layers were examined.
+        some_packed: whether a layer that can run packed is known.
         has_stock_layers: whether some layer runs on the stock backend in packed steps.
     """
 
@@ -69,7 +70,7 @@ class LayerRegistry:
         self._counters = counters
         self._knows_kv_scales = knows_kv_scales
         self._facts: dict[int, LayerFacts] = {}
-        self._some_packed = False
+        self.some_packed = False
 
     def unsupported_reasons(self) -> set[str | None]:
         """Reasons of the layers known so far; None stands for layers that run packed."""
@@ -102,7 +103,7 @@ class LayerRegistry:
 
         They are known after a scan or, of a model that does not show its layers, after a packed step.
         """
-        if not self._some_packed and self._facts and self.never_packed is None:
+        if not self.some_packed and self._facts and self.never_packed is None:
             self.never_packed = common_reason(self.unsupported_reasons())
 
     def facts(self, layer: Any) -> LayerFacts:
@@ -113,7 +114,7 @@ class LayerRegistry:
             self._counters.count_planners(self._executor.planners)
             self._facts[id(layer)] = facts
             self.has_stock_layers |= facts.unsupported_reason is not None
-            self._some_packed |= facts.unsupported_reason is None
+            self.some_packed |= facts.unsupported_reason is None
         return facts
 
     def unsupported_reason(self, layer: Any) -> str | None:

@@ -28,8 +28,8 @@ from tests.support.wheels import WheelUnavailableError, published_source
 ALL_TARGETS = (*TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
-# Members that our backend adds to the base class: what a patched SGLang calls.
-ADDED_MEMBERS = {NATIVE_SEAM}
+# Members that our backend adds to the base class: what a patched SGLang and our process state call.
+ADDED_MEMBERS = {NATIVE_SEAM, "stop_packing"}
 # Read by SGLang from whatever backend is the current one, though the base class does not declare them.
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 EXPECTED_ON_BACKEND = {"token_to_kv_pool", "req_to_token_pool"}
