@@ -2,8 +2,9 @@
 //
 // Two launches as in a layer. CTAs of wide tiles hold both halves of each SM and compute: here they copy a shared range
 // and wait for as long as products would take. Warps stream the tails; they start where CTAs have ended. With a
-// prefetch, each CTA asks for the first tokens of some tails before its first tile (one bulk prefetch a token for K,
-// one for V, all heads). Stop: less than 3 us gained behind CTA phases of 20 us and more.
+// prefetch, each thread asks for some of the tails' first tokens while its first tile arrives (one bulk prefetch a
+// token for K, one for V, all heads): of all tails, or all tokens of those that are read first. Long tails are split,
+// so that all warps have work. Stop: less than 3 us gained behind CTA phases of 20 us and more.
 #include "probe.cuh"
 
 using namespace prefixpack;
@@ -20,9 +21,9 @@ struct Batch {
   const int32_t* slots;   // shared range first, then tail after tail
   int32_t shared_tokens;  // read by every CTA
   int32_t tails, tail_tokens;
-  int32_t prefetched;   // tokens of each tail
-  int64_t tile_cycles;  // of a wide tile
-  uint32_t* sum;
+  int32_t prefetched_tails, prefetched;  // the first tails, and the first tokens of each
+  int64_t tile_cycles;                   // of a wide tile
+  uint32_t* sum;  // null: not wanted, as in timed launches, whose last atomics would be waited for
 };
 
 __device__ __forceinline__ void prefetch_l2(const char* address, int32_t bytes) {
@@ -42,14 +43,6 @@ __global__ void __launch_bounds__(kThreads, 2) wide_tiles(Batch batch) {
   extern __shared__ __align__(1024) char shared[];
   const int32_t thread = threadIdx.x, head = blockIdx.x % probe::kHeads;
   ptx::pdl_launch_dependents();
-  for (int32_t tail = blockIdx.x; tail < batch.tails; tail += gridDim.x) {
-    const int32_t* const slots = batch.slots + batch.shared_tokens + tail * batch.tail_tokens;
-    for (int32_t token = thread; token < batch.prefetched; token += kThreads) {
-      const int64_t at = int64_t{slots[token]} * probe::kTokenBytes;
-      prefetch_l2(batch.k + at, probe::kTokenBytes);
-      prefetch_l2(batch.v + at, probe::kTokenBytes);
-    }
-  }
   const ptx::SharedAddress ring = ptx::shared_address(shared);
   uint32_t sum = 0;
   const int32_t tiles = batch.shared_tokens / kTileKeys;
@@ -63,6 +56,13 @@ __global__ void __launch_bounds__(kThreads, 2) wide_tiles(Batch batch) {
     ptx::cp_async_commit();
   };
   load(0);
+  const int32_t threads = gridDim.x * kThreads;
+  for (int32_t i = blockIdx.x * kThreads + thread; i < batch.prefetched_tails * batch.prefetched; i += threads) {
+    const int32_t token = i / batch.prefetched * batch.tail_tokens + i % batch.prefetched;
+    const int64_t at = int64_t{batch.slots[batch.shared_tokens + token]} * probe::kTokenBytes;
+    prefetch_l2(batch.k + at, probe::kTokenBytes);
+    prefetch_l2(batch.v + at, probe::kTokenBytes);
+  }
   for (int32_t tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2) wide_tiles(Batch batch) {
     while (clock64() - begin < batch.tile_cycles) {
     }
   }
-  atomicAdd(batch.sum, sum);
+  if (batch.sum != nullptr) atomicAdd(batch.sum, sum);
 }
 
 // Each warp has one stream of stages over all its tails, so that loads run ahead into the next tail.
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2) tails(Batch batch) {
     __syncwarp();
   }
   ptx::cp_async_wait<0>();
-  atomicAdd(batch.sum, sum);
+  if (batch.sum != nullptr) atomicAdd(batch.sum, sum);
   if (blockIdx.x == 0) ptx::pdl_wait();
 }
 
@@ -131,33 +131,41 @@ int main(int count, char** arguments) {
   int clock_khz = 0;
   probe::check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, 0), "clock");
   const int ctas = 2 * report.sms();
+  probe::require(ctas % probe::kHeads == 0, "tail_prefetch: CTAs for all heads alike");
   Batch batch{pool.k, pool.v, pool.slots, kShared};
-  batch.sum = probe::on_device<uint32_t>(1);
-  for (const auto& [number, tokens] : {std::pair{1024, 32}, {512, 128}, {64, 1024}}) {
+  uint32_t* const sum = probe::on_device<uint32_t>(1);
+  const auto launches = [&] {
+    probe::launch(timer.stream(), wide_tiles, ctas, kThreads, kCtaShared, false, 1, batch);
+    probe::launch(timer.stream(), tails, ctas, kThreads, kWarps * kWarpBytes, true, 1, batch);
+  };
+  for (const auto& [number, tokens] : {std::pair{1024, 32}, {512, 128}, {256, 256}}) {
     batch.tails = number, batch.tail_tokens = tokens;
     std::vector<int32_t> times(kShared + number * tokens, 1);
-    std::fill_n(times.begin(), kShared, 0);
-    const uint32_t of_tails = probe::expected(pool, times);
+    std::fill_n(times.begin(), kShared, ctas / probe::kHeads);
+    const uint32_t expected = probe::expected(pool, times);
     for (const double phase_us : {10.0, 20.0, 40.0, 80.0}) {
       batch.tile_cycles = static_cast<int64_t>(phase_us * 1e-3 * clock_khz / (kShared / kTileKeys));
-      double without = 0;
-      for (const int32_t megabytes : {0, 8, 16, 32, 40}) {
-        batch.prefetched = std::min<int32_t>(tokens, (megabytes << 20) / (2 * probe::kTokenBytes) / number);
-        const auto launches = [&] {
-          probe::launch(timer.stream(), wide_tiles, ctas, kThreads, kCtaShared, false, 1, batch);
-          probe::launch(timer.stream(), tails, ctas, kThreads, kWarps * kWarpBytes, true, 1, batch);
-        };
-        const double us = timer.median_us(launches);
-        if (megabytes == 0) without = us;
-        const std::string name = std::to_string(number) + " tails of " + std::to_string(tokens) + ", CTAs " +
-                                 std::to_string(static_cast<int>(phase_us)) + " us, " + std::to_string(megabytes) +
-                                 " MB";
-        report.add(name, {{"us", us}, {"gained_us", without - us}});
+      const std::string name = std::to_string(number) + " tails of " + std::to_string(tokens) + ", CTAs " +
+                               std::to_string(static_cast<int>(phase_us)) + " us, ";
+      batch.prefetched_tails = batch.prefetched = 0;
+      const double without = timer.median_us(launches);
+      report.add(name + "no prefetch", {{"us", without}, {"gained_us", 0.0}});
+      for (const bool of_all : {true, false}) {
+        for (const int32_t megabytes : {8, 16, 32, 40}) {
+          const int32_t most = (megabytes << 20) / (2 * probe::kTokenBytes);
+          batch.prefetched_tails = of_all ? number : most / tokens;
+          batch.prefetched = of_all ? most / number : tokens;
+          const double us = timer.median_us(launches);
+          report.add(name + std::to_string(megabytes) + (of_all ? " MB of all" : " MB of the first"),
+                     {{"us", us}, {"gained_us", without - us}});
+        }
       }
-      probe::check(cudaMemset(batch.sum, 0, 4), "memset");
-      probe::launch(timer.stream(), tails, ctas, kThreads, kWarps * kWarpBytes, false, 1, batch);
+      batch.sum = sum;
+      probe::check(cudaMemset(sum, 0, 4), "memset");
+      launches();
       probe::check(cudaStreamSynchronize(timer.stream()), "tails");
-      probe::require(probe::on_host(batch.sum, 1)[0] == of_tails, "tail_prefetch: tails were not read as they are");
+      probe::require(probe::on_host(sum, 1)[0] == expected, "tail_prefetch: other words were read");
+      batch.sum = nullptr;
     }
   }
   if (count > 1) report.write(arguments[1]);
