@@ -22,16 +22,17 @@ struct Step {
   const int32_t* tail_slots;   // [requests, tail_tokens]
   int32_t chain_tokens, tail_tokens;
   uint16_t* output;  // as q
-  uint32_t* sum;
+  uint32_t* sum;     // null: not wanted, as in timed launches, whose last atomics would be waited for
 };
 
 __device__ __forceinline__ void prefetch_l2(const char* address) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(probe::kRowBytes) : "memory");
 }
 
-// The path of the CTA's requests, as the wide tile's mainloop copies it.
-template <int Requests>
-__device__ __forceinline__ uint32_t read_chain(const Step& step, int32_t group, int32_t head, char* shared) {
+// The path of the CTA's requests, as the wide tile's mainloop copies it. meanwhile(): called while its begin arrives.
+template <int Requests, class Meanwhile>
+__device__ __forceinline__ uint32_t read_chain(const Step& step, int32_t group, int32_t head, char* shared,
+                                               const Meanwhile& meanwhile) {
   constexpr int32_t kQueryBytes = Requests * kGroup * probe::kRowBytes;
   const int32_t thread = threadIdx.x, chunk = thread % 16, lane = thread % 32;
   const int32_t tiles = (step.chain_tokens + kTileKeys - 1) / kTileKeys;
@@ -65,6 +66,7 @@ __device__ __forceinline__ uint32_t read_chain(const Step& step, int32_t group, 
     slots = slot_of(tile + 1);
   };
   load(0);
+  meanwhile();
   uint32_t sum = 0;
   for (int32_t tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait<0>();
@@ -78,9 +80,19 @@ __device__ __forceinline__ uint32_t read_chain(const Step& step, int32_t group, 
   return sum;
 }
 
-// The tails of the CTA's requests: each warp has one stream of stages over its own, K and V in turn.
+// Slot of this lane in a block of 32 tokens; blocks count through the tails of this warp.
 template <int Requests>
-__device__ __forceinline__ uint32_t read_tails(const Step& step, int32_t group, int32_t head, char* shared) {
+__device__ __forceinline__ int32_t tail_slot(const Step& step, int32_t group, int32_t block) {
+  const int32_t warp = threadIdx.x / 32, blocks = step.tail_tokens / 32, place = warp + block / blocks * kWarps;
+  if (place >= Requests) return 0;
+  return step.tail_slots[(group * Requests + place) * step.tail_tokens + block % blocks * 32 + threadIdx.x % 32];
+}
+
+// The tails of the CTA's requests: each warp has one stream of stages over its own, K and V in turn. slots, next: of
+// the warp's first two blocks, loaded before the path was read.
+template <int Requests>
+__device__ __forceinline__ uint32_t read_tails(const Step& step, int32_t group, int32_t head, char* shared,
+                                               int32_t slots, int32_t next) {
   constexpr int32_t kSumBytes = Requests * kGroup * kRowFloats * 4;
   constexpr int32_t kFit = (kSharedBytes - kSumBytes) / kWarps / kStageBytes, kStages = kFit < 6 ? kFit : 6;
   static_assert(kStages >= 2);
@@ -88,14 +100,8 @@ __device__ __forceinline__ uint32_t read_tails(const Step& step, int32_t group, 
   const int32_t mine = (Requests - warp + kWarps - 1) / kWarps, blocks = step.tail_tokens / 32, all = mine * blocks;
   char* const ring_bytes = shared + kSumBytes + warp * kStages * kStageBytes;
   const ptx::SharedAddress ring = ptx::shared_address(ring_bytes);
-  const auto slot_of = [&](int32_t block) {
-    if (block >= all) return 0;
-    const int32_t request = group * Requests + warp + block / blocks * kWarps;
-    return step.tail_slots[request * step.tail_tokens + block % blocks * 32 + lane];
-  };
-  int32_t slots = slot_of(0), next = slot_of(1);
   const auto load = [&](int32_t stage) {
-    if (stage > 0 && stage % 8 == 0) slots = next, next = slot_of(stage / 8 + 1);
+    if (stage > 0 && stage % 8 == 0) slots = next, next = tail_slot<Requests>(step, group, stage / 8 + 1);
     if (stage / 8 < all) {
       const char* const from = (stage % 2 == 0 ? step.k : step.v) + head * probe::kRowBytes + lane % 16 * 16;
 #pragma unroll
@@ -136,23 +142,25 @@ template <int Requests, bool Prefetches>
 __global__ void __launch_bounds__(kThreads, 2) chains(Step step) {
   extern __shared__ __align__(1024) char shared[];
   const int32_t group = blockIdx.x / probe::kHeads, head = blockIdx.x % probe::kHeads;
-  if (Prefetches) {
-    for (int32_t i = threadIdx.x; i < Requests * step.tail_tokens; i += kThreads) {
-      const int32_t slot = step.tail_slots[group * Requests * step.tail_tokens + i];
-      const int64_t at = int64_t{slot} * probe::kTokenBytes + head * probe::kRowBytes;
-      prefetch_l2(step.k + at);
-      prefetch_l2(step.v + at);
+  const int32_t slots = tail_slot<Requests>(step, group, 0), next = tail_slot<Requests>(step, group, 1);
+  uint32_t sum = read_chain<Requests>(step, group, head, shared, [&] {
+    if constexpr (Prefetches) {
+      for (int32_t i = threadIdx.x; i < Requests * step.tail_tokens; i += kThreads) {
+        const int32_t slot = step.tail_slots[group * Requests * step.tail_tokens + i];
+        const int64_t at = int64_t{slot} * probe::kTokenBytes + head * probe::kRowBytes;
+        prefetch_l2(step.k + at);
+        prefetch_l2(step.v + at);
+      }
     }
-  }
-  uint32_t sum = read_chain<Requests>(step, group, head, shared);
+  });
   auto* const sums = reinterpret_cast<float*>(shared);
   for (int32_t i = threadIdx.x; i < Requests * kGroup * probe::kHeadDim / 4; i += kThreads) {
     const auto value = static_cast<float>(sum % 1024);
     ptx::store_quad(sums + i / 32 * kRowFloats + i % 32 * 4, {value, value, value, value});
   }
   __syncthreads();
-  sum += read_tails<Requests>(step, group, head, shared);
-  atomicAdd(step.sum, sum);
+  sum += read_tails<Requests>(step, group, head, shared, slots, next);
+  if (step.sum != nullptr) atomicAdd(step.sum, sum);
 }
 
 struct Tree {
@@ -190,7 +198,8 @@ void measure(const Tree& tree, probe::Report& report, probe::ColdTimer& timer) {
             static_cast<int32_t>(chain_slots.size()) / groups,
             tail_tokens,
             probe::on_device<uint16_t>(elements),
-            probe::on_device<uint32_t>(1)};
+            nullptr};
+  uint32_t* const sum = probe::on_device<uint32_t>(1);
   double us[2];
   for (const bool prefetches : {false, true}) {
     const auto kernel = prefetches ? chains<Requests, true> : chains<Requests, false>;
@@ -198,11 +207,12 @@ void measure(const Tree& tree, probe::Report& report, probe::ColdTimer& timer) {
       probe::launch(timer.stream(), kernel, groups * probe::kHeads, kThreads, kSharedBytes, false, 1, step);
     };
     us[prefetches] = timer.median_us(launches);
-    probe::check(cudaMemset(step.sum, 0, 4), "memset");
+    step.sum = sum;
+    probe::check(cudaMemset(sum, 0, 4), "memset");
     launches();
     probe::check(cudaStreamSynchronize(timer.stream()), "chains");
-    probe::require(probe::on_host(step.sum, 1)[0] == probe::expected(pool, times),
-                   "query_chains: other words were read");
+    step.sum = nullptr;
+    probe::require(probe::on_host(sum, 1)[0] == probe::expected(pool, times), "query_chains: other words were read");
   }
   report.add(std::string(tree.name) + ", CTAs of " + std::to_string(Requests) + " requests",
              {{"us", us[0]}, {"prefetched_us", us[1]}});
