@@ -11,12 +11,17 @@ from benchmarks.kernel.probes.__main__ import verdict
 
 def prefetch_rows(gained_us: float) -> list[dict[str, Any]]:
     cases = {"CTAs 10 us": 0.0, "CTAs 20 us": gained_us, "CTAs 80 us": 9.0}
-    tails = "64 tails of 1024"
+    tails, best = "256 tails of 256", "16 MB of all"
     return [
-        {"case": f"{tails}, {phase}, {megabytes} MB", "us": 90.0, "gained_us": gain * (megabytes == 16)}
+        {"case": f"{tails}, {phase}, {prefetch}", "us": 90.0, "gained_us": gain * (prefetch == best)}
         for phase, gain in cases.items()
-        for megabytes in (0, 16, 40)
+        for prefetch in ("no prefetch", best, "16 MB of the first")
     ]
+
+
+def tile_rows(half_us: float) -> list[dict[str, Any]]:
+    cases = {"half an SM, 4 stages": 1.4, "half an SM, 5 stages": half_us, "whole SM, 8 stages": 1.0}
+    return [{"case": case, "us_of_64_keys": us} for case, us in cases.items()]
 
 
 def tree_rows(us: float, prefetched_us: float) -> list[dict[str, Any]]:
@@ -33,8 +38,8 @@ def tree_rows(us: float, prefetched_us: float) -> list[dict[str, Any]]:
     [
         ("tail_prefetch", prefetch_rows(3.5), 3.5, True),
         ("tail_prefetch", prefetch_rows(2.5), 2.5, False),
-        ("lone_wide_tile", [{"us_of_64_keys": 1.3}, {"us_of_64_keys": 1.2}], 1.2, True),
-        ("lone_wide_tile", [{"us_of_64_keys": 1.3}], 1.3, False),
+        ("lone_wide_tile", tile_rows(1.2), 1.2, True),
+        ("lone_wide_tile", tile_rows(1.3), 1.3, False),
         ("cluster_splits", [{"case": "1 x 2048 tokens, best of each", "gained_us": 1.9}], 1.9, False),
         ("query_chains", tree_rows(70, 60), 60 / 62, True),
         ("query_chains", tree_rows(70, 64), 64 / 62, False),
