@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kThreads, 2) wide_tiles(Batch batch) {
     ptx::cp_async_commit();
   };
   load(0);
-  const int32_t threads = gridDim.x * kThreads;
-  for (int32_t i = blockIdx.x * kThreads + thread; i < batch.prefetched_tails * batch.prefetched; i += threads) {
+  // The lanes of a warp issue bulk prefetches one after the other, so neighbouring tokens go to different warps.
+  const int32_t warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + thread / 32;
+  for (int32_t i = thread % 32 * warps + warp; i < batch.prefetched_tails * batch.prefetched; i += 32 * warps) {
     const int32_t token = i / batch.prefetched * batch.tail_tokens + i % batch.prefetched;
     const int64_t at = int64_t{batch.slots[batch.shared_tokens + token]} * probe::kTokenBytes;
     prefetch_l2(batch.k + at, probe::kTokenBytes);
