@@ -55,21 +55,32 @@ def little_shared_memory(code: int) -> bool:
 def code_capability(device: torch.device) -> int:
     """Compute capability, 10 * major + minor, for which the native code that a GPU would run was compiled.
 
+    Every `packed_attention` on a GPU asks; the driver is asked once.
+
     Raises:
         RuntimeError: there is no such code, in the driver's words.
     """
-    with torch.cuda.device(device):
+    return _code_capability(_index(device))
+
+
+@functools.cache
+def _code_capability(index: int) -> int:
+    with torch.cuda.device(index):
         return _native.cuda_code_capability()
 
 
 def shared_bytes_per_cta(device: torch.device) -> int:
     """Shared memory that a CTA can have on a GPU."""
-    return _shared_bytes(torch.cuda.current_device() if device.index is None else device.index)
+    return _shared_bytes(_index(device))
 
 
 @functools.cache
 def _shared_bytes(index: int) -> int:
     return _native.cuda_devices()[index].shared_memory_per_block
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _text(capability: tuple[int, int]) -> str:
