@@ -7,8 +7,15 @@ Groups of --samples requests share a prompt. Prompt lengths are log-normal aroun
 lengths exponential with mean --output-tokens. More requests wait than --running allows, so the server refills. What
 is measured is a window of --window seconds of the steady state: it begins when as many samples have ended as the
 server runs at a time. Reported are tokens per second in that window, decode step time by number of running requests,
-the share of time in gaps with a prefill step, and packed and stock decode steps. The file is rewritten after every
-run; --resume skips what it has. Without --model a tiny model on the CPU is used, to try the command.
+the share of time in gaps with a prefill step, tokens a request and step (more than 1 with speculation), and packed and
+stock decode steps. The file is rewritten after every run; --resume skips what it has. Without --model a tiny model on
+the CPU is used, to try the command.
+
+Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 makes SGLang accept so many tokens a step:
+
+    SGLANG_SIMULATE_ACC_LEN=2.5 python -m benchmarks.serving.rollout --backends 'prefixpack[pack_verify=1],fa3' ... \\
+        --server-args "--speculative-algorithm STANDALONE --speculative-draft-model-path DRAFT \\
+        --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 """
 
 from __future__ import annotations
@@ -314,16 +321,18 @@ def write(path: Path | None, results: dict[str, Any]) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    rows = [("prompt", "backend", "tokens/s", "of the best other", "time with prefill", "decode steps, packed")]
+    columns = ("prompt", "backend", "tokens/s", "of the best other", "a step", "time with prefill", "steps packed")
+    rows = [columns]
     for prompt_tokens in dict.fromkeys(row["prompt_tokens"] for row in results["runs"]):
         runs = [row for row in results["runs"] if row["prompt_tokens"] == prompt_tokens]
         for row in runs:
             others = [other["tokens_per_second"] for other in runs if other is not row]
-            share = row["steps"]["share_of_time_with_prefill"]
+            share, accepted = row["steps"]["share_of_time_with_prefill"], row["steps"].get("accepted_tokens")
             routed = row["routed_steps"]
             rows.append((
                 str(prompt_tokens), row["backend"], f"{row['tokens_per_second']:.0f}",
                 f"{row['tokens_per_second'] / max(others):.2f}" if others else "",
+                "" if accepted is None else f"{accepted:.2f}",
                 "" if share is None else f"{share:.0%}",
                 f"{routed.get('packed', 0)} of {sum(routed.values())}" if routed else "",
             ))  # fmt: skip

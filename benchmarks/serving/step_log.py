@@ -20,7 +20,7 @@ BUCKET = 32  # running requests per row of the step-time table
 
 _LINE = re.compile(
     r"^\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3})[^\]]*\] "
-    r"(?P<kind>Decode|Prefill) batch.*?#running-req: (?P<running>\d+)"
+    r"(?P<kind>Decode|Prefill) batch.*?#running-req: (?P<running>\d+)(?:.*?accept len: (?P<accepted>[\d.]+))?"
 )
 
 
@@ -33,12 +33,14 @@ class LoggedStep:
         seconds: since the decode step before it.
         running: requests that decoded.
         prefills: prefill batches between the two decode steps.
+        accepted: tokens that a request got in this step, on average; 1 without speculation.
     """
 
     end: float
     seconds: float
     running: int
     prefills: int
+    accepted: float = 1.0
 
 
 def read_steps(lines: Iterable[str]) -> list[LoggedStep]:
@@ -55,14 +57,14 @@ def read_steps(lines: Iterable[str]) -> list[LoggedStep]:
             continue
         now = datetime.strptime(match["time"], "%Y-%m-%d %H:%M:%S.%f").timestamp()
         if last is not None:
-            steps.append(LoggedStep(now, now - last, int(match["running"]), prefills))
+            steps.append(LoggedStep(now, now - last, int(match["running"]), prefills, float(match["accepted"] or 1)))
         last, prefills = now, 0
     return steps
 
 
 def summary(steps: Sequence[LoggedStep]) -> dict[str, object]:
-    """Share of time in gaps with a prefill, and the median decode step (ms) by number of running requests."""
-    total = sum(step.seconds for step in steps)
+    """Share of time in gaps with a prefill, tokens a request and step, median decode step (ms) by running requests."""
+    total, requests = sum(step.seconds for step in steps), sum(step.running for step in steps)
     by_running: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         if not step.prefills:
@@ -71,6 +73,7 @@ def summary(steps: Sequence[LoggedStep]) -> dict[str, object]:
         "steps": len(steps),
         "steps_after_prefill": sum(step.prefills > 0 for step in steps),
         "share_of_time_with_prefill": sum(step.seconds for step in steps if step.prefills) / total if total else None,
+        "accepted_tokens": sum(s.accepted * s.running for s in steps) / requests if requests else None,
         "decode_step_ms": {
             f"{low}-{low + BUCKET - 1}": round(1e3 * statistics.median(times), 3)
             for low, times in sorted(by_running.items())

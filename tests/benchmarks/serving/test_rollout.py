@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.serving import rollout
 from benchmarks.serving.rollout import Window, WindowOver
+from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.workload import Request
 
@@ -24,6 +25,12 @@ def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
     with pytest.raises(WindowOver):
         window.on_token(request, sample)
     assert window.tokens == 3
+
+
+def test_accepted_tokens_are_a_mean_over_requests() -> None:
+    line = "[2026-11-23 14:41:52.{}] Decode batch, #running-req: {}, #token: 0, token usage: 0.00{}, cpu graph: False"
+    log = [line.format(*fields) for fields in (("000", 8, ""), ("010", 3, ", accept len: 3.00"), ("020", 1, ""))]
+    assert summary(read_steps(log))["accepted_tokens"] == (3 * 3.0 + 1) / 4
 
 
 @pytest.mark.slow
