@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from sgl_prefix_attn.demo.server import Server
+from sgl_prefix_attn.demo.client import replay
+from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from sgl_prefix_attn.demo.workload import Vocabulary
+from tests.e2e import life_cycle
 from tests.e2e.conftest import BACKEND, Launch, Packing, packing
+from tests.e2e.reference import SMALLEST_MARGIN, Reference
 from tests.e2e.rollout import SMALL_POOL, Rollout
 
 pytestmark = pytest.mark.e2e
@@ -16,6 +24,7 @@ pytestmark = pytest.mark.e2e
 ONE_TOKEN = {"PREFIXPACK_ONE_TOKEN_STEPS": "1"}
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "128")
 NO_OVERLAP = "--disable-overlap-schedule"
+TOLERANCE = 0.5  # of a token's logit in bf16, as in `test_life_cycle_on_gpu.py`
 
 
 def check(done: Packing, *modes: str) -> None:
@@ -58,3 +67,38 @@ def test_many_random_rollouts(
             total += done.one_token
     assert total["mixed" if arguments[:1] == MIXED_CHUNK[:1] else "extend"] > 25
     assert set(done.fallbacks) <= {"no_cached_prefix", "idle"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [(), (NO_OVERLAP,)], ids=["overlap", "no overlap"])
+def test_fifty_schedules_judged_by_transformers(overlap: tuple[str, ...]) -> None:
+    """In 16 bits the stock backend's own tokens depend on the batch, so fp32 logits judge them. Also without a GPU."""
+    on_gpu = torch.cuda.is_available()
+    dtype, stock = (("--dtype", "bfloat16"), {"PREFIXPACK_STOCK_BACKEND": "triton"}) if on_gpu else ((), {})
+    model = tiny_model("llama_gpu")
+    reference, prompts = Reference(model), life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
+    sizes = ("--max-total-tokens", "16384", "--context-length", "4096", "--max-running-requests", "12")
+    settings = ONE_TOKEN | {"PREFIXPACK_ROUTE": "packed"} | stock
+    extra = (*sizes, *MIXED_CHUNK, *dtype, *overlap)
+    options = ServerOptions(str(model), BACKEND, "cuda" if on_gpu else "cpu", extra, settings)
+    outputs = {prompt.name: set[tuple[int, ...]]() for prompt in prompts}
+    with serve(options) as server, packing(server) as done:
+        for seed in range(50):
+            draw = random.Random(seed)
+            requests = [
+                dataclasses.replace(
+                    draw.choice(prompts), max_new_tokens=draw.randint(1, 40), arrival_seconds=draw.uniform(0, 0.5)
+                )
+                for _ in range(20)
+            ]
+            server.flush_cache()
+            for answer in replay(server.url, requests):
+                outputs[answer.request.name].add(tuple(answer.samples[0].tokens))
+    assert done.one_token["mixed"] > 100, done.one_token
+    assert done.steps["decode"] > done.one_token.total()
+    assert set(done.fallbacks) <= {"no_cached_prefix", "idle", "compute_bound"}
+    tolerance = TOLERANCE if on_gpu else SMALLEST_MARGIN
+    for prompt in prompts:
+        for tokens in outputs[prompt.name]:
+            assert reference.deficits(prompt, list(tokens)).max() < tolerance, (prompt.name, tokens)
