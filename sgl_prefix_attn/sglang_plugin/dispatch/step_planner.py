@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ class Kind(enum.Enum):
     STOCK = "stock"  # on the stock backend
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecision:
+class StepDecision(NamedTuple):
     """How a step runs.
 
     Attributes:
@@ -199,40 +197,41 @@ class StepPlanner:
         self, handed: Handed, forward_batch: Any, in_graph: bool, in_packed_graph: bool, may_route: bool
     ) -> PackedStep | str | None:
         """The packed step, a reason why there is none, or None for a step routed to the stock backend."""
+        executor = self._executor
         paths = self._supported(handed.step, forward_batch, in_graph and not in_packed_graph)
         if isinstance(paths, str):
             return paths
-        planners = self._executor.planners
+        planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
         size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
             return fallback_reasons.ROW_MISMATCH
-        host_lens = self._executor.host_lens(forward_batch, handed, paths.num_requests)
+        host_lens = executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
-        if paths.mode == "verify":
+        if mode == "verify":
             drafts = forward_batch.spec_info.draft_token_num
-            assert paths.query_lens is not None
-            host_lens += paths.query_lens
-        if paths.mode in _DECODES and self._router.always_stock:
-            return None
-        if may_route and paths.mode in _DECODES and self._router.decide(paths, host_lens) is Route.STOCK:
+            assert query_lens is not None
+            host_lens += query_lens
+        if mode in _DECODES and (
+            self._router.always_stock or (may_route and self._router.decide(paths, host_lens) is Route.STOCK)
+        ):
             return None
         try:
-            plans = [planner.plan(paths.forest, host_lens, paths.query_lens) for planner in planners]
+            plans = [planner.plan(paths.forest, host_lens, query_lens) for planner in planners]
         except PlanError:  # contradicting input, or no memory for a plan
             self._counters.plan_refused()
             return fallback_reasons.PLAN_REFUSED
-        tokens = size if paths.query_lens is None else int(paths.query_lens.sum())
+        tokens = size if query_lens is None else int(query_lens.sum())
         step = PackedStep.of(forward_batch, paths, tokens, host_lens, plans, in_graph=in_graph, drafts=drafts)
-        step.may_be_padded = self._executor.runs_in_graphs and paths.query_lens is not None
+        step.may_be_padded = query_lens is not None and executor.runs_in_graphs
         if planners:
             step.kv_tokens = planners[0].kv_tokens
         try:
-            self._executor.begin(step)
+            executor.begin(step)
         except PlanTooLarge as too_large:
             self._counters.plan_too_large(str(too_large))
             return fallback_reasons.PLAN_TOO_LARGE
-        self._counters.packed(paths.mode, step.kv_tokens)
+        self._counters.packed(mode, step.kv_tokens)
         return step
 
     def _supported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> StepPaths | str:
@@ -265,7 +264,8 @@ class StepPlanner:
         if forward_batch.encoder_lens is not None:
             return fallback_reasons.ENCODER_DECODER
         mode = forward_batch.forward_mode
-        if mode.is_decode() != (paths.mode == "decode") or mode.is_target_verify() != (paths.mode == "verify"):
+        kind = "decode" if mode.is_decode() else "verify" if mode.is_target_verify() else None
+        if kind != (paths.mode if paths.mode in _DECODES else None):
             return fallback_reasons.ROW_MISMATCH
         return self._executor.packs(paths.mode)
 

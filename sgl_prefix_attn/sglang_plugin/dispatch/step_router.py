@@ -50,6 +50,9 @@ class StepRouter:
         store: profiles to choose from; None: those of this machine.
         dtype: of queries: bf16, fp16 or fp32.
 
+    Attributes:
+        always_stock: whether no decode or verify step ever runs packed.
+
     Raises:
         ProfileError: `route_profile` cannot be read or is invalid.
     """
@@ -66,6 +69,7 @@ class StepRouter:
     ) -> None:
         self.setting = settings.route
         self.name: PolicyName = settings.policy
+        self.always_stock = self.name.fixed == "stock"
         self._counters = counters
         if store is None:
             store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
@@ -179,11 +183,6 @@ class StepRouter:
         )
 
     # Decisions ------------------------------------------------------------------------------------------------------
-
-    @property
-    def always_stock(self) -> bool:
-        """Whether no decode or verify step ever runs packed."""
-        return self.name.fixed == "stock"
 
     def may_change(self, mode: Mode) -> bool:
         """Whether steps of a kind, decode or verify, may go either way. Valid once the layers are known."""

@@ -71,9 +71,10 @@ class CpuExecutor:
 
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
         rows = forward_batch.req_pool_indices
-        if rows.shape[0] != count or not torch.equal(rows, handed.rows):
+        # Outside padded batches SGLang passes the tensor of the schedule batch on, and no comparison is needed.
+        if len(rows) != count or (rows is not handed.rows and not torch.equal(rows, handed.rows)):
             return None
-        return np.array(forward_batch.seq_lens.numpy(), dtype=np.int64)
+        return forward_batch.seq_lens.numpy().astype(np.int64)
 
     def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
         raise NotImplementedError("CPU steps are never part of a captured graph")
