@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "prefixpack"
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
+_RAY_ENGINE_MODULE = "sglang.srt.ray.engine"
 
 
 def register() -> None:
@@ -34,6 +35,8 @@ def register() -> None:
         register_wrapping(settings)
     elif in_scheduler_process():
         register_hooks(settings, version)
+    if "--use-ray" in sys.argv or _RAY_ENGINE_MODULE in sys.modules:
+        register_ray_actors()
     register_pinning_addresses(settings)
 
 
@@ -85,6 +88,19 @@ def register_hooks(settings: Settings, version: str) -> None:
     if not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     hooks.register(wanted + registration.hooks_for(settings, state))
+
+
+def register_ray_actors() -> None:
+    """Makes schedulers that are Ray actors load plug-ins. For the process that makes the actors."""
+    from sgl_prefix_attn.sglang_plugin.compat import hooks, launchers, wrap_targets
+
+    hook = hooks.Hook(
+        wrap_targets.CREATE_RAY_ACTOR,
+        launchers.around_create_scheduler_actor,
+        "AROUND",
+        "schedulers that are Ray actors run without prefixpack",
+    )
+    hooks.register((hook,))
 
 
 def register_pinning_addresses(settings: Settings) -> None:

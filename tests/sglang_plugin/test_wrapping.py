@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
-from sgl_prefix_attn.sglang_plugin.compat import launchers
+from sgl_prefix_attn.sglang_plugin.compat import launchers, wrap_targets
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -344,6 +345,30 @@ class TestLaunchers:
         launched = pickle.loads(pickle.dumps(self.launched_with(own_scheduler)))
         assert launched(1, 2) == (1, 2)
         assert loaded == ["plugins"]
+
+    def test_a_ray_actor_loads_plugins_with_the_settings_of_the_process_that_makes_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import sglang.srt.plugins
+
+        found: list[str | None] = []
+        monkeypatch.setattr(sglang.srt.plugins, "load_plugins", lambda: found.append(os.environ.get("PREFIXPACK_WRAP")))
+        monkeypatch.setenv("PREFIXPACK_WRAP", "1")
+        sent = launchers.around_create_scheduler_actor(lambda **options: options, gpu_id=0, port_args=[30000])
+        arguments = pickle.dumps(sent)
+        monkeypatch.delenv("PREFIXPACK_WRAP")
+        assert pickle.loads(arguments) == {"gpu_id": 0, "port_args": [30000]}
+        assert found == ["1"]
+
+    @pytest.mark.parametrize(("arguments", "hooked"), [([], False), (["--use-ray"], True)])
+    def test_ray_actors_are_hooked_where_they_are_made(
+        self, arguments: list[str], hooked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        registered: list[Any] = []
+        monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
+        monkeypatch.setattr(entry.sys, "argv", ["launch_server", *arguments])
+        entry.register()
+        assert (wrap_targets.CREATE_RAY_ACTOR in {hook.target for hook in registered}) == hooked
 
     def test_sglangs_own_function_and_none_stay(self) -> None:
         from sglang.srt.managers.scheduler import run_scheduler_process

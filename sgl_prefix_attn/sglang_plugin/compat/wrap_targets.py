@@ -1,4 +1,4 @@
-"""Names of SGLang that only wrap mode and the doctor use; `targets.py` lists the others. Data only."""
+"""Names of SGLang that only wrap mode, launchers and the doctor use; `targets.py` lists the others. Data only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ LAUNCH_SCHEDULERS = Target(
     Use.HOOK,
     ("cls", "server_args", "port_args", "run_scheduler_process_func"),
 )
+# Hooked there too, with --use-ray. SGLang calls it with names.
+CREATE_RAY_ACTOR = Target(
+    "ray.engine._create_scheduler_actor", Use.HOOK, ("pg", "bundle_idx", "gpu_id", "server_args", "port_args")
+)
 
 _ARGUMENTS = "server_args.ServerArgs"
 _FIELDS = "arg_groups.fields"
@@ -18,6 +22,7 @@ _DETERMINISTIC = "enable_deterministic_inference rl_on_policy_target"
 
 WRAP_TARGETS = (
     LAUNCH_SCHEDULERS,
+    CREATE_RAY_ACTOR,
     # The stock backends that are wrapped, and the one KV pool that packed steps are known to read.
     Target("layers.attention.flashattention_backend.FlashAttentionBackend", Use.CLASS),
     Target("layers.attention.flashinfer_backend.FlashInferAttnBackend", Use.CLASS),
