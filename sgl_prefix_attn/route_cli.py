@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--packed", default="native", metavar="KERNELS", help="native or triton (default native; `profiles`: as servers here)")
+    parser.add_argument(
+        "--packed",
+        default="native",
+        metavar="KERNELS",
+        help="native or triton (default native; `profiles`: as servers here)",
+    )
     parser.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
 
 
