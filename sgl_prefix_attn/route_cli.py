@@ -44,11 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(profiles)
     profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
     _add_kernels(profiles)
+    profiles.set_defaults(packed=None)
     profiles.set_defaults(act=_profiles, partial_dtype=None)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--packed", default="native", metavar="KERNELS", help="native (default) or triton")
+    parser.add_argument(
+        "--packed",
+        default="native",
+        metavar="KERNELS",
+        help="native or triton (default native; `profiles`: as servers here)",
+    )
     parser.add_argument("--stock", default="fa3", choices=BACKENDS, help="the stock backend (default fa3)")
 
 
@@ -94,7 +100,7 @@ def _explain(args: argparse.Namespace) -> None:
 def _profiles(args: argparse.Namespace) -> None:
     shape = model_shape(args)
     gpu, capability = _this_gpu()
-    packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed
+    packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed or _packed_of(args.gpu)
     stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
     dtype = "fp32" if packed == "cpu" else "bf16"
     if args.gpu is not None:
@@ -118,6 +124,17 @@ def _profiles(args: argparse.Namespace) -> None:
         print(f"no profile fits, so {rule}")
     elif found.borrowed:
         print(f"borrowed: it was measured with {found.borrowed}")
+
+
+def _packed_of(name: str | None) -> str:
+    """The kernels that servers take by default on this machine's GPU (None), or the native ones for a name."""
+    import torch
+
+    from sgl_prefix_attn.core.limits import why_not_native
+
+    if name is not None:
+        return "native"
+    return "native" if why_not_native(torch.device("cuda", torch.cuda.current_device())) is None else "triton"
 
 
 def _this_gpu() -> tuple[str, str]:

@@ -100,8 +100,8 @@ class Settings(BaseModel):
     gpu_kernels: Literal["auto", "native", "triton"] = Field(
         "auto",
         description="Kernels of packed steps on a GPU. native: compiled with this package, for NVIDIA GPUs with "
-        "compute capability 8.0 or higher for which it has code. triton: for all GPUs. auto: native where there is "
-        "code, but triton on 8.6, 8.9 and 12.x, where native has never run.",
+        "compute capability 8.0 or higher for which it has code. triton: for all GPUs. auto: native where its "
+        "code has run on a GPU, which is 9.0; elsewhere triton.",
     )
     route: str = Field(
         "auto",

@@ -38,17 +38,16 @@ from benchmarks.kernel.gpu_report import OURS
 from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
-from sgl_prefix_attn.calibration.kernels.packed import device_model
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 
-H200_SMS = 132
 BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured, for the limit
 HEADS = (32, 8)
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
@@ -79,7 +78,7 @@ class RowsCase:
         """Plan of a part of the requests, their lengths, and the device that it is for."""
         lens, new = self.case.lengths[requests].copy(), self.query_lens[requests].copy()
         forest = PrefixForest.from_paths(self.case.paths[requests], prefix_lens=(lens - new).tolist())
-        device = device_model(H200_SMS, self.case.shape)
+        device = h200_model(self.case.shape)
         return Planner(self.case.shape, device).plan(forest, lens, new), lens, device
 
 

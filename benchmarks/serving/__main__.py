@@ -41,7 +41,13 @@ import aiohttp
 from benchmarks.provenance import git_commit
 from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import run_once, warm_up
-from benchmarks.serving.provenance import inherited_environment, machine_name, package_versions
+from benchmarks.serving.provenance import (
+    arguments_of,
+    inherited_environment,
+    machine_name,
+    package_versions,
+    without_folders,
+)
 from benchmarks.serving.ranks import METRICS_OF_ALL_RANKS, read_ranks
 from benchmarks.serving.report import Report
 from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
@@ -247,8 +253,10 @@ def header_of(args: argparse.Namespace, servers: dict[str, ServerOptions], workl
         "machine": machine_name(),
         "tp": args.tp,
         "versions": package_versions(),
-        "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
-        "servers": {backend: options.command(port=0)[1:] for backend, options in servers.items()},
+        "arguments": arguments_of(args),
+        "servers": {
+            backend: list(map(without_folders, options.command(port=0)[1:])) for backend, options in servers.items()
+        },
         "inherited_environment": inherited_environment(),
         "environments": {backend: options.environment for backend, options in servers.items() if options.environment},
         "workloads": {

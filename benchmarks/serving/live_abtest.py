@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.provenance import git_commit
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import UsageError
-from benchmarks.serving.provenance import inherited_environment, machine_name, package_versions
+from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
 from benchmarks.serving.rollout import CPU_POOL_TOKENS, Rollout, rollout_requests
 from benchmarks.serving.workloads import Sizes, make_requests
 from sgl_prefix_attn.abtest import live, recording
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {
         "commit": args.commit, "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": machine_name(), "versions": package_versions(),
-        "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
+        "arguments": arguments_of(args),
         "inherited_environment": inherited_environment(), "tests": {}, "errors": [],
     }  # fmt: skip
     with serve(options) as server:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
 # Variables that change what a server does or how its ranks talk.
@@ -19,7 +21,17 @@ def package_versions() -> dict[str, str | None]:
 
 def inherited_environment() -> dict[str, str]:
     """Variables of this process that every server sees and that matter to it, by name."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+    return {name: without_folders(value) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def arguments_of(args: Any) -> dict[str, str]:
+    """Arguments of a benchmark by name."""
+    return {name: without_folders(str(value)) for name, value in vars(args).items() if value is not None}
+
+
+def without_folders(text: str) -> str:
+    """The text with the last name of each absolute path only: results do not depend on where files lie."""
+    return re.sub(r"(?<![\w./])/(?:[^\s/'\",]+/)*([^\s/'\",]+)", r"\1", text)
 
 
 def machine_name() -> str:

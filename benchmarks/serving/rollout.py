@@ -41,7 +41,7 @@ from benchmarks.serving import kernel_profile
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import growth
-from benchmarks.serving.provenance import inherited_environment, machine_name, package_versions
+from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
 from benchmarks.serving.report import aligned
 from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT, read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, RequestError, Sample, replay
@@ -299,7 +299,7 @@ def opened(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": machine_name(),
         "versions": package_versions(),
-        "arguments": {name: str(value) for name, value in vars(args).items() if value is not None},
+        "arguments": arguments_of(args),
         "inherited_environment": inherited_environment(),
         "seed": seed,
         "runs": [],

@@ -47,10 +47,12 @@ class Bench(Protocol):
     Attributes:
         most_unique_bytes: KV of the largest batch that can be measured.
         draw_kv_dtype: KV type under which `workloads.draw` bounds the batches.
+        packed_name: of the packed kernels in profiles: native, triton or cpu.
     """
 
     most_unique_bytes: float
     draw_kv_dtype: str
+    packed_name: str
 
     def machine(self) -> dict[str, Any]:
         """`machine` of a results file: gpu, capability, date."""
@@ -71,6 +73,7 @@ class CpuBench:
 
     most_unique_bytes = 4e6
     draw_kv_dtype = "bf16"
+    packed_name = "cpu"
     rounds = 3
 
     def __init__(self, shape: Shape, threads: int = 1) -> None:
@@ -131,12 +134,15 @@ class CudaBench:
     Args:
         stocks: SGLang backends: fa3, flashinfer, triton. Those that are not installed are left out with a note.
         bytes_of_kv: K and V memory for batches.
+        packed_name: the packed kernels, native or triton.
     """
 
     draw_kv_dtype: str
     replays = 12
 
-    def __init__(self, shape: Shape, stocks: list[str], bytes_of_kv: float, note: Note = print) -> None:
+    def __init__(
+        self, shape: Shape, stocks: list[str], bytes_of_kv: float, packed_name: str, note: Note = print
+    ) -> None:
         from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool
         from sgl_prefix_attn.calibration.kernels.timing import Timer
 
@@ -146,7 +152,8 @@ class CudaBench:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.timer = Timer(self.device)
         kv_type = KV_DTYPES[shape.kv_dtype]
-        self.kernels = cuda_kernels(self.device, kv_type, stocks, note)
+        self.packed_name = packed_name
+        self.kernels = cuda_kernels(self.device, kv_type, stocks, packed_name, note)
         self.pool = KvPool(int(bytes_of_kv / 2 / kv_type.itemsize), self.device, kv_type)
 
     def machine(self) -> dict[str, Any]:
@@ -161,8 +168,10 @@ class CudaBench:
         return measured_ways(self.kernels, fixture, self.timer, self.replays)
 
 
-def cuda_kernels(device: torch.device, kv_type: torch.dtype, stocks: list[str], note: Note) -> list[Any]:
-    """Our kernels, then those of the stock backends that are installed and take this KV type.
+def cuda_kernels(
+    device: torch.device, kv_type: torch.dtype, stocks: list[str], packed_name: str, note: Note
+) -> list[Any]:
+    """Our kernels of this name, then those of the stock backends that are installed and take this KV type.
 
     Raises:
         ValueError: our kernels, or all stock kernels, cannot run here.
@@ -170,7 +179,8 @@ def cuda_kernels(device: torch.device, kv_type: torch.dtype, stocks: list[str], 
     from sgl_prefix_attn.calibration.kernels import packed, stock
 
     made: list[Any] = []
-    makers: list[tuple[str, Callable[[], Any]]] = [("prefixpack", lambda: packed.PrefixPack(device))]
+    ours = packed.PrefixPack if packed_name == "native" else packed.PrefixPackTriton
+    makers: list[tuple[str, Callable[[], Any]]] = [(ours.name, lambda: ours(device))]
     if "fa3" in stocks:
         makers.append(("fa3", lambda: stock.Fa3(device)))
     if "flashinfer" in stocks:
@@ -188,7 +198,7 @@ def cuda_kernels(device: torch.device, kv_type: torch.dtype, stocks: list[str], 
             made.append(kernel)
         else:
             note(f"{name} is left out: it takes no KV in {kv_type} with queries in bf16")
-    if not made or made[0].name != "prefixpack":
+    if not made or made[0].name != ours.name:
         raise ValueError("the packed kernels cannot run here: see the note above")
     if len(made) == 1:
         raise ValueError(f"none of the stock kernels {', '.join(stocks)} can run here: see the notes above")
@@ -216,8 +226,13 @@ def measured_ways(kernels: list[Any], fixture: Any, timer: Any, replays: int) ->
     for kernel in kernels:
         best: float | None = None
         failure = "the kernel does not take this batch"
+        options: list[Any] = []
         try:
-            for option in kernel.bind(fixture):
+            options = kernel.bind(fixture)
+        except Exception as error:  # a kernel that fails on one batch must not end the run; the row says why
+            failure = _failure(kernel, error, timer)
+        for option in options:
+            try:
                 kernel.use(option)
                 kernel.plan()
                 fixture.out.fill_(torch.nan)
@@ -229,14 +244,20 @@ def measured_ways(kernels: list[Any], fixture: Any, timer: Any, replays: int) ->
                     continue
                 us = statistics.median(timer.cold(timer.capture(kernel.run), replays))
                 best = us if best is None else min(best, us)
-        except Exception as error:  # a kernel that fails on one batch must not end the run; the row says why
-            failure = f"{type(error).__name__}: {error}"[:200]
-            if timer.device_is_lost():
-                raise DeviceLostError(f"{kernel.name}: {failure}") from error
-        finally:
-            kernel.release()
+            except Exception as error:  # other options may run: fa3 without its metadata, for example
+                failure = _failure(kernel, error, timer)
+        kernel.release()
         found[kernel.name] = {"failed": failure} if best is None else {"cold_us": round(best, 3)}
     return found
+
+
+def _failure(kernel: Any, error: Exception, timer: Any) -> str:
+    """The error in words. Raises DeviceLostError if the device cannot be used any more."""
+    failure = f"{type(error).__name__}: {error}"[:200]
+    if timer.device_is_lost():
+        kernel.release()
+        raise DeviceLostError(f"{kernel.name}: {failure}") from error
+    return failure
 
 
 def now() -> str:

@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stock", nargs="+", choices=("fa3", "flashinfer", "triton"), default=["fa3", "flashinfer", "triton"],
         help="stock kernels on a GPU (default: all that are installed)",
     )  # fmt: skip
+    measuring.add_argument(
+        "--kernels", choices=("auto", "native", "triton"), default="auto",
+        help="packed kernels on a GPU, as the setting gpu_kernels of the servers (default auto)",
+    )  # fmt: skip
     measuring.add_argument("--jit", action="store_true", help="let FlashInfer compile kernels of other shapes")
     measuring.add_argument("--seed", type=int, default=11, metavar="N", help="of the batches to fit (default 11)")
     measuring.add_argument(

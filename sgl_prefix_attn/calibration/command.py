@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import Outcome, outcomes_by_pair
 from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
 from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
+from sgl_prefix_attn.core.limits import why_not_native
 from sgl_prefix_attn.routing.measured import read_results
 from sgl_prefix_attn.routing.profile import Profile
 from sgl_prefix_attn.routing.profile_store import user_folder
@@ -95,7 +97,24 @@ def make_bench(args: argparse.Namespace, shape: Shape, cuda: bool) -> Bench:
         print("flashinfer is left out: it compiles kernels of this shape at first use, for minutes; --jit allows it")
         stocks.remove("flashinfer")
     free, _ = torch.cuda.mem_get_info()
-    return CudaBench(shape, stocks, min(8e9, 0.3 * free))
+    return CudaBench(shape, stocks, min(8e9, 0.3 * free), packed_kernels(args.kernels))
+
+
+def packed_kernels(wanted: str) -> str:
+    """The packed kernels to measure on the current GPU. auto: those that servers take there.
+
+    Raises:
+        ValueError: the native kernels are wanted and cannot run.
+    """
+    if wanted == "triton":
+        return wanted
+    problem = why_not_native(torch.device("cuda", torch.cuda.current_device()), asked=wanted == "native")
+    if problem is None:
+        return "native"
+    if wanted == "native":
+        raise ValueError(f"--kernels native: {problem}")
+    print(f"the Triton kernels are measured: {problem}, and --kernels native measures them")
+    return "triton"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -127,7 +146,7 @@ def calibrate(
     bench: Bench, shape: Shape, args: argparse.Namespace, families: tuple[str, ...], counts: Counts
 ) -> Profile:
     """Measures the fit seeds, saves the profile, then measures the check seeds and judges the saved profile."""
-    header = header_of(bench, shape, arguments_of(args, shape, families))
+    header = header_of(bench, shape, arguments_of(args, shape, families, bench.packed_name))
     out = args.out or user_folder() / f"{slug(header)}.json"
     steps_path, report_path, plot_path = (out.with_suffix(end) for end in (".steps.json", ".report.json", ".png"))
     if args.fresh:
@@ -139,7 +158,9 @@ def calibrate(
     fit_plan = _in_turn(
         [list(drawn_cases(args.seed + n, shape, bench, counts.fit, families)) for n in range(FIT_SEEDS)]
     )
-    measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit")
+    if not measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit"):
+        print(f"not all {len(fit_plan)} batches were measured in the time: the command with more --minutes goes on")
+    print_failures(steps.rows)
     part = out.with_suffix(".part.steps.json")
     profile = fit_profile(read_results(steps.select(FIT, part)))
     profile.save(out)
@@ -167,9 +188,23 @@ def calibrate(
     report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     drew = plot(pairs, plot_path)
     print(f"\nprofile {out}\nreport  {report_path}" + (f"\nplot    {plot_path}" if drew else ""))
+    if bench.packed_name == args.kernels:
+        print(f"for servers that run the {args.kernels} kernels (PREFIXPACK_GPU_KERNELS={args.kernels})")
     if not out.is_relative_to(user_folder()):
         print(f"servers take it with PREFIXPACK_ROUTE_PROFILE={out}")
     return profile
+
+
+def print_failures(rows: list[dict[str, Any]]) -> None:
+    """Tells which kernels failed on how many batches, and the most frequent reason."""
+    reasons: dict[str, Counter[str]] = {}
+    for row in rows:
+        for kernel, found in row["baselines"].items():
+            if "failed" in found:
+                reasons.setdefault(kernel, Counter())[found["failed"]] += 1
+    for kernel, counts in reasons.items():
+        reason = counts.most_common(1)[0][0]
+        print(f"{kernel} has no time of {counts.total()} of {len(rows)} batches, mostly: {reason}")
 
 
 def is_behind(step: Outcome) -> bool:
@@ -177,7 +212,7 @@ def is_behind(step: Outcome) -> bool:
     return step.us - step.stock_us > max(0.03 * step.stock_us, 1.0)
 
 
-def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ...]) -> dict[str, Any]:
+def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ...], packed_name: str) -> dict[str, Any]:
     """What has to be the same for a run to go on."""
     return {
         "heads": list(shape.heads),
@@ -188,13 +223,15 @@ def arguments_of(args: argparse.Namespace, shape: Shape, families: tuple[str, ..
         "check_seeds": args.check_seeds,
         "families": list(families),
         "stock": list(args.stock),
+        "packed": packed_name,
     }
 
 
 def slug(header: dict[str, Any]) -> str:
-    """A file name for a machine and shape."""
+    """A file name for a machine, shape and kernels."""
     page = [f"page{header['page_size']}"] if header["page_size"] > 1 else []
-    text = "-".join([header["machine"]["gpu"], *header["head_shapes"], header["kv_dtype"], *page])
+    kernels = ["triton"] if header["arguments"]["packed"] == "triton" else []
+    text = "-".join([header["machine"]["gpu"], *header["head_shapes"], header["kv_dtype"], *page, *kernels])
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 

@@ -10,12 +10,26 @@ from sgl_prefix_attn import _native
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
+TRITON_TILE_ROWS = 64  # of the widest tile with which plans fit the Triton kernels best
 OLDEST_CAPABILITY = (8, 0)
+# Compute capabilities whose native code has run on a GPU. Code for others is compiled, and partly emulated: it runs
+# where `gpu_kernels=native` asks for it.
+TESTED_CODE = frozenset({90})
 
 
 def head_dim_fits(head_dim: int) -> bool:
     """Whether the CPU executor has kernels for heads of this size: a multiple of 16 up to 256."""
     return 0 < head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0
+
+
+def why_not_native(device: torch.device, *, asked: bool = False) -> str | None:
+    """Why a GPU does not get the native kernels, in words; None if it does. asked: whether the settings name them."""
+    if not _native.built_with_cuda:
+        return "sgl_prefix_attn was built without CUDA: reinstall it with nvcc on PATH"
+    problem = unsupported_gpu(device)
+    if problem is None and not asked and (doubt := untested_gpu(device)) is not None:
+        return f"{doubt}; gpu_kernels=native chooses them"
+    return problem
 
 
 def unsupported_gpu(device: torch.device) -> str | None:
@@ -42,14 +56,9 @@ def unsupported_gpu(device: torch.device) -> str | None:
 def untested_gpu(device: torch.device) -> str | None:
     """Why the native kernels are not the default on a GPU that they support, in words; None if they are."""
     code = code_capability(device)
-    if not little_shared_memory(code):
+    if code in TESTED_CODE:
         return None
-    return f"the native kernels' code for compute capability {_text(divmod(code, 10))} has never run, only emulated"
-
-
-def little_shared_memory(code: int) -> bool:
-    """Whether the native code for a compute capability is that for SMs with 100 KiB of shared memory."""
-    return _native.cta_shared_bytes(code) < _native.cta_shared_bytes(90)
+    return f"the native kernels' code for compute capability {_text(divmod(code, 10))} has never run on a GPU"
 
 
 def code_capability(device: torch.device) -> int:

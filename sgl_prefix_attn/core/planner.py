@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -66,6 +67,26 @@ _H200_KERNELS = {
     (128, 1): _KernelFigures(185e12, 450e12, 270e12, 5),
     (256, 1): _KernelFigures(220e12, 300e12, 215e12, 1),
 }
+
+
+class GpuRates(NamedTuple):
+    """What a GPU does in a second, in the units that the planner's figures scale with.
+
+    Attributes:
+        bandwidth: bytes that all SMs read.
+        sm_clocks: clocks of all SMs, added up.
+        bandwidth_per_sm: of an SM's share of the bandwidth, over that on an H200.
+        most_flops: floating-point operations that no tile exceeds.
+    """
+
+    bandwidth: float
+    sm_clocks: float
+    bandwidth_per_sm: float = 1.0
+    most_flops: float = math.inf
+
+
+# The bandwidth as fitted with _H200_KERNELS; 4.8e12 by the data sheet.
+H200_RATES = GpuRates(bandwidth=4.3e12, sm_clocks=132 * 1.98e9)
 
 
 @dataclass(frozen=True)
@@ -139,24 +160,26 @@ class DeviceModel:
         *,
         head_dim: int = 128,
         group: int = 1,
-        bandwidth: float = 4.3e12,
+        rates: GpuRates = H200_RATES,
         max_tile_rows: int = 128,
         kv_bytes: int = 2,
         warpgroup_products: bool = True,
         ctas_per_sm: int = 2,
         cta_warps: int = 8,
     ) -> DeviceModel:
-        """A GPU; the default figures fit an H200 best.
+        """A GPU; the default figures are those of an H200. `core.gpu.planner_model` fills them in for another.
+
+        Products scale with the clocks of the SMs. Overheads and latencies are an H200's on every GPU.
 
         Args:
             sm_count: SMs.
             head_dim: elements of a head. Above 128 there are no tiles of 128 rows, and no items of one warp.
             group: query heads of a KV head. A warp takes half of a larger group (csrc/cuda/common/index_math.h).
-            bandwidth: bytes per second.
+            rates: of the GPU.
             max_tile_rows: rows of the widest tile.
             kv_bytes: bytes of one stored K or V element.
             warpgroup_products: whether the widest tile uses WGMMA: native kernels and compute capability 9.0.
-            ctas_per_sm: CTAs that run on an SM at a time.
+            ctas_per_sm: CTAs that run on an SM at a time. A lone one has all of its bandwidth to fill.
             cta_warps: items of one warp that run on a CTA's share of an SM at a time.
         """
         wide = head_dim > 128
@@ -164,21 +187,24 @@ class DeviceModel:
         halves = 1 if wide else _native.head_splits(group)
         narrow_rows = 0 if wide else 8 * halves
         kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
+        warps_to_fill = max(1, round(kernels.warps_to_fill * rates.bandwidth_per_sm * 2 / ctas_per_sm))
+        wide_flops = kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops
+        clocks = rates.sm_clocks / H200_RATES.sm_clocks
         return cls(
             workers=ctas_per_sm * sm_count,
-            bandwidth=bandwidth,
-            flops=kernels.flops,
+            bandwidth=rates.bandwidth,
+            flops=min(kernels.flops * clocks, rates.most_flops),
             item_overhead=4.5e-6,
             reread=0.97,
             tile_rows=tuple(rows for rows in (narrow_rows, 32, 64, 128) if 0 < rows <= max_tile_rows),
             narrow_rows=narrow_rows,
             narrow_per_worker=1 if wide else cta_warps // halves,
-            narrow_to_fill=1 if wide else min(kernels.warps_to_fill, cta_warps // halves),
+            narrow_to_fill=1 if wide else min(warps_to_fill, cta_warps // halves),
             narrow_overhead=0.5e-6 * halves,
             narrow_parts=halves,
             narrow_reread=0.4,
             wide_rows=64,
-            wide_flops=kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops,
+            wide_flops=min(wide_flops * clocks, rates.most_flops),
             lone_speedup=1.22,
             combine_step=1e-6,
             combine_rows=32,

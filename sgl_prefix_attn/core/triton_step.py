@@ -12,12 +12,11 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from sgl_prefix_attn.core import triton_kernels
-from sgl_prefix_attn.core.limits import MAX_HEAD_DIM
+from sgl_prefix_attn.core.limits import MAX_HEAD_DIM, TRITON_TILE_ROWS
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits
 
-# `max_tile_rows` of `DeviceModel.gpu` for the best plans; plans with wider tiles run as well.
-MAX_TILE_ROWS = 64
+MAX_TILE_ROWS = TRITON_TILE_ROWS  # for the best plans; plans with wider tiles run as well
 _TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 DTYPES = tuple(_TRITON_TYPE)
 E4M3_UNIT = 256.0  # the kernels' value of 1.0 in e4m3

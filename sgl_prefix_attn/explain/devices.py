@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
+from sgl_prefix_attn.core.limits import TESTED_CODE
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError, first_problem
 from sgl_prefix_attn.explain.prediction import Machine
@@ -17,40 +18,14 @@ from sgl_prefix_attn.routing.profile_store import ServerFacts
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
-# A100 (80 GB, SXM) and H100 (SXM): bandwidth by the data sheet; the rest as on an H200, without WGMMA on the A100.
-
-
-class _Gpu(NamedTuple):
-    """CUDA's name and compute capability, and the planner's model for a shape."""
-
-    name: str
-    capability: str
-    model: Callable[[ModelShape], DeviceModel]
-
-
+# The GPU, and the compute capability that its native code is compiled for. Clocks and bandwidths by data sheets.
 _GPUS = {
-    "a100": _Gpu(
-        "NVIDIA A100-SXM4-80GB",
-        "8.0",
-        lambda shape: _gpu(shape, 108, bandwidth=2.04e12, warpgroup_products=False),
-    ),
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", "9.0", lambda shape: _gpu(shape, 132, bandwidth=3.35e12)),
-    "h200": _Gpu("NVIDIA H200", "9.0", lambda shape: _gpu(shape, 132)),
+    "a100": (Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9, 2.04e12), 80),
+    "h100": (Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9, 3.35e12), 90),
+    "h200": (H200, 90),
 }
 DEVICE_NAMES = ("cpu", *_GPUS)
 STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
-
-
-def _gpu(shape: ModelShape, num_sms: int, *, warpgroup_products: bool = True, **figures: Any) -> DeviceModel:
-    """The device with the row tiles that the kernels have for this shape."""
-    return DeviceModel.gpu(
-        num_sms,
-        head_dim=shape.head_dim,
-        group=shape.group,
-        kv_bytes=shape.kv_bytes,
-        warpgroup_products=warpgroup_products,
-        **figures,
-    )
 
 
 def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None) -> ModelShape:
@@ -91,11 +66,13 @@ def machine(args: argparse.Namespace, shape: ModelShape, stock_backend: str = ST
         if model.workers != whole.workers:
             return Machine(model, _part_of(whole))
         return Machine(model, ServerFacts("cpu", "", shape, "fp32", "cpu", args.stock or "torch_native"))
-    gpu = _GPUS[args.device]
+    gpu, code = _GPUS[args.device]
+    packed = "native" if code in TESTED_CODE else "triton"
     dtype = args.kv_dtype if args.kv_dtype in ("fp16", "fp32") else "bf16"
     stock = stock_kernel(args.stock or stock_backend, shape)
-    facts = ServerFacts(gpu.name, gpu.capability, shape, dtype, "native", stock)
-    return _with_workers(args, Machine(gpu.model(shape), facts))
+    facts = ServerFacts(gpu.name, ".".join(map(str, gpu.capability)), shape, dtype, packed, stock)
+    model = planner_model(gpu, shape, code if packed == "native" else None)
+    return _with_workers(args, Machine(model, facts))
 
 
 def machine_of_server(

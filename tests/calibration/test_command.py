@@ -39,6 +39,7 @@ class MadeUpBench:
 
     most_unique_bytes = 1e9
     draw_kv_dtype = "bf16"
+    packed_name = "native"
     packed = CostModel("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
     stock = CostModel("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
 
@@ -79,6 +80,7 @@ def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pyt
     assert profile.stock["fa3"].error < 0.03
     out = capsys.readouterr().out
     assert "packed native or stock fa3: 5 unseen seeds" in out
+    assert "triton has no time of 81 of 81 batches, mostly: not today" in out
     report = json.loads((tmp_path / "p.report.json").read_text())
     (pair,) = report["pairs"].values()
     total = pair["rows"][0]
@@ -266,6 +268,30 @@ def test_kernels_of_a_gpu_are_checked_against_ours_and_timed_by_their_fastest_op
     assert [kernel.released for kernel in kernels] == [1] * 5
     with pytest.raises(DeviceLostError, match="triton: ValueError: no"):
         measured_ways(kernels, fixture, FakeTimer(kernels, lost=True), 3)
+
+
+def test_an_option_that_fails_leaves_the_others() -> None:
+    """FA3 without its scheduler metadata, for example."""
+    kernel = FakeKernel("fa3", 1.0, {"no metadata": 20.0})
+    kernel.bind = lambda fixture: ["metadata", "no metadata"]  # type: ignore[method-assign]
+    fixture = SimpleNamespace(out=torch.zeros(2, 4, 8))
+    assert measured_ways([kernel], fixture, FakeTimer([kernel]), 3) == {"fa3": {"cold_us": 20.0}}
+
+
+def test_the_kernels_that_servers_take_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "why_not_native", lambda device, asked: None if asked else "they never ran")
+    assert [command.packed_kernels(kernels) for kernels in ("auto", "native", "triton")] == [
+        "triton", "native", "triton",
+    ]  # fmt: skip
+    assert "the Triton kernels are measured: they never ran" in capsys.readouterr().out
+    bench = MadeUpBench()
+    bench.packed_name = "triton"
+    calibrate(bench, SHAPE, arguments(), ALL_FAMILIES, COUNTS)
+    assert (user_folder() / "made-up-gpu-8-2-64-bf16-triton.json").exists(), "beside that of the native kernels"
 
 
 def test_heads_of_a_model(tmp_path: Path) -> None:

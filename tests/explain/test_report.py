@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.calibration.kernels.packed import device_model
+from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
 from sgl_prefix_attn.explain.prediction import Machine
@@ -86,7 +86,7 @@ def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> 
     for case in cases:
         explain_case(case, tmp_path, "--device", "h200")
         shape = case.shape
-        device = device_model(132, shape)
+        device = h200_model(shape)
         plan = Planner(shape, device).plan(case.forest(), case.lengths)
         us = makespan(plan, case.lengths, shape, device).seconds * 1e6
         expected = f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
@@ -138,7 +138,7 @@ def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--device a100", "no routing profile fits (NVIDIA A100-SXM4-80GB, heads 32/8/128, bf16, 16-bit KV, native or"),
+        ("--device a100", "no routing profile fits (NVIDIA A100-SXM4-80GB, heads 32/8/128, bf16, 16-bit KV, triton or"),
         ("--device cpu", "no routing profile fits (cpu, "),
         ("--device h200 --workers 100", "profiles are of all 264 workers"),
         ("--device h200 --query-len 8", "profiles know decode steps only"),

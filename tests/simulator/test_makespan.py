@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.calibration.kernels.packed import device_model
 from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, makespan
 from sgl_prefix_attn.workloads import draw_set
@@ -45,7 +45,7 @@ def test_rates_must_be_positive(name: str) -> None:
 
 def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_much() -> None:
     for case in draw_set(11, 90):
-        device = device_model(132, case.shape)
+        device = h200_model(case.shape)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
@@ -60,7 +60,7 @@ def test_measured_times_are_met() -> None:
     rows = {row["key"]: row["baselines"]["prefixpack"] for row in measured["rows"]}
     errors = defaultdict(list)
     for case in draw_set(measured["seed"], measured["cases"]):
-        device = device_model(132, case.shape)
+        device = h200_model(case.shape)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         ours = rows[case.key]
         if (len(plan.items), plan.num_slots) != (ours["items"], ours["partial_slots"]):
@@ -83,7 +83,7 @@ def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
     """Against no sharing and the best of the forests with one shared range a request; and how even long steps are."""
     unshared, two_level, evenness = [], [], []
     for case in draw_set(12, batches):
-        device = device_model(132, case.shape)
+        device = h200_model(case.shape)
         planner = Planner(case.shape, device)
         depth = max(map(len, case.paths))
         forests = [case.forest(), *(cut(case, levels) for levels in range(min(depth, 8) + 1))]

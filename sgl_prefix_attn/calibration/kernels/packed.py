@@ -11,7 +11,9 @@ from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import RadixMirror
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.core.gpu import gpu_of, planner_model
+from sgl_prefix_attn.core.limits import code_capability
+from sgl_prefix_attn.core.planner import ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.core.triton_step import TritonStep
 from sgl_prefix_attn.simulator import makespan
@@ -19,21 +21,11 @@ from sgl_prefix_attn.simulator import makespan
 GROWTH = 64
 
 
-def device_model(sm_count: int, shape: ModelShape, overrides: dict[str, Any] | None = None) -> DeviceModel:
-    """What plans are made for; `overrides` replaces fields by name."""
-    device = DeviceModel.gpu(
-        sm_count,
-        head_dim=shape.head_dim,
-        group=shape.group,
-        kv_bytes=shape.kv_bytes,
-    )
-    return replace(device, **(overrides or {}))
-
-
 class PrefixPack(Baseline):
     """Planner and GPU kernels. `plan` makes forest, plan, its copy and the step's gather anew, as a changed batch does.
 
-    A batch whose members stay keeps forest and plan: `steady`, prepare and launch only, is what most steps pay.
+    Plans are made for this GPU and these kernels, as servers make them; `overrides` replaces fields of the model. A
+    batch whose members stay keeps forest and plan: `steady`, prepare and launch only, is what most steps pay.
     """
 
     name = "prefixpack"
@@ -49,8 +41,8 @@ class PrefixPack(Baseline):
         case = self.fixture = fixture
         q_heads, kv_heads = fixture.heads
         self.shape = ModelShape(q_heads, kv_heads, fixture.head_dim, kv_bytes=fixture.kv_dtype.itemsize)
-        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.model = device_model(num_sms, self.shape, self.overrides)
+        model = planner_model(gpu_of(self.device), self.shape, self.code())
+        self.model = replace(model, **(self.overrides or {}))
         self.lens = fixture.case.lengths
         self.mirror = RadixMirror()
         self.last_nodes = self.lens * 0 - 1
@@ -72,6 +64,10 @@ class PrefixPack(Baseline):
         )
         self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed, kv_dtype=fixture.kv_dtype)
         return [None]
+
+    def code(self) -> int | None:
+        """Compute capability of the native code that runs, None for Triton's kernels."""
+        return code_capability(self.device)
 
     def _make_plan(self) -> None:
         forest = self.mirror.forest(self.last_nodes, self.lens - 1)
@@ -110,7 +106,10 @@ class PrefixPack(Baseline):
 
 
 class PrefixPackTriton(PrefixPack):
-    """The same plans on the Triton kernels, which are what installs without nvcc."""
+    """The Triton kernels: of installs without nvcc, and of GPUs on which the native ones never ran."""
 
     name = "prefixpack_triton"
     step_class = TritonStep
+
+    def code(self) -> None:
+        return None

@@ -127,6 +127,9 @@ class Fa3(Baseline):
     def __init__(self, device: torch.device) -> None:
         import sgl_kernel.flash_attn
 
+        supported = getattr(sgl_kernel.flash_attn, "is_fa3_supported", None)
+        if supported is not None and not supported():
+            raise ValueError("sgl-kernel has no FlashAttention 3 for this GPU")
         self.module = sgl_kernel.flash_attn
 
     def bind(self, fixture: Fixture) -> list[Any]:

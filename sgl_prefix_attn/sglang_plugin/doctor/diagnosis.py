@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sgl_prefix_attn.core.gpu import gpu_of
+from sgl_prefix_attn.core.limits import why_not_native
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
@@ -28,7 +30,7 @@ from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
-from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels, why_not_native
+from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import layer_shape
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -194,10 +196,10 @@ def kernels_of(runner: Any, settings: Settings) -> str | None:
     chosen = choose_kernels(settings.gpu_kernels, device)
     if isinstance(chosen, str):
         return f"none: {chosen}"
-    if settings.gpu_kernels != "auto":
-        return f"{chosen.name}, as set"
-    because = why_not_native(device)
-    return chosen.name if because is None else f"{chosen.name}, because {because}"
+    because = why_not_native(device) if settings.gpu_kernels == "auto" else None
+    why = ", as set" if settings.gpu_kernels != "auto" else "" if because is None else f", because {because}"
+    gpu = gpu_of(device)
+    return chosen.name + why + ("" if gpu.is_fitted else f". The planner's figures: {gpu.origin()}")
 
 
 def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:

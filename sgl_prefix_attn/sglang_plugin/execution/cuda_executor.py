@@ -146,10 +146,8 @@ class CudaExecutor:
         device = k_cache.device
         step, graph_out = self._buffers(shape, dtype, kv_dtype, device)
         growth = self._settings.replan_growth
-        model = gpu_device(
-            self._settings, _sm_count(device), shape, max_tile_rows=self._kernels.max_tile_rows,
-            warpgroup_products=self._kernels.warpgroup_products(device), **self._kernels.ctas_of_sm(device),
-        )  # fmt: skip
+        model = self._kernels.device_model(device, shape, self._settings.max_tile_rows)
+        model = dataclasses.replace(model, workers=self._settings.workers or model.workers)
         planner, unshared = Planner(shape, model, max_growth=growth), Planner(shape, model, max_growth=growth)
         no_split = Planner(shape, dataclasses.replace(model, workers=1), max_growth=growth)
         self._shapes.append(_ShapeState(shape, dtype, kv_dtype, step, planner, unshared, no_split, graph_out))
@@ -304,31 +302,6 @@ class CudaExecutor:
         return out
 
 
-def gpu_device(
-    settings: Settings,
-    sm_count: int,
-    shape: ModelShape,
-    *,
-    max_tile_rows: int,
-    warpgroup_products: bool,
-    **ctas_of_sm: int,
-) -> DeviceModel:
-    """The planner's model of a GPU whose kernels have row tiles up to `max_tile_rows`.
-
-    ctas_of_sm: see `Kernels.ctas_of_sm`.
-    """
-    device = DeviceModel.gpu(
-        sm_count,
-        head_dim=shape.head_dim,
-        group=shape.group,
-        max_tile_rows=min(settings.max_tile_rows, max_tile_rows),
-        kv_bytes=shape.kv_bytes,
-        warpgroup_products=warpgroup_products,
-        **ctas_of_sm,
-    )
-    return dataclasses.replace(device, workers=settings.workers or device.workers)
-
-
 def _lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
     """Host lengths of the first `count` requests without a device access; None if the batch is another one.
 
@@ -343,11 +316,6 @@ def _lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array
     # A copy, because SGLang writes the lengths of the next step to the same memory.
     lens = np.array(lens[:count].numpy(), dtype=np.int64)
     return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
-
-
-def _sm_count(device: torch.device) -> int:
-    """SMs of the device; those of an H200 where interpreted kernels run on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _prefill_tokens(runner: Any, settings: Settings) -> int:

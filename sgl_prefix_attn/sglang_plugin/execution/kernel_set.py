@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import cuda_step
 from sgl_prefix_attn.core.cuda_step import GpuStep
-from sgl_prefix_attn.core.limits import code_capability, little_shared_memory, unsupported_gpu, untested_gpu
-from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.core.gpu import gpu_of, planner_model
+from sgl_prefix_attn.core.limits import code_capability, why_not_native
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -50,19 +50,11 @@ class Kernels:
             return fallback_reasons.KV_DTYPE
         return None if self.takes(cache) else fallback_reasons.KV_LAYOUT
 
-    def warpgroup_products(self, device: torch.device) -> bool:
-        """Whether the kernels use warpgroup instructions (wgmma) for tiles of more than 32 rows."""
-        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        return hopper and self.name == "native"
-
-    def ctas_of_sm(self, device: torch.device) -> dict[str, int]:
-        """Arguments of `DeviceModel.gpu`, on GPUs whose SMs have room for fewer CTAs and warps than it supposes."""
-        if self.name != "native" or device.type != "cuda":
-            return {}
-        code = code_capability(device)
-        if not little_shared_memory(code):
-            return {}
-        return {"ctas_per_sm": _native.ctas_per_sm(code), "cta_warps": _native.cta_warps(code)}
+    def device_model(self, device: torch.device, shape: ModelShape, most_rows: int) -> DeviceModel:
+        """The planner's model of a device with these kernels. most_rows: of a tile, by the settings."""
+        native = self.name == "native" and device.type == "cuda"
+        code = code_capability(device) if native else None
+        return planner_model(gpu_of(device), shape, code, max_tile_rows=min(most_rows, self.max_tile_rows))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether the kernels can read a [*, heads, head dim] tensor with its strides and alignment."""
@@ -114,13 +106,3 @@ def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.d
         return triton_kernels()
     except ImportError as error:
         return f"{no_native or 'gpu_kernels is triton'}, and Triton cannot be imported: {error}"
-
-
-def why_not_native(device: torch.device, *, asked: bool = False) -> str | None:
-    """Why a GPU does not get the native kernels, in words; None if it does. asked: whether the settings name them."""
-    if not _native.built_with_cuda:
-        return "sgl_prefix_attn was built without CUDA: reinstall it with nvcc on PATH"
-    problem = unsupported_gpu(device)
-    if problem is None and not asked and (doubt := untested_gpu(device)) is not None:
-        return f"{doubt}; gpu_kernels=native chooses them"
-    return problem

@@ -88,6 +88,9 @@ class LayerRegistry:
         for layer in attention_layers(getattr(self._runner, "model", None)):
             self.facts(layer)
         self._executor.seal()
+        if not self._facts and self._executor.runs_in_graphs and self.never_packed is None:
+            # Sealed without a shape: no layer that a call shows later gets buffers. Replayed graphs show none.
+            self.never_packed = fallback_reasons.LATE_LAYER
         self.conclude()
         stock = self.summary()["stock"]
         if stock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.measure import Agreement, Progress, Run, steady_times
+from benchmarks.serving.provenance import without_folders
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.comparison import KVReads
 from sgl_prefix_attn.demo.workload import Request
@@ -22,6 +24,15 @@ def run_of(label: str, *tokens: list[int], kv: KVReads | None = None, workload: 
         Sample("id", list(row), 0, 0, "length", first=0.5, last=0.5 + 0.01 * (len(row) - 1)) for row in tokens
     )
     return Run(workload, label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), kv, {})
+
+
+def test_results_hold_no_path_of_a_machine() -> None:
+    text = "--model /root/site/llama --logs=/tmp/x/logs org/model http://127.0.0.1:30000/v1 ['rl:16', '/work/trace']"
+    stripped = "--model llama --logs=logs org/model http://127.0.0.1:30000/v1 ['rl:16', 'trace']"
+    assert without_folders(text) == stripped
+    for path in (Path(command.__file__).parents[1] / "results").glob("*.json"):
+        found = re.search(r"(?<![\w./])/(root|work|tmp|home)/", path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: a path at {found.start()}"
 
 
 def test_agreement_counts_samples_and_common_beginnings() -> None:

@@ -15,6 +15,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
+from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.backend.test_backend import assert_same
@@ -81,6 +82,17 @@ def test_a_model_that_hides_its_layers_is_left_alone_after_a_step(caplog: pytest
     before = fixture.fallbacks[fallback_reasons.HEAD_DIM]
     assert_same(fixture.run(), fixture.run_stock())
     assert fixture.fallbacks[fallback_reasons.HEAD_DIM] == before + 1, "a step is one fallback"
+
+
+def test_a_sealed_executor_without_layers_gives_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: replayed graphs never call a layer of ours, and buffers of a shape found later do not come."""
+    monkeypatch.setattr(CpuExecutor, "runs_in_graphs", True)
+    fixture = hidden()
+    fixture.backend._layers.scan_model()
+    fixture.run()
+    assert bypassed(fixture.backend)
+    assert fixture.state.handover_hooks.active is None
+    assert process_state(fixture.state)["refused"] == fallback_reasons.LATE_LAYER
 
 
 def test_hooks_that_are_off_call_sglang_alone() -> None:

@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.doctor import advice
+from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
@@ -241,12 +243,16 @@ class TestCommand:
 
 
 def test_a_gpu_whose_native_kernels_never_ran_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, (8, 9), code=89, shared_kib=99)
+    gpu(monkeypatch, (8, 0), code=80, shared_kib=163)
+    found_gpu = [Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9, 2.039e12)]
+    monkeypatch.setattr(module, "gpu_of", lambda device: found_gpu[0])
     runner = SimpleNamespace(device="cuda")
-    because = "the native kernels' code for compute capability 8.9 has never run, only emulated"
-    told = f"triton, because {because}; gpu_kernels=native chooses them"
+    because = "the native kernels' code for compute capability 8.0 has never run on a GPU"
+    figures = ". The planner's figures: 2.04 TB/s and 1.41 GHz (the driver's), the rest scaled from an H200"
+    told = f"triton, because {because}; gpu_kernels=native chooses them{figures}"
     assert kernels_of(runner, Settings(metrics=False)) == told
-    assert kernels_of(runner, Settings(metrics=False, gpu_kernels="native")) == "native, as set"
+    assert kernels_of(runner, Settings(metrics=False, gpu_kernels="native")) == "native, as set" + figures
+    found_gpu[0] = H200
     gpu(monkeypatch, (9, 0), code=90, shared_kib=227)
     assert kernels_of(runner, Settings(metrics=False)) == "native"
     found = Diagnosis(("fa3", "fa3"), "wrap", {}, [], ["LlamaForCausalLM"], "cuda", told)

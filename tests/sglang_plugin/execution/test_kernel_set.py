@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import limits
-from sgl_prefix_attn.core.planner import DeviceModel
+from sgl_prefix_attn.core.gpu import Gpu
+from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.sglang_plugin.execution import kernel_set
+from tests.core.test_gpu_model import PROPERTIES
 
 
 def choose(setting: Any) -> Any:
@@ -18,7 +21,7 @@ def choose(setting: Any) -> Any:
 
 def gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], code: int, shared_kib: int) -> None:
     """A GPU, and a native module whose code for it was compiled for the capability `code`; 0: it has none."""
-    patch.setattr(kernel_set._native, "built_with_cuda", True)
+    patch.setattr(_native, "built_with_cuda", True)
     patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     patch.setattr(limits, "shared_bytes_per_cta", lambda device: shared_kib << 10)
 
@@ -42,8 +45,6 @@ class TestKernels:
     def test_native_where_they_run(self, h200: pytest.MonkeyPatch) -> None:
         assert choose("auto").name == choose("native").name == "native"
         assert choose("triton").name == "triton"
-        gpu(h200, (8, 0), code=80, shared_kib=163)
-        assert choose("auto").name == "native"
 
     @pytest.mark.parametrize(
         ("capability", "code", "shared_kib", "message"),
@@ -62,25 +63,30 @@ class TestKernels:
         assert choose("auto").name == "triton"
         assert message in choose("native")
 
-    @pytest.mark.parametrize(("capability", "code"), [((8, 6), 86), ((8, 9), 86), ((8, 9), 89), ((12, 0), 120)])
+    @pytest.mark.parametrize(
+        ("capability", "code"), [((8, 0), 80), ((9, 0), 80), ((10, 0), 80), ((8, 6), 86), ((8, 9), 89), ((12, 0), 120)]
+    )
     def test_native_where_they_never_ran_if_asked(
         self, h200: pytest.MonkeyPatch, capability: tuple[int, int], code: int
     ) -> None:
-        gpu(h200, capability, code, 99)
+        gpu(h200, capability, code, 163)
         assert choose("auto").name == "triton"
-        assert "has never run" in str(kernel_set.why_not_native(self.GPU))
+        assert "has never run" in str(limits.why_not_native(self.GPU))
         assert choose("native").name == "native"
 
     def test_the_planner_knows_the_ctas_of_an_sm(self, h200: pytest.MonkeyPatch) -> None:
-        for capability, code, ctas, warps in (((9, 0), 90, 2, 8), ((8, 0), 80, 2, 8), ((8, 9), 89, 1, 7)):
-            gpu(h200, capability, code, 99 if ctas == 1 else 163)
-            figures = choose("native").ctas_of_sm(self.GPU)
-            device = DeviceModel.gpu(142, **figures)
-            assert (device.workers, device.narrow_per_worker) == (142 * ctas, warps)
-            assert choose("triton").ctas_of_sm(self.GPU) == {}
+        for name, code, ctas, warps in (("H200", 90, 2, 8), ("A100-SXM4-80GB", 80, 1, 8), ("L40S", 89, 1, 7)):
+            gpu(h200, (code // 10, code % 10), code, 99 if ctas == 1 else 163)
+            properties = PROPERTIES[f"NVIDIA {name}"]
+            h200.setattr(kernel_set, "gpu_of", lambda device, found=properties: Gpu.of_properties(found))
+            native = choose("native") if code == 90 else kernel_set.native_kernels()
+            device = native.device_model(self.GPU, ModelShape(32, 8, 128), 128)
+            assert (device.workers, device.narrow_per_worker) == (properties.multi_processor_count * ctas, warps)
+            triton = choose("triton").device_model(self.GPU, ModelShape(32, 8, 128), 128)
+            assert (triton.workers, triton.tile_rows[-1]) == (2 * properties.multi_processor_count, 64)
 
     def test_none_without_triton_either(self, h200: pytest.MonkeyPatch) -> None:
-        h200.setattr(kernel_set._native, "built_with_cuda", False)
+        h200.setattr(_native, "built_with_cuda", False)
         h200.setattr(kernel_set, "triton_kernels", lambda: (_ for _ in ()).throw(ImportError("no triton")))
         assert "no triton" in kernel_set.choose_kernels("auto", self.GPU)
 

@@ -1,0 +1,158 @@
+"""A GPU as its driver describes it, and the planner's model of it.
+
+Only an H200's figures are fitted. Those of other GPUs are what the driver tells, times ratios that hold on an H200.
+What the driver does not tell stands in `_ARCHITECTURES`. Every figure but the driver's is a guess on these GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.limits import TRITON_TILE_ROWS
+from sgl_prefix_attn.core.planner import H200_RATES, DeviceModel, GpuRates, ModelShape
+
+FITTED_GPU = "NVIDIA H200"  # CUDA's name of the GPU that H200_RATES are of
+_READ_SHARE = 4.3 / 4.8  # of the memory's rate that kernels read at, on an H200
+_PRODUCT_SHARE = 0.6  # of the tensor cores' rate, rounded up from the best tiles of an H200
+
+
+class _Architecture(NamedTuple):
+    """What a driver does not tell, or an old torch does not pass on; from data sheets.
+
+    Attributes:
+        tensor_flops: floating-point operations of an SM in a clock: 16-bit products, sums in fp32.
+        clock: Hz.
+        memory: bytes per second.
+    """
+
+    tensor_flops: int
+    clock: float
+    memory: float
+
+
+_ARCHITECTURES = {
+    (8, 0): _Architecture(2048, 1.41e9, 1.56e12),  # A100, 40 GB
+    (8, 6): _Architecture(1024, 1.70e9, 0.60e12),  # A10
+    (8, 9): _Architecture(1024, 2.52e9, 0.86e12),  # L40S
+    (9, 0): _Architecture(4096, 1.98e9, 3.35e12),  # H100
+    (10, 0): _Architecture(8192, 1.85e9, 8.00e12),  # B200
+    (12, 0): _Architecture(1024, 2.41e9, 1.79e12),  # RTX PRO 6000
+}
+_HALF_RATE = "GeForce"  # sums in fp32 take twice as long there, from 8.6 on
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: CUDA's.
+        capability: compute capability.
+        sm_count: SMs.
+        clock: most Hz of an SM.
+        memory: bytes per second by memory clock and bus width.
+        guessed: whether clock or memory are not the driver's but of another GPU with this compute capability.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    clock: float
+    memory: float
+    guessed: bool = False
+
+    @classmethod
+    def of_properties(cls, properties: Any) -> Gpu:
+        """The GPU of `torch.cuda.get_device_properties`. Clocks that a torch or a driver does not tell are guessed."""
+        capability = (properties.major, properties.minor)
+        like = _architecture(capability)
+        clock = 1e3 * getattr(properties, "clock_rate", 0)  # from kHz
+        # Two transfers a clock, whatever the memory's type: drivers state the clock of GDDR6X and GDDR7 for that.
+        pins = getattr(properties, "memory_bus_width", 0)
+        memory = 2 * 1e3 * getattr(properties, "memory_clock_rate", 0) * pins / 8
+        guessed = not (clock and memory)
+        return cls(
+            properties.name, capability, properties.multi_processor_count, clock or like.clock, memory or like.memory,
+            guessed,
+        )  # fmt: skip
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the planner's figures were fitted on such a GPU."""
+        return self.name == FITTED_GPU
+
+    def rates(self) -> GpuRates:
+        """For the planner; those of an H200 as they were fitted."""
+        if self.is_fitted:
+            return H200_RATES
+        bandwidth = _READ_SHARE * self.memory
+        sm_clocks = self.sm_count * self.clock
+        tensor_flops = _architecture(self.capability).tensor_flops
+        if _HALF_RATE in self.name and self.capability >= (8, 6):
+            tensor_flops //= 2
+        return GpuRates(
+            bandwidth,
+            sm_clocks,
+            bandwidth_per_sm=(bandwidth / self.sm_count) / (H200_RATES.bandwidth / H200.sm_count),
+            most_flops=_PRODUCT_SHARE * tensor_flops * sm_clocks,
+        )
+
+    def origin(self) -> str:
+        """Where the planner's figures are from, in words."""
+        if self.is_fitted:
+            return "fitted on this kind of GPU"
+        of = (
+            f"guessed by compute capability {self.capability[0]}.{self.capability[1]}"
+            if self.guessed
+            else "the driver's"
+        )
+        return f"{self.memory / 1e12:.2f} TB/s and {self.clock / 1e9:.2f} GHz ({of}), the rest scaled from an H200"
+
+
+H200 = Gpu(FITTED_GPU, (9, 0), 132, 1.98e9, 4.8e12)
+
+
+def _architecture(capability: tuple[int, int]) -> _Architecture:
+    """Of this compute capability, else of the newest before it."""
+    return _ARCHITECTURES[max((known for known in _ARCHITECTURES if known <= capability), default=min(_ARCHITECTURES))]
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU behind a CUDA device; an H200 for a CPU, where interpreted kernels replace one."""
+    if device.type != "cuda":
+        return H200
+    return _gpu_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _gpu_of(index: int) -> Gpu:
+    return Gpu.of_properties(torch.cuda.get_device_properties(index))
+
+
+def planner_model(gpu: Gpu, shape: ModelShape, code: int | None, *, max_tile_rows: int = 128) -> DeviceModel:
+    """The planner's model of a GPU and the kernels that run there.
+
+    Args:
+        shape: attention shape of one rank.
+        code: compute capability, 10 * major + minor, of the native kernels' code (`limits.code_capability`); None: the
+            Triton kernels.
+        max_tile_rows: rows of the widest tile that a plan may have; at most those of the kernels.
+    """
+    if code is None:
+        max_tile_rows = min(max_tile_rows, TRITON_TILE_ROWS)
+    # Triton launches two programs for each SM.
+    ctas = {} if code is None else {"ctas_per_sm": _native.ctas_per_sm(code), "cta_warps": _native.cta_warps(code)}
+    return DeviceModel.gpu(
+        gpu.sm_count, head_dim=shape.head_dim, group=shape.group, rates=gpu.rates(), max_tile_rows=max_tile_rows,
+        kv_bytes=shape.kv_bytes, warpgroup_products=code is not None and code // 10 == 9, **ctas,
+    )  # fmt: skip
+
+
+def h200_model(shape: ModelShape) -> DeviceModel:
+    """An H200 with the native kernels: what simulator, benchmarks and shipped profiles are of."""
+    return planner_model(H200, shape, code=90)

@@ -1,0 +1,72 @@
+"""The planner's figures of GPUs, from what their drivers tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_prefix_attn.core.gpu import Gpu, h200_model, planner_model
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
+
+
+def properties(name: str, capability: str, sms: int, mhz: int, memory_mhz: int, bus: int) -> tuple[str, Any]:
+    """As `torch.cuda.get_device_properties` gives them; clocks are in kHz."""
+    major, minor = map(int, capability.split("."))
+    return name, SimpleNamespace(
+        name=name, major=major, minor=minor, multi_processor_count=sms, clock_rate=1000 * mhz,
+        memory_clock_rate=1000 * memory_mhz, memory_bus_width=bus,
+    )  # fmt: skip
+
+
+# Clocks and bus widths by data sheets; none of these but the H200 was at hand.
+PROPERTIES = dict([
+    properties("NVIDIA H200", "9.0", 132, 1980, 3201, 6144),
+    properties("NVIDIA H100 80GB HBM3", "9.0", 132, 1980, 2619, 5120),
+    properties("NVIDIA A100-SXM4-80GB", "8.0", 108, 1410, 1593, 5120),
+    properties("NVIDIA L40S", "8.9", 142, 2520, 9001, 384),
+    properties("NVIDIA GeForce RTX 4090", "8.9", 128, 2520, 10501, 384),
+    properties("NVIDIA GeForce RTX 5090", "12.0", 170, 2407, 14001, 512),
+    properties("NVIDIA B200", "10.0", 148, 1850, 3996, 8192),
+])  # fmt: skip
+SHAPES = [ModelShape(32, 8, head_dim, kv_bytes) for head_dim in (64, 128, 256) for kv_bytes in (1, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_h200_keeps_its_fitted_figures(shape: ModelShape) -> None:
+    gpu = Gpu.of_properties(PROPERTIES["NVIDIA H200"])
+    fitted = DeviceModel.gpu(132, head_dim=shape.head_dim, group=4, kv_bytes=shape.kv_bytes)
+    assert planner_model(gpu, shape, code=90) == h200_model(shape) == fitted
+    assert (fitted.bandwidth, fitted.workers) == (4.3e12, 264)
+
+
+@pytest.mark.parametrize(
+    ("name", "terabytes", "flops", "wide", "fill"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3.00, 183, 600, 2),
+        ("NVIDIA A100-SXM4-80GB", 1.83, 107, 107, 3),
+        ("NVIDIA L40S", 0.77, 220, 220, 1),
+        ("NVIDIA GeForce RTX 4090", 0.90, 99, 99, 1),
+        ("NVIDIA GeForce RTX 5090", 1.61, 126, 126, 2),
+        ("NVIDIA B200", 7.33, 192, 192, 8),
+    ],
+)
+def test_other_gpus_scale_with_what_the_driver_tells(
+    name: str, terabytes: float, flops: float, wide: float, fill: int
+) -> None:
+    gpu = Gpu.of_properties(PROPERTIES[name])
+    major, minor = gpu.capability
+    model = planner_model(gpu, ModelShape(32, 8, 128), code={10: 80}.get(major, 10 * major + minor))
+    found = (model.bandwidth / 1e12, model.flops / 1e12, model.wide_flops / 1e12)
+    assert found == pytest.approx((terabytes, flops, wide), rel=0.01)
+    assert model.narrow_to_fill == fill
+    assert "(the driver's)" in gpu.origin()
+
+
+def test_what_an_old_torch_does_not_tell_is_a_labelled_guess() -> None:
+    told = vars(PROPERTIES["NVIDIA L40S"]) | {"minor": 7}
+    del told["clock_rate"], told["memory_clock_rate"]
+    gpu = Gpu.of_properties(SimpleNamespace(**told))
+    assert (gpu.clock, gpu.memory) == (1.70e9, 0.60e12), "of 8.6, the newest before 8.7"
+    assert "guessed by compute capability 8.7" in gpu.origin()
