@@ -23,7 +23,7 @@ import torch
 from sgl_prefix_attn.core.cuda_step import unsupported_combine
 from sgl_prefix_attn.core.draft_tables import DraftTables
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
+from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
@@ -144,10 +144,10 @@ class CudaExecutor:
         if found is not None:
             return found
         device = k_cache.device
-        step, graph_out = self._buffers(shape, dtype, kv_dtype, device)
         growth = self._settings.replan_growth
         model = self._kernels.device_model(device, shape, self._settings.max_tile_rows)
         model = dataclasses.replace(model, workers=self._settings.workers or model.workers)
+        step, graph_out = self._buffers(shape, model.tile_rows[-1], dtype, kv_dtype, device)
         planner, unshared = Planner(shape, model, max_growth=growth), Planner(shape, model, max_growth=growth)
         no_split = Planner(shape, dataclasses.replace(model, workers=1), max_growth=growth)
         self._shapes.append(_ShapeState(shape, dtype, kv_dtype, step, planner, unshared, no_split, graph_out))
@@ -162,13 +162,14 @@ class CudaExecutor:
 
     def _reallocate(self, state: _ShapeState) -> None:
         device = state.graph_out.device
-        state.step, state.graph_out = self._buffers(state.shape, state.dtype, state.kv_dtype, device)
+        widest = state.planner.device.tile_rows[-1]
+        state.step, state.graph_out = self._buffers(state.shape, widest, state.dtype, state.kv_dtype, device)
         state.loaded = None
 
     def _buffers(
-        self, shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+        self, shape: ModelShape, widest: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> tuple[Any, torch.Tensor]:
-        limits = self._limits(shape)
+        limits = self._limits(shape, widest)
         step = self._kernels.make_step(shape, dtype, device, limits, kv_dtype)
         # No plan has the padded rows of a graph's batch, so no kernel writes them. They must be finite nevertheless:
         # a per-tensor quantization in a later layer would spread NaN to all rows. So all layers and graphs share one
@@ -185,8 +186,8 @@ class CudaExecutor:
         )
         return step, graph_out
 
-    def _limits(self, shape: ModelShape) -> StepLimits:
-        """Capacity of the buffers.
+    def _limits(self, shape: ModelShape, widest: int) -> StepLimits:
+        """Capacity of the buffers, for tiles of at most `widest` rows.
 
         A graph has no fallback, so a `no_split` plan of the largest graph must always fit. It has no partial results,
         as many work tiles a request as its rows fill, and for each at most the whole context as KV slots.
@@ -194,8 +195,6 @@ class CudaExecutor:
         rows, context = self._req_to_token_pool.req_to_token.shape
         batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
         tokens = self._graph_tokens or batch * self.drafts
-        most_rows = min(self._settings.max_tile_rows, self._kernels.max_tile_rows)
-        widest = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group, max_tile_rows=most_rows).tile_rows[-1]
         tiles = -(-self.drafts // max(1, widest // shape.group))
         queries = max(tokens, rows) + self._prefill_tokens
         return StepLimits(
