@@ -13,7 +13,7 @@ from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Route
+from sgl_prefix_attn.routing.policy import Route, cost_policy
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text, refusal, user_folder
 
@@ -85,15 +85,17 @@ def _explain(args: argparse.Namespace) -> None:
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
     packed, stock = _cost(profile, "packed", args.packed), _cost(profile, "stock", kernel)
-    margin = profile.margin(args.packed, kernel) if args.margin is None else args.margin
-    decision = CostPolicy(packed, stock, shape, margin / 100).decide(step)
+    policy = cost_policy(profile, args.packed, kernel, shape, margin=None if args.margin is None else args.margin / 100)
+    assert policy is not None  # it has both costs
+    decision = policy.decide(step)
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
     packed_us = _print_parts(args.packed, packed, step, shape)
     stock_us = _print_parts(kernel, stock, step, shape)
     close = decision.route is Route.STOCK and packed_us < stock_us
-    why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
+    margin = 100 * (policy.needed(step, packed_us, stock_us) - 1)
+    why = f" (packed is not faster by {margin:.0f} %; a batch that runs packed stays packed)" if close else ""
     print(f"route:   {decision.route.value}{why}")
 
 

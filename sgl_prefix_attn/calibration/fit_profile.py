@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 
 from sgl_prefix_attn.calibration.fit import METHOD, fits_of
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results
-from sgl_prefix_attn.routing.profile import VERSION, Profile, VerifyFits
+from sgl_prefix_attn.routing.profile import VERSION, MeasuredStep, Profile, VerifyFits
 
 SIMULATED = "; margins: packed times that were not measured are simulated"
 
@@ -49,8 +50,15 @@ def fit_profile(
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
+        steps=[measured_step(case) for case in decode] if len(results.head_shapes) == 1 else [],
         verify=_verify_fits([case for case in results.cases if case.step.rows > 1]),
     )
+
+
+def measured_step(case: MeasuredCase) -> MeasuredStep:
+    """A step as profiles keep it."""
+    *values, _ = astuple(case.step)  # without rows
+    return MeasuredStep(step=tuple(values), packed=dict(case.packed), stock=dict(case.stock))
 
 
 def _verify_fits(cases: list[MeasuredCase]) -> VerifyFits | None:

@@ -9,10 +9,11 @@ from functools import cache
 
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
+from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, cost_policy, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 BEHIND = 0.02  # fraction of the stock backend's time
@@ -143,15 +144,18 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
     if profile.cost("packed", packed) is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
 
+    @cache
+    def policy_of_steps(kernel: str, shape: ModelShape, rows: int) -> CostPolicy | None:
+        return cost_policy(profile, packed, kernel, shape, rows, None if margin is None else margin / 100)
+
     def choose(case: MeasuredCase) -> Route:
         kernel, rows = stock_kernel(backend, case.shape), case.step.rows
-        packed_cost, stock_cost = profile.cost("packed", packed, rows), profile.cost("stock", kernel, rows)
-        if rows > 1 and (packed_cost is None or stock_cost is None):  # as a server decides it
+        policy = policy_of_steps(kernel, case.shape, rows)
+        if policy is None and rows > 1:  # as a server decides it
             return ConservativePolicy(case.shape).decide(case.step).route
-        if packed_cost is None or stock_cost is None:
+        if policy is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
-        percent = profile.margin(packed, kernel, rows) if margin is None else margin
-        return CostPolicy(packed_cost, stock_cost, case.shape, percent / 100).decide(case.step).route
+        return policy.decide(case.step).route
 
     return choose
 

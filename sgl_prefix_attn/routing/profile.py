@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
@@ -20,6 +21,8 @@ DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
 SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # bytes of a KV element -> file
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class ProfileError(ValueError):
@@ -71,6 +74,26 @@ class VerifyFits(BaseModel):
         return min(self.rows) <= rows <= max(self.rows)
 
 
+class MeasuredStep(BaseModel):
+    """A measured decode step of one layer.
+
+    Attributes:
+        step: values of `StepFeatures`, in its order, without rows.
+        packed, stock: microseconds by kernel.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: tuple[Count, Count, Count, Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)],
+                Annotated[int, Field(ge=0)], Count, Count]  # fmt: skip
+    packed: dict[str, Microseconds]
+    stock: dict[str, Microseconds]
+
+    @property
+    def features(self) -> StepFeatures:
+        return StepFeatures(*self.step)
+
+
 class Profile(BaseModel):
     """Fitted costs of one machine.
 
@@ -87,6 +110,8 @@ class Profile(BaseModel):
         kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
         page_size: of the measured steps.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
+        steps: measured decode steps of the one head shape, which correct predictions (`neighbours`); none in a profile
+            of several head shapes.
         verify: costs of verify steps; None: not measured.
     """
 
@@ -107,6 +132,7 @@ class Profile(BaseModel):
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
+    steps: list[MeasuredStep] = []
     verify: VerifyFits | None = None
 
     @field_validator("version")
@@ -150,8 +176,16 @@ class Profile(BaseModel):
         part = self._of_rows(rows)
         return DEFAULT_MARGIN if part is None else part.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
+    def steps_of(self, packed: str, stock: str, shape: ModelShape) -> list[MeasuredStep]:
+        """The measured steps that have times of both kernels; none if they are of another head shape."""
+        if self.head_shapes != [head_shape(shape)]:
+            return []
+        return [step for step in self.steps if packed in step.packed and stock in step.stock]
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(self.model_dump(exclude={"steps"}), indent=2).removesuffix("\n}")
+        steps = ",\n".join(f"    {json.dumps(step.model_dump())}" for step in self.steps)  # a line each
+        path.write_text(f'{text},\n  "steps": [\n{steps}\n  ]\n}}\n', encoding="utf-8")
 
 
 def _checked(kind: Kind, fits: dict[str, Fit]) -> dict[str, Fit]:
