@@ -22,8 +22,10 @@ NEAREST, FARTHEST = -0.5, 0.8
 # Distance at which two steps still have most of their error in common, by place in `coordinates`. These and the next
 # two come from batches of four KV types and head shapes of an H200, see docs/design-notes.md.
 LENGTHS = np.array([2.25, 2.25, 1.05, 2.25, 1.05, 1.2, 0.75, 1.05])
-PRIOR = 0.12  # standard deviation of a log ratio's error where no measured step is near
-NOISE = 0.04  # ... of two steps in the same place
+NOISE = 1 / 3  # error of steps in the same place, as a fraction of that of all steps
+LEAST_ERROR = 0.03  # standard deviation of a log ratio's error where no measured step is near: at least this much,
+FEW_STEPS = 8  # ... and with fewer steps than these
+ERROR_OF_FEW = 0.12  # ... this much
 MOST_STEPS = 128  # a decision multiplies a matrix of this size
 
 
@@ -56,10 +58,12 @@ class Neighbours:
         places = np.array([coordinates(steps[index]) for index in near]).reshape(len(near), len(LENGTHS)) / LENGTHS
         spread = _spread_out(places, MOST_STEPS)
         self._places = places[spread]
-        errors = (measured - predicted)[near][spread]
-        covariance = _covariance(self._places, self._places) + NOISE**2 * np.eye(len(errors))
-        self._precision = np.linalg.inv(covariance)
-        self._weights = self._precision @ errors
+        errors = (measured - predicted)[near]
+        known = len(near) >= FEW_STEPS
+        self._variance = max(LEAST_ERROR**2, float(np.mean(errors**2))) if known else ERROR_OF_FEW**2
+        alike = _likeness(self._places, self._places) + NOISE**2 * np.eye(len(spread))
+        self._inverse = np.linalg.inv(alike)
+        self._weights = self._inverse @ errors[spread]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -72,15 +76,14 @@ class Neighbours:
         """
         if not NEAREST < predicted < FARTHEST:
             return 0.0, 0.0
-        if not len(self):
-            return 0.0, PRIOR
-        near = _covariance(np.array([coordinates(step)]) / LENGTHS, self._places)[0]
-        variance = PRIOR**2 - float(near @ self._precision @ near)
-        return float(near @ self._weights), math.sqrt(max(0.0, variance))
+        near = _likeness(np.array([coordinates(step)]) / LENGTHS, self._places)[0]
+        unknown = 1.0 - float(near @ self._inverse @ near)
+        return float(near @ self._weights), math.sqrt(self._variance * max(0.0, unknown))
 
 
-def _covariance(left: Array, right: Array) -> Array:
-    return PRIOR**2 * np.exp(-0.5 * ((left[:, None] - right[None]) ** 2).sum(axis=2))
+def _likeness(left: Array, right: Array) -> Array:
+    """Correlation of the errors of two steps, [left, right]: 1 in the same place, 0 far away."""
+    return np.exp(-0.5 * ((left[:, None] - right[None]) ** 2).sum(axis=2))
 
 
 def _spread_out(places: Array, most: int) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.neighbours import FARTHEST, MOST_STEPS, NEAREST, PRIOR, Neighbours
+from sgl_prefix_attn.routing.neighbours import ERROR_OF_FEW, FARTHEST, MOST_STEPS, NEAREST, Neighbours
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, cost_policy
 from sgl_prefix_attn.routing.profile import MeasuredStep, load_profile
 from tests.routing.profiles import profile
@@ -37,14 +37,14 @@ class TestNeighbours:
         assert 0.15 < same < 0.2
         assert deviation < 0.05
         far = dataclasses.replace(STEP, requests=2, tokens=400_000, unique_tokens=399_000, longest_request=390_000)
-        assert found.error(far, 0.1) == pytest.approx((0.0, PRIOR), abs=1e-3)
+        assert found.error(far, 0.1) == pytest.approx((0.0, ERROR_OF_FEW), abs=1e-3)
 
     @pytest.mark.parametrize("predicted", [NEAREST, FARTHEST, 3.0, -3.0])
     def test_clear_predictions_stand(self, predicted: float) -> None:
         assert Neighbours([STEP], np.array([0.1]), np.array([0.3])).error(STEP, predicted) == (0.0, 0.0)
 
     def test_without_measured_steps_near_the_border_nothing_is_known(self) -> None:
-        assert Neighbours([STEP], np.array([2.0]), np.array([2.1])).error(STEP, 0.0) == (0.0, PRIOR)
+        assert Neighbours([STEP], np.array([2.0]), np.array([2.1])).error(STEP, 0.0) == (0.0, ERROR_OF_FEW)
 
     def test_a_step_without_requests_has_an_error_too(self) -> None:
         found = Neighbours(steps(3), np.zeros(3), np.zeros(3))
@@ -73,7 +73,7 @@ class TestPolicy:
         assert self.of_errors(90.0).decide(STEP, Route.PACKED).route is Route.STOCK
 
     def test_a_kind_of_step_that_was_not_measured_needs_more(self) -> None:
-        policy, other = self.of_errors(120.0), dataclasses.replace(STEP, requests=3, nodes=0, links=0, linked_tokens=0)
+        policy, other = self.of_errors(150.0), dataclasses.replace(STEP, requests=3, nodes=0, links=0, linked_tokens=0)
         assert policy.decide(other).route is Route.STOCK
         assert policy.decide(other, Route.PACKED).route is Route.PACKED
 
