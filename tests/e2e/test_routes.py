@@ -103,16 +103,6 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
         assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
 
-def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
-    client = Client(server.url, TESTS)
-    plan = LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16)
-    server.flush_cache()
-    client.start(plan.model_dump())
-    replay(server.url, [Request("alone", vocabulary.tokens(60, 47), max_new_tokens=30)])
-    (copy,) = client.read()
-    assert (copy["status"], copy["steps_done"]) == ("expired", 15), "the prefill step counts too"
-
-
 def test_steps_that_a_server_records_are_read_by_abtest_steps(
     server: Server,
     expected: Callable[[Sequence[Request]], Tokens],
