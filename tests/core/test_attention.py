@@ -81,9 +81,6 @@ def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype, isa: str) -> No
     assert torch.equal(through_one_key(values, dtype, isa), values.to(dtype))
 
 
-# --- masks and variants
-
-
 @pytest.mark.parametrize("window_left", [0, 1, 5, 31, 64, 1000])
 @pytest.mark.parametrize("max_new_tokens", [1, 60])
 def test_sliding_window_reads_nothing_that_no_query_sees(window_left: int, max_new_tokens: int) -> None:
@@ -118,9 +115,6 @@ def test_scores_of_any_size(factor: float) -> None:
     expected, _ = batch.expected()
     # Scores of magnitude s are known to s * 2^-24 only, and weights with them.
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-5 * max(1.0, factor))
-
-
-# --- isolation
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -171,9 +165,6 @@ def test_strided_queries_and_outputs() -> None:
         fused[:, :heads, :head_dim], batch.pool.k_cache, batch.pool.v_cache, batch.plan, out=out, **batch.inputs()
     )
     torch.testing.assert_close(out.double(), batch.expected()[0], rtol=2e-5, atol=2e-5)
-
-
-# --- reproducibility, reuse, processes
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -33,14 +33,7 @@ def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
 def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: int) -> None:
     case = make_case(
-        group,
-        heads=(2 * group, 2),
-        head_dim=head_dim,
-        dtype=dtype,
-        requests=40,
-        levels=5,
-        tokens=300,
-        num_sms=132,
+        group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300, num_sms=132
     )
     check(case, on_gpu(case).run())
 

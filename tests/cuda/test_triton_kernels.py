@@ -239,9 +239,6 @@ def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
     check(case, (runner.out, runner.lse))
 
 
-# --- packed_attention on a device
-
-
 def test_a_pool_makes_its_buffers_as_plans_need_them() -> None:
     pool = StepPool()
     made = []
@@ -280,9 +277,6 @@ def test_indices_that_lead_outside_are_named() -> None:
         call(seq_lens=torch.zeros_like(runner.seq_lens))
     with pytest.raises(ValueError, match=r"query \d+: row of q is"):
         call(q=runner.q[:-1])
-
-
-# --- bad input
 
 
 def test_unsupported_shapes_and_types_are_named() -> None:

@@ -114,14 +114,7 @@ def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary:
 
 
 @pytest.mark.parametrize(
-    ("way", "backend"),
-    [
-        ("engine", None),
-        ("serve", STOCK),
-        ("slime", STOCK),
-        ("verl", STOCK),
-        ("areal", STOCK),
-    ],
+    ("way", "backend"), [("engine", None), ("serve", STOCK), ("slime", STOCK), ("verl", STOCK), ("areal", STOCK)]
 )
 def test_other_launchers(
     way: str, backend: str | None, model: Path, expected: Expected, vocabulary: Vocabulary, tmp_path: Path

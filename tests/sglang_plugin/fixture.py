@@ -23,6 +23,9 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
 from sgl_prefix_attn.testing.reference import reference_attention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
+# Paths and lengths of four requests, of which two share two levels.
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
 
 
 class CountingStock(TorchNativeAttnBackend):

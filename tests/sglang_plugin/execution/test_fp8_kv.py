@@ -13,12 +13,10 @@ from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import triton_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import HEAD_DIM, KV_HEADS, Fixture
+from tests.sglang_plugin.fixture import HEAD_DIM, KV_HEADS, LENGTHS, SHARED, Fixture
 from tests.sglang_plugin.gpu_fixture import DTYPE, GpuFixture, host_kernels
 
 E4M3 = torch.float8_e4m3fn
-SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
-LENGTHS = [300, 265, 205, 9]
 NEW_TOKENS = {"decode": None, "extend": [4, 1, 5, 9]}
 SCALES = [KvScales(0.5, 3.0), KvScales(2.5, 0.3)]  # by layer
 

@@ -189,10 +189,7 @@ class TestRefusedPools:
         [
             (pool_named("UnifiedMHATokenToKVPool"), reasons.VIRTUAL_SLOTS),
             (pool_named("UnifiedSWAKVPool", full_kv_pool=pool_named("UnifiedMHATokenToKVPool")), reasons.VIRTUAL_SLOTS),
-            (
-                pool_named("HybridLinearKVPool", full_kv_pool=pool_named("UnifiedPool")),
-                reasons.VIRTUAL_SLOTS,
-            ),
+            (pool_named("HybridLinearKVPool", full_kv_pool=pool_named("UnifiedPool")), reasons.VIRTUAL_SLOTS),
             (pool_named("PageMajorMHATokenToKVPool"), reasons.KV_LAYOUT),
             (pool_named("HiSparseMHAMainPool"), reasons.KV_LAYOUT),
             (pool_named("NoOpMHATokenToKVPool"), reasons.KV_LAYOUT),
