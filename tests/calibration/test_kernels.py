@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.calibration.bench import cuda_kernels, measured_ways
+from sgl_prefix_attn.calibration.bench import DeviceLostError, cuda_kernels, measured_ways
 from sgl_prefix_attn.calibration.kernels import fixture, packed, stock, timing
 from sgl_prefix_attn.core.gpu import H200
 from sgl_prefix_attn.workloads import draw
@@ -162,6 +162,31 @@ def test_all_kernels_compute_the_same_batch(family: str, kv_dtype: str, page_siz
     assert case.unique_tokens // 2 < facts["kv_tokens_packed"] <= sum(case.seq_lens)
 
 
+def test_what_fails_or_computes_something_else_has_no_time(gpu: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("no")
+
+    case = draw(3, "rollouts", (8, 2), 64, most_unique_bytes=1e6)
+    tensors = fixture.Fixture(case, fixture.KvPool(case.slots(1) * 2 * 64, CPU), CPU)
+    gpu.setattr(sys.modules["sgl_kernel.flash_attn"], "get_scheduler_metadata", fail)
+    gpu.setattr(stock.Decode, "plan", fail)
+    ours, *others = cuda_kernels(CPU, torch.bfloat16, STOCKS, "native", print)
+    others[-1].run = lambda: others[-1].fixture.out.fill_(2.0)
+    timer = timing.Timer(CPU, flush_bytes=64)
+    assert measured_ways([ours, *others], tensors, timer, 3) == {
+        "prefixpack": {"cold_us": 1000.0},
+        "fa3": {"cold_us": 1000.0},  # without its metadata
+        "flashinfer_decode_tc": {"failed": "ValueError: no"},
+        "flashinfer_decode_cc": {"failed": "ValueError: no"},
+        "triton": {"failed": "the result differs from ours"},
+    }
+    gpu.setattr(timer, "device_is_lost", lambda: True)
+    with pytest.raises(DeviceLostError, match="flashinfer_decode_tc: ValueError: no"):
+        measured_ways([ours, others[1]], tensors, timer, 3)
+    gpu.setattr(ours, "bind", lambda tensors: [])
+    assert measured_ways([ours], tensors, timer, 3)["prefixpack"]["failed"] == "the kernel does not take this batch"
+
+
 def test_packages_that_are_missing_are_said(gpu: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     gpu.setitem(sys.modules, "flashinfer", None)
@@ -179,6 +204,5 @@ def test_times_are_those_of_the_devices_clock(gpu: pytest.MonkeyPatch) -> None:
     assert (times.cold_spread, times.as_dict()["cold_us"]) == (0.0, 3000.0)
     assert (timer.quick(Graph.launch), timer.graph_floor_us()) == (3000.0, 1000.0)
     assert timing.copy_bandwidth(CPU, 1 << 10) == pytest.approx(2 * 1024 / 1e-3)
-    assert not timer.device_is_lost()
     gpu.setattr(torch.cuda, "synchronize", lambda device: (_ for _ in ()).throw(RuntimeError("illegal access")))
     assert timer.device_is_lost()

@@ -109,19 +109,3 @@ def test_the_same_bits_twice() -> None:
     first, second = runner.run(), runner.run()
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
     assert torch.equal(first[1], second[1])
-
-
-def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
-    case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH)
-    runner = on_gpu(case)
-    eager = runner.run()
-    graph = runner.captured()
-    runner.out.fill_(torch.nan)
-    # As if the step before had been a shorter one.
-    runner.prepare_at(runner.seq_lens - GROWTH)
-    graph.replay()
-    runner.prepare_at(runner.seq_lens)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(runner.out.view(torch.int16), eager[0].view(torch.int16))
-    check(case, (runner.out, runner.lse))

@@ -184,29 +184,6 @@ def test_two_servers_are_compared_by_the_same_requests(
 
 
 @pytest.mark.slow
-def test_data_parallel_copies_switch_each_for_itself(
-    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
-) -> None:
-    environment = {"PREFIXPACK_LIVE_TESTS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with launch(BACKEND, "--dp-size", "2", environment=environment) as server:
-        client, requests = Client(server.url, TESTS), workloads.diverging(vocabulary)
-        replay(server.url, requests)  # either copy gets some
-        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=4)
-        client.start(plan.model_dump())
-        for _ in range(3):
-            assert tokens_of(replay(server.url, requests)) == expected(requests)
-        copies = client.read()
-    assert [(copy["status"], copy["steps_done"]) for copy in copies] == [("finished", 64)] * 2
-    order = np.repeat(plan.order(), 8)
-    for copy in copies:
-        assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
-        assert np.array(copy["packed"])[order == 0].mean() > 0.5
-    verdict = report(copies, 0.01, tmp_path / "ab")
-    assert (verdict.steps, verdict.pairs + verdict.dropped) == (128, 8)
-    assert "2 data-parallel copies" in (tmp_path / "ab.html").read_text()
-
-
-@pytest.mark.slow
 def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -> None:
     environment = {
         "PREFIXPACK_LIVE_TESTS": "1", "PREFIXPACK_METRICS_FLUSH_STEPS": "1", "TORCHDYNAMO_DISABLE": "1",
