@@ -183,28 +183,6 @@ def test_the_whole_command_on_the_cpu(
     assert "cpu-4-2-64-fp32-page4.json: cpu, heads 4/2/64, 32-bit KV, pages of 4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
-        (["--check-seeds", "4"], "--check-seeds 4: at least 5 are needed"),
-        (["--minutes", "0"], "--minutes 0.0: expected more than 0"),
-        (["--families", "rl"], "--families rl: expected some of rollouts"),
-        (["--heads", "32"], "--heads 32: expected query heads / KV heads"),
-        (["--heads", "30/8"], "30/8 heads: the query heads have to be a multiple"),
-        (["--head-dim", "96"], "head_dim 96: the kernels have 64, 128 and 256"),
-        (["--heads", "32/8", "--tp", "3"], "--tp 3: 32 query heads cannot be divided"),
-        (["--model", "nowhere"], "--model nowhere: cannot read nowhere"),
-        (["--model", "nowhere", "--heads", "8/1"], "--model has the heads"),
-        (["--from", "x.json"], "--from needs --out"),
-        (["--page-size", "0"], "--page-size 0: expected 1 to 1024"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_the_kernels_that_servers_take_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
