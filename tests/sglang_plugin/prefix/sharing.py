@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from tests.support.small_scheduler import Batch, SmallScheduler
 
@@ -26,6 +27,24 @@ def shared_by_tree(scheduler: SmallScheduler, batch: Batch, prefix_lens: list[in
     return shared(reach)
 
 
+def check_structure(forest: PrefixForest) -> None:
+    """Parents stand before children and enclose their members, of which each node has at least two."""
+    assert sorted(forest.order.tolist()) == list(range(forest.num_requests))
+    for node in range(forest.num_nodes):
+        parent = forest.node_parent[node]
+        assert parent < node
+        assert forest.node_begin[node] == (forest.node_end[parent] if parent >= 0 else 0)
+        assert forest.node_end[node] > forest.node_begin[node]
+        members = forest.node_last[node] - forest.node_first[node]
+        assert members >= 2
+        if parent >= 0:
+            assert forest.node_first[parent] <= forest.node_first[node]
+            assert forest.node_last[node] <= forest.node_last[parent]
+            assert members < forest.node_last[parent] - forest.node_first[parent]
+    ends = [forest.node_end[node] if node >= 0 else 0 for node in forest.tail_node]
+    assert forest.tail_begin.tolist() == ends
+
+
 def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> StepPaths:
     """The tracker's forest is the tree's for all live requests, and what it calls shared is one and the same KV."""
     step = tracker.step(batch)
@@ -39,6 +58,7 @@ def check(scheduler: SmallScheduler, tracker: BatchTracker, batch: Batch) -> Ste
         pair: expected[pair] for pair in expected if live[pair[0]] and live[pair[1]]
     }
     forest = step.forest
+    check_structure(forest)
     rows = scheduler.pool.req_to_token
     for node in range(forest.num_nodes):
         members = forest.order[forest.node_first[node] : forest.node_last[node]]
