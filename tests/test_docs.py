@@ -326,12 +326,3 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"```.*?```|<!--.*?-->|^ *\|[^\n]*$|^#[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n|\n *(?:[-*>]|\d+\.) ", re.sub(r"\]\([^)]*\)", "]", text)):
         yield from filter(None, re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())))
-
-
-def test_the_version_has_one_place() -> None:
-    import sgl_prefix_attn
-
-    project = toml.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" in project["project"]["dynamic"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sgl_prefix_attn.__version__"}
-    assert re.fullmatch(r"\d+\.\d+\.\d+", sgl_prefix_attn.__version__)

@@ -64,6 +64,7 @@ class TestLinearHybrids:
         assert packing_backend(SimpleNamespace(attn_backend=outer)) is fixture.backend
         assert outer.needs_cpu_seq_lens is fixture.backend.needs_cpu_seq_lens
         assert outer.token_to_kv_pool is fixture.runner.token_to_kv_pool
+        assert fixture.backend.req_to_token_pool is fixture.runner.req_to_token_pool, "read from every backend"
 
 
 class TestHierarchicalCache:
