@@ -120,7 +120,9 @@ def _profiles(args: argparse.Namespace) -> None:
     for message in store.unreadable:
         print(message)
     if found is None:
-        rule = "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.RULE}"
+        rule = (
+            "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.rule(packed)}"
+        )
         print(f"no profile fits, so {rule}")
     elif found.borrowed:
         print(f"borrowed: it was measured with {found.borrowed}")

@@ -189,7 +189,7 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
         found = ProfileStore.read().find(facts)
         if found is not None:
             return f"where the {found.stored} of the {gpu} predicts the shorter time"
-    return f"without a routing profile for the {gpu}: if {conservative.RULE}"
+    return f"without a routing profile for the {gpu}: if {conservative.rule(executor.kernels)}"
 
 
 def kernels_of(runner: Any, settings: Settings) -> str | None:
