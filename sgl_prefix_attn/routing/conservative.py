@@ -1,7 +1,8 @@
 """The rule for a GPU without a routing profile: packed only where the gain is large on every GPU.
 
 The bounds come from H200 measurements: the Triton kernels gain less than the native ones, so theirs are tighter.
-`python -m sgl_prefix_attn abtest steps RESULTS.json conservative` shows what they cost. Tensor-parallel ranks have the same steps and shapes, so they decide alike.
+`python -m sgl_prefix_attn abtest steps RESULTS.json conservative` shows what they cost. Tensor-parallel ranks have the
+same steps and shapes, so they decide alike.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "has only some of the slots that its table names",
     DETERMINISTIC: "deterministic inference and on-policy targets promise results that do not depend on the batch, but "
     "packs do",
-    PREFILL_ONLY: "the server decodes nothing (embeddings, or --disaggregation-mode prefill), and its prefill stays with "
-    "the stock backend",
+    PREFILL_ONLY: "the server decodes nothing (embeddings, or --disaggregation-mode prefill), and its prefill stays "
+    "with the stock backend",
     MLA: "a model with multi-head latent attention (MLA)",
     UNKNOWN_STOCK: "the object behind the stock backend's name is not of SGLang's class for it",
     IMAGE_MASKS: "images of the model have attention masks, which packed prefill does not know (pack_extend, "
