@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -102,7 +103,9 @@ def _profiles(args: argparse.Namespace) -> None:
     gpu, capability = _this_gpu()
     packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed or _packed_of(args.gpu)
     stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
-    dtype = "fp32" if packed == "cpu" else "bf16"
+    dtype = "bf16"
+    if packed == "cpu":  # as `calibrate` measures it
+        dtype, shape = "fp32", dataclasses.replace(shape, kv_bytes=4)
     if args.gpu is not None:
         gpu, capability = args.gpu, ""
     facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)

@@ -113,5 +113,7 @@ def test_route_profiles_lists_them(
     assert "h200.json: NVIDIA H200, heads drawn, 16-bit KV, 2026" in out
     assert "not taken: another one fits better" in out
     assert "broken.json: not a routing profile" in out
+    assert main(["route", "profiles", "--gpu", "cpu"]) == 0
+    assert "fp32, 32-bit KV, cpu or torch_native" in capsys.readouterr().out
     assert main(["route", "profiles", "--gpu", "NVIDIA B200"]) == 0
     assert "no profile fits, so a step runs packed only if at least 64" in capsys.readouterr().out
