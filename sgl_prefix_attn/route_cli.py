@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -104,7 +105,9 @@ def _profiles(args: argparse.Namespace) -> None:
     gpu, capability = _this_gpu()
     packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed or _packed_of(args.gpu)
     stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
-    dtype = "fp32" if packed == "cpu" else "bf16"
+    dtype = "bf16"
+    if packed == "cpu":  # as `calibrate` measures it
+        dtype, shape = "fp32", dataclasses.replace(shape, kv_bytes=4)
     if args.gpu is not None:
         gpu, capability = args.gpu, ""
     facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)
@@ -122,7 +125,9 @@ def _profiles(args: argparse.Namespace) -> None:
     for message in store.unreadable:
         print(message)
     if found is None:
-        rule = "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.RULE}"
+        rule = (
+            "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.rule(packed)}"
+        )
         print(f"no profile fits, so {rule}")
     elif found.borrowed:
         print(f"borrowed: it was measured with {found.borrowed}")

@@ -121,7 +121,7 @@ def _policy(text: str, facts: ServerFacts, predictor: Predictor | None) -> Polic
         if found is None:
             raise ValueError(f"{text}: no cost of {facts.packed} and {facts.stock}, which the server has") from None
         return found.cost
-    rule = ConservativePolicy(facts.shape)
+    rule = ConservativePolicy(facts.shape, facts.packed)
     if not name.predicts:
         return policy_of(name, rule, rule)
     without = FixedPolicy(Route.PACKED) if facts.packed == "cpu" else rule

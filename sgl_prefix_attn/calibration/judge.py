@@ -111,7 +111,7 @@ def _named(name: policy_names.PolicyName, results: Results, packed: str, backend
 
     def choose(case: MeasuredCase) -> Route:
         cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost(case))
-        return policy_of(name, cost, ConservativePolicy(case.shape)).decide(case.step).route
+        return policy_of(name, cost, ConservativePolicy(case.shape, packed)).decide(case.step).route
 
     return choose
 
@@ -125,7 +125,7 @@ def _shipped_choice(results: Results, packed: str, backend: str, margin: int | N
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
-    margins = margins_of(results.cases) if margin is None else {}
+    margins = margins_of(results.cases, sms=results.sm_count) if margin is None else {}
 
     @cache
     def of_family(family: str) -> Choose:
@@ -152,7 +152,7 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
         kernel, rows = stock_kernel(backend, case.shape), case.step.rows
         policy = policy_of_steps(kernel, case.shape, rows)
         if policy is None and rows > 1:  # as a server decides it
-            return ConservativePolicy(case.shape).decide(case.step).route
+            return ConservativePolicy(case.shape, packed).decide(case.step).route
         if policy is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
         return policy.decide(case.step).route

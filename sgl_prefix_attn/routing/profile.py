@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
@@ -106,9 +106,11 @@ class Profile(BaseModel):
         kv_bytes: size of a KV element of the measured steps, in bytes.
         capability: compute capability of the GPU, for example "9.0"; "": not recorded.
         head_shapes: "query heads/KV heads/head_dim" of a rank in the measured steps; none: many, drawn.
+        head_dims: of the measured steps; none: not recorded.
         dtype: of the queries: bf16, fp16 or fp32; "": not recorded.
         kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
         page_size: of the measured steps.
+        sm_count: SMs of the GPU, by which the costs count CTAs.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
         steps: measured decode steps of the one head shape, which correct predictions (`neighbours`); none in a profile
             of several head shapes.
@@ -126,9 +128,11 @@ class Profile(BaseModel):
     kv_bytes: Annotated[int, Field(ge=1, le=4)] = 2
     capability: str = ""
     head_shapes: list[str] = []
+    head_dims: list[int] = []
     dtype: str = ""
     kernels_version: int = UNRECORDED_VERSION
     page_size: Annotated[int, Field(ge=1)] = 1
+    sm_count: Annotated[int, Field(ge=1)] = SMS
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
@@ -169,7 +173,7 @@ class Profile(BaseModel):
         """The cost model of a kernel for steps with so many query rows a request; None if the profile has none."""
         part = self._of_rows(rows)
         fits: Mapping[str, Fit] = {} if part is None else part.packed if kind == "packed" else part.stock
-        return CostModel(kind, fits[kernel].us) if kernel in fits else None
+        return CostModel(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
 
     def margin(self, packed: str, stock: str, rows: int = 1) -> int:
         """Route margin of a pair of kernels, in percent."""

@@ -73,7 +73,7 @@ class LivePolicies:
         """The policy behind a name. Valid once the layers are known."""
         if name.predicts and self._cost is None:
             self._cost = self._cost_policy()
-        rule = conservative.ConservativePolicy(self.shape)
+        rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
         return policy_of(name, self._cost or rule, rule)
 
     def verify_policy(self, name: PolicyName, rows: int) -> Policy:
@@ -81,7 +81,7 @@ class LivePolicies:
 
         Where the profile has no costs of such steps, the conservative rule stands for `cost`.
         """
-        rule = conservative.ConservativePolicy(self.shape)
+        rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
         if not name.predicts:
             return policy_of(name, rule, rule)
         self.policy(name)  # finds the profile
@@ -90,7 +90,7 @@ class LivePolicies:
             logger.info(
                 "prefixpack: no routing profile has verify steps of %d drafts, so one runs packed only if %s",
                 rows,
-                conservative.RULE,
+                conservative.rule(self._executor.kernels),
             )
         return policy_of(name, cost or rule, rule)
 
@@ -164,11 +164,11 @@ class LivePolicies:
         logger.warning(
             "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; %s (this server: %s)",
             facts.gpu,
-            conservative.RULE,
+            conservative.rule(facts.packed),
             HOW_TO_CALIBRATE,
             facts_as_text(facts),
         )
-        return conservative.ConservativePolicy(facts.shape)
+        return conservative.ConservativePolicy(facts.shape, facts.packed)
 
     def _kernel_cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
         cost = profile.cost(kind, kernel)
