@@ -83,7 +83,8 @@ def split_decode(q: Any, k: Any, v: Any, out: Any, indptr: Any, indices: Any, pa
     lse, splits, most, scale, *_ = rest
     assert partials.shape == (*q.shape[:2], most, q.shape[2])
     assert (lse.shape, splits.tolist()) == (partials.shape[:3], [1] * len(q))
-    attend(q, k, v, ragged(indptr, indices), scale, out)
+    assert indices.dtype == torch.int64  # offsets of 32 bits overflow in large pools
+    attend(q, k, v, ragged(indptr, indices.int()), scale, out)
 
 
 class Graph:
