@@ -294,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="default: drawn from the system and recorded")
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--verify", type=int, metavar="N", help="verify steps of N drafts instead of mixed steps")
+    parser.add_argument("--head-dim", type=int, help="only verify steps of this head size")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
     parser.add_argument("--out", type=Path, help="JSON file of results")
     parser.add_argument("--list", action="store_true", help="print cases and predictions; needs no GPU")
@@ -301,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.seed is None:
         args.seed = int.from_bytes(os.urandom(4), "little")
     steps = draw_verify(args.seed, args.cases, args.verify) if args.verify else draw_mixed(args.seed, args.cases)
+    steps = [step for step in steps if args.head_dim in (None, step.case.head_dim)]
     if args.list:
         for step in steps:
             print(json.dumps(described(step)))
