@@ -297,6 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, help="only verify steps of this head size")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
     parser.add_argument("--out", type=Path, help="JSON file of results")
+    parser.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
     parser.add_argument("--list", action="store_true", help="print cases and predictions; needs no GPU")
     args = parser.parse_args(argv)
     if args.seed is None:
@@ -313,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     begin, device, results = time.monotonic(), torch.device("cuda", 0), []
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
-    header = {"machine": machine_of(device), "commit": git_commit(), "seed": args.seed, "verify": args.verify}
+    header = {"machine": machine_of(device), "commit": args.commit, "seed": args.seed, "verify": args.verify}
     with torch.inference_mode():
         for step in steps:
             if time.monotonic() - begin > args.seconds:
