@@ -86,8 +86,8 @@ class Settings(BaseModel):
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
         description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
-        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where it is not "
-        "measured yet.",
+        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where the "
+        "tokens of a whole server are not judged yet.",
     )
     one_token_steps: bool = Field(
         False,

@@ -93,8 +93,8 @@ CHANGES: dict[str, Change] = {
     reasons.PDMUX: Change("Leave out --enable-pdmux, and measure.", without=("--enable-pdmux",)),
     reasons.DECODE_CONTEXT_PARALLEL: Change("Leave out --dcp-size, and measure.", without=("--dcp-size",)),
     reasons.SPECULATIVE: Change(
-        "Set pack_verify to true, which is not measured yet; or leave out the options of speculative decoding, and "
-        "measure: speculation may gain more than packing.",
+        "Set pack_verify to true, and measure. Or leave out the options of speculative decoding, and measure: "
+        "speculation may gain more than packing.",
         without=("--speculative-",),
     ),
     reasons.DISABLED: Change(
