@@ -317,7 +317,7 @@ def test_lines_and_sentences_are_short() -> None:
         assert long == [], page
     for page in PAGES:
         found = list(sentences(page.read_text(encoding="utf-8")))
-        assert [sentence for sentence in found if len(sentence.split()) > 35] == [], page
+        assert [sentence for sentence in found if len(sentence.split()) > 30] == [], page
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
 
