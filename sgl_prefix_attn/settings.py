@@ -127,9 +127,9 @@ class Settings(BaseModel):
     )
     live_tests: bool = Field(
         False,
-        description="Serve POST, GET and DELETE at /prefixpack/abtest, by which `abtest live` (routing.md) compares "
-        "two routing policies on this server, and at /prefixpack/record, by which `abtest record` records its decode "
-        "steps. They ask for SGLang's admin key. Off: no address.",
+        description="Serve POST, GET and DELETE at /prefixpack/abtest and /prefixpack/record. With the first, `abtest "
+        "live` (routing.md) compares two routing policies on this server. With the second, `abtest record` records its "
+        "decode steps. Both ask for SGLang's admin key. Off: no address.",
     )
     group_scheduling: bool = Field(
         False,

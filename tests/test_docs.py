@@ -50,7 +50,10 @@ NOT_HERE = {"sglang_router.launch_router", "train.py"}
 # What marks a snippet that needs an engine or a server.
 RUN_ELSEWHERE = {"(engine)": "tests/pinning/test_arrangements.py", "http://127.0.0.1": "tests/e2e/test_trial.py"}
 # Commands that take well under a second: they are run, not only parsed.
-CHEAP = ("explain --tree", "explain --batch", "settings", "doctor --reasons", "patch list")
+CHEAP = (
+    *("explain --tree", "explain --batch", "settings", "doctor --reasons"),
+    *("patch", "route profiles", "abtest steps benchmarks/"),
+)
 
 
 def blocks(*languages: str) -> list[Any]:
@@ -186,7 +189,7 @@ def check_program(program: str, arguments: list[str], monkeypatch: pytest.Monkey
         return parse_launch(arguments)
     if program == "sgl_prefix_attn" and " ".join(arguments).startswith(CHEAP) and "--plot" not in arguments:
         with contextlib.redirect_stdout(io.StringIO()):
-            assert main(arguments) == 0
+            assert main(arguments) == (arguments[:2] == ["patch", "check"])  # 1: not applied
         return None
 
     def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
@@ -317,7 +320,7 @@ def test_lines_and_sentences_are_short() -> None:
         assert long == [], page
     for page in PAGES:
         found = list(sentences(page.read_text(encoding="utf-8")))
-        assert [sentence for sentence in found if len(sentence.split()) > 35] == [], page
+        assert [sentence for sentence in found if len(sentence.split()) > 30] == [], page
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
 

@@ -72,8 +72,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
-    SPECULATIVE: "a step of speculative decoding that does not run packed: draft and draft-extend steps; verify steps "
-    "on a GPU without pack_verify, of an unknown or adaptive algorithm, or with an overlapped plan stream",
+    SPECULATIVE: "a draft or draft-extend step of speculative decoding; or a verify step on a GPU without pack_verify, "
+    "of an unknown or adaptive algorithm, or with an overlapped plan stream",
     SPECULATIVE_TREE: "a verify step of speculative decoding whose drafts are a tree (topk above 1, NGRAM), with "
     "kernels without masks of drafts (triton), or of more than 64 drafts",
     DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",
