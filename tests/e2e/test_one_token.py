@@ -57,19 +57,33 @@ def test_random_rollouts_in_a_small_pool(
     assert rollout.retractions > 0
 
 
+DRAFTS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+VERIFY = {"PREFIXPACK_PACK_VERIFY": "1"}
+ON_GPU = torch.cuda.is_available()
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [(), (NO_OVERLAP,)], ids=["overlap", "no overlap"])
-def test_fifty_schedules_judged_by_transformers(overlap: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "settings", "mode"),
+    [
+        pytest.param(MIXED_CHUNK, ONE_TOKEN, "decode", id="overlap"),
+        pytest.param((*MIXED_CHUNK, NO_OVERLAP), ONE_TOKEN, "decode", id="no overlap"),
+        pytest.param(DRAFTS, VERIFY, "verify", id="drafts", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
+    ],
+)
+def test_fifty_schedules_judged_by_transformers(
+    arguments: tuple[str, ...], settings: dict[str, str], mode: str
+) -> None:
     """In 16 bits the stock backend's own tokens depend on the batch, so fp32 logits judge them. Also without a GPU."""
-    on_gpu = torch.cuda.is_available()
-    dtype, stock = (("--dtype", "bfloat16"), {"PREFIXPACK_STOCK_BACKEND": "triton"}) if on_gpu else ((), {})
+    dtype, stock = (("--dtype", "bfloat16"), {"PREFIXPACK_STOCK_BACKEND": "triton"}) if ON_GPU else ((), {})
     model = tiny_model("llama_gpu")
+    draft = ("--speculative-draft-model-path", str(model), "--speculative-num-draft-tokens", "4")
     reference, prompts = Reference(model), life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
     sizes = ("--max-total-tokens", "16384", "--context-length", "4096", "--max-running-requests", "12")
-    settings = ONE_TOKEN | {"PREFIXPACK_ROUTE": "packed"} | stock
-    extra = (*sizes, *MIXED_CHUNK, *dtype, *overlap)
-    options = ServerOptions(str(model), BACKEND, "cuda" if on_gpu else "cpu", extra, settings)
+    extra = (*sizes, *arguments, *(draft if mode == "verify" else ()), *dtype)
+    variables = settings | {"PREFIXPACK_ROUTE": "packed"} | stock
+    options = ServerOptions(str(model), BACKEND, "cuda" if ON_GPU else "cpu", extra, variables)
     outputs = {prompt.name: set[tuple[int, ...]]() for prompt in prompts}
     with serve(options) as server, packing(server) as done:
         for seed in range(50):
@@ -83,10 +97,10 @@ def test_fifty_schedules_judged_by_transformers(overlap: tuple[str, ...]) -> Non
             server.flush_cache()
             for answer in replay(server.url, requests):
                 outputs[answer.request.name].add(tuple(answer.samples[0].tokens))
-    assert done.one_token["mixed"] > 100, done.one_token
-    assert done.steps["decode"] > done.one_token.total()
+    assert done.one_token["mixed"] > 100 or mode == "verify", done.one_token
+    assert done.steps[mode] > max(100, done.one_token.total())
     assert set(done.fallbacks) <= {"no_cached_prefix", "idle", "compute_bound"}
-    tolerance = TOLERANCE if on_gpu else SMALLEST_MARGIN
+    tolerance = TOLERANCE if ON_GPU else SMALLEST_MARGIN
     for prompt in prompts:
         for tokens in outputs[prompt.name]:
             assert reference.deficits(prompt, list(tokens)).max() < tolerance, (prompt.name, tokens)
