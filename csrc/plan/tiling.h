@@ -28,15 +28,23 @@ struct Tile {
   double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 };
 
+// Queries of a batch in packed order, with the packs that read them. Partials are those of the packs alone.
+struct PackedQueries {
+  const std::vector<Pack>& packs;
+  const BatchLens& lens;
+  const int32_t* partials;  // of every query
+  int64_t num_partials;     // of all queries together
+};
+
 class Tiling {
  public:
   explicit Tiling(const CostModel& cost);
 
-  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. `partials`: of every query, by
-  // the packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker. Near the
-  // choice of a `wider` tiling, if it is given, fewer splits are tried.
-  void make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-            int32_t step, bool with_narrow, const Tiling* wider = nullptr);
+  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. Without narrow items, all take a
+  // whole worker. Near the choice of a `wider` tiling, if it is given, fewer splits are tried.
+  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true, const Tiling* wider = nullptr);
+  // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
+  void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
 
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
@@ -46,8 +54,8 @@ class Tiling {
   int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
   double finish() const { return finish_; }  // when the last worker is done
 
-  // Tiles that lead a pack and are split, in ascending order.
-  std::vector<int32_t> long_tiles() const;
+  // Tiles that some choice splits, in ascending order.
+  const std::vector<int32_t>& splittable() const { return splittable_; }
   // Past the last tile of the pack that `first` is the first tile of.
   const Tile* pack_end(const Tile* first) const {
     do ++first;
@@ -73,17 +81,17 @@ class Tiling {
     double whole, narrow;  // longest work tile of either kind
   };
 
-  void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
+  void list(const PackedQueries& queries, int32_t step);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
+  void choose(const Tiling* wider);
   int32_t pieces(const Tile& tile, double longest) const { return split_pieces(tile.duration, tile.tokens, longest); }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
   double split_seconds(const Tile& tile, int32_t pieces) const;
   double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
-  void list_splittable();
-  void count_unsplit();
+  void sort_out_splittable();
   double finish_time(const Split& split);
   void choose_split(const Tiling* wider);
 
@@ -91,6 +99,7 @@ class Tiling {
   double per_worker_, longest_overhead_, partial_;
   Buffer<Tile> tiles_;
   size_t num_tiles_ = 0;
+  bool any_widened_ = false;         // of the narrow tiles
   std::vector<int32_t> splittable_;  // tiles that some choice splits
   SplitClasses splittable_whole_, splittable_narrow_;
   Workers workers_{};
