@@ -9,7 +9,6 @@ namespace prefixpack {
 namespace {
 
 constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more count as one
-constexpr double kSameTime = 0.02;    // events this share of the time so far apart are one event
 
 // Work tiles that began together.
 struct Group {

@@ -7,6 +7,8 @@
 
 namespace prefixpack {
 
+constexpr double kSameTime = 0.02;  // events this share of the time so far apart are one event
+
 // Work tiles of similar work, counted in bins by work. Work is in seconds of a worker that has an even share of the
 // bandwidth.
 class WorkTileBins {

@@ -111,7 +111,8 @@ void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& le
   bool with_narrow = true;
   tiling_->make(queries, step);
   if (tiling_->narrow_work_tiles() > 0 &&
-      tiling_->narrow_work_tiles() < int64_t{cost_.workers()} * cost_.most_at_a_time()) {
+      tiling_->narrow_work_tiles() < int64_t{cost_.workers()} * cost_.most_at_a_time() &&
+      tiling_->least_finish_without_narrow() < kWorthWidening * tiling_->finish()) {
     other_->make_without_narrow(queries, step, *tiling_);
     if (other_->finish() < kWorthWidening * tiling_->finish()) {
       std::swap(tiling_, other_);
@@ -120,6 +121,10 @@ void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& le
   }
   while (step > 1 && tiling_->whole_work_tiles() > 0 && tiling_->whole_work_tiles() < cost_.workers()) {
     step /= 2;
+    if (tiling_->largest_pack() <= step) {  // the same tiles
+      if (tiling_->tokens() > plan_.kv_tokens_per_request || !tiling_->choose_again(kWorthNarrowing)) break;
+      continue;
+    }
     other_->make(queries, step, with_narrow, tiling_);
     if (other_->finish() > kWorthNarrowing * tiling_->finish()) break;
     if (other_->tokens() > plan_.kv_tokens_per_request) break;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "plan/cost_model.h"
@@ -36,11 +37,27 @@ struct SplittableTile {
 class SplitClasses {
  public:
   void clear();
-  void add(const SplittableTile& tile);
+  void add(const SplittableTile& tile) {
+    const uint64_t key = key_of(tile);
+    if (key != last_key_ || last_class_ == kMostClasses) {  // like tiles often follow each other
+      last_class_ = class_of(key, tile.combine_row_steps);
+      last_key_ = key;
+    }
+    Class& like = classes_[last_class_];
+    ++like.tiles;
+    like.mean.duration += tile.duration;
+    like.mean.work += tile.work;
+    like.mean.partial += tile.partial;
+    like.mean.tokens = std::max(like.mean.tokens, tile.tokens);
+    like.mean.partials = std::max(like.mean.partials, tile.partials);
+    like.longest = std::max(like.longest, tile.duration);
+    like.streaming += tile.work - (tile.partials > 1 ? tile.partial : 0.0);
+  }
   void finish_adding();
 
-  // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Free with the last `longest`.
-  void cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
+  // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Returns whether the pieces are
+  // not those of the last cut.
+  bool cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
   const WorkTileBins& bins() const { return bins_; }
   double combine() const { return combine_; }  // seconds of the longest
 
@@ -51,13 +68,23 @@ class SplitClasses {
     SplittableTile mean;  // of tokens and partials, the most
     double longest;       // duration
     double streaming;     // mean work that is divided among pieces
+    int32_t pieces;       // of each tile at the last cut; 0: there was none
   };
   static constexpr size_t kPlaces = 1024, kMostClasses = kPlaces / 2;
 
-  static uint64_t key_of(const SplittableTile& tile);
-  Class& class_of(const SplittableTile& tile);
+  static constexpr int32_t kLikeBits = 47;  // low bits of a duration that like tiles may differ in: up to 3 %
+
+  static uint64_t key_of(const SplittableTile& tile) {
+    uint64_t bits;
+    std::memcpy(&bits, &tile.duration, sizeof bits);
+    return (bits >> kLikeBits << kLikeBits) | static_cast<uint64_t>(tile.combine_row_steps) << 1 |
+           static_cast<uint64_t>(tile.partials > 1);
+  }
+  size_t class_of(uint64_t key, int32_t combine_row_steps);
 
   std::vector<Class> classes_;
+  uint64_t last_key_ = 0;                  // of the tile that was added last,
+  size_t last_class_ = kMostClasses;       // and its class; kMostClasses: there is none
   std::array<int16_t, kPlaces> places_{};  // of the classes by hash of their keys; -1: none
   double longest_ = -1, combine_ = 0;      // of the last cut
   WorkTileBins bins_;

@@ -52,6 +52,7 @@ void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, con
   tokens_ = with_narrow.tokens_;
   total_ = with_narrow.total_;
   narrow_ = with_narrow.narrow_;
+  largest_pack_ = with_narrow.largest_pack_;
   longest_tile_ = with_narrow.longest_tile_;
   narrow_work_tiles_ = with_narrow.narrow_work_tiles_;
   whole_work_tiles_ = with_narrow.whole_work_tiles_;
@@ -70,13 +71,42 @@ void Tiling::choose(const Tiling* wider) {
     return;
   }
   sort_out_splittable();
-  choose_split(wider);
+  choose_split(wider == nullptr ? -1 : wider->chosen_share_);
+}
+
+bool Tiling::choose_again(double worth) {
+  if (chosen_share_ < 0) return false;  // all splits were tried
+  const double longest_whole = longest_whole_, longest_narrow = longest_narrow_, finish = finish_;
+  const int32_t chosen_share = chosen_share_;
+  choose_split(chosen_share);
+  if (finish_ <= worth * finish) return true;
+  longest_whole_ = longest_whole;
+  longest_narrow_ = longest_narrow;
+  finish_ = finish;
+  chosen_share_ = chosen_share;
+  return false;
+}
+
+// Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin and
+// end sooner by kSameTime of the time. More pieces bring as much latency each.
+double Tiling::least_finish_without_narrow() const {
+  if (any_widened_) return 0;
+  const double narrow_tiles = static_cast<double>(narrow_work_tiles_) / cost_->kv_heads();
+  const double whole_tiles = static_cast<double>(num_tiles_) - narrow_tiles;
+  const double reread = narrow_tokens_ * cost_->narrow_reread() * per_worker_;
+  const double narrow_overhead = cost_->tile(1).overhead * per_worker_;
+  const double work = total_ - whole_tiles * longest_overhead_ - narrow_tiles * narrow_overhead - reread;
+  const double tiles = static_cast<double>(num_tiles_), twice = 2 * kSameTime;
+  const double unsplit = (work / cost_->most_speed() + tiles * longest_overhead_) / (per_worker_ + twice * tiles);
+  return std::min(unsplit, longest_overhead_ / twice);
 }
 
 void Tiling::list(const PackedQueries& queries, int32_t step) {
   const BatchLens& lens = queries.lens;
   const int32_t* const partials = queries.partials;
   const int32_t whole_share = cost_->most_at_a_time();
+  int32_t largest_pack = 0;
+  int64_t narrow_tokens = 0;
   const double per_worker = per_worker_, of_partial = partial_;
   int64_t tokens_read = 0, narrow = 0;
   double total = 0, longest = 0, longest_narrow = 0, narrow_seconds = 0;
@@ -101,6 +131,7 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
     total += seconds;
     if (kind.share < whole_share) {
       ++narrow;
+      narrow_tokens += tokens;
       narrow_seconds += seconds;
       longest_narrow = std::max(longest_narrow, duration);
     } else {
@@ -114,6 +145,7 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
       add(pack, 0, 1, tokens, cost_->tile(1, tokens));
       continue;
     }
+    largest_pack = std::max(largest_pack, pack.query_count);
     for (int32_t first = 0; first < pack.query_count; first += step) {
       const int32_t count = std::min(step, pack.query_count - first);
       const int32_t hidden = open ? pack.query_count - first - count : 0;  // tokens behind this tile
@@ -129,6 +161,8 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
   longest_tile_ = longest;
   longest_narrow_tile_ = longest_narrow;
   longest_ = std::max(longest, longest_narrow);
+  narrow_tokens_ = narrow_tokens;
+  largest_pack_ = largest_pack;
   any_widened_ = false;
   narrow_work_tiles_ = narrow * cost_->kv_heads();
   whole_work_tiles_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
@@ -210,21 +244,24 @@ void Tiling::sort_out_splittable() {
 
 // When the last worker is done and the last partials are combined.
 double Tiling::finish_time(const Split& split) {
-  splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
-  splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
-  return finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails()) +
-         std::max(splittable_whole_.combine(), splittable_narrow_.combine());
+  const bool whole = splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
+  const bool narrow = splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
+  if (whole || narrow) {
+    last_finish_ = finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails()) +
+                   std::max(splittable_whole_.combine(), splittable_narrow_.combine());
+  }
+  return last_finish_;
 }
 
 // Chooses the split with which the last worker is done first. More pieces bring more partials, and estimates err, so a
 // finer split has to save something.
-void Tiling::choose_split(const Tiling* wider) {
+void Tiling::choose_split(int32_t nearby) {
   Split best{longest_, longest_};
   double finish = finish_time(best);
   int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
-  if (wider != nullptr && wider->chosen_share_ >= 0) {
-    first = std::max(first, wider->chosen_share_ - kNearbyShares);
-    last = std::min(last, wider->chosen_share_ + kNearbyShares);
+  if (nearby >= 0) {
+    first = std::max(first, nearby - kNearbyShares);
+    last = std::min(last, nearby + kNearbyShares);
   }
   chosen_share_ = -1;
   for (int32_t i = first; i <= last && finish > kEvenEnough * even(); ++i) {

@@ -45,10 +45,16 @@ class Tiling {
   void make(const PackedQueries& queries, int32_t step, bool with_narrow = true, const Tiling* wider = nullptr);
   // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
   void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
+  // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
+  double least_finish_without_narrow() const;
+  // What make(queries, step, with_narrow, this) would choose if its tiles were these. Keeps it if it is done in `worth`
+  // of the time; returns whether.
+  bool choose_again(double worth);
 
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
   size_t size() const { return num_tiles_; }
+  int32_t largest_pack() const { return largest_pack_; }          // queries
   int64_t tokens() const { return tokens_; }                      // KV positions that the tiles read
   int64_t whole_work_tiles() const { return whole_work_tiles_; }  // that take a whole worker, before they are split
   int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
@@ -93,7 +99,8 @@ class Tiling {
   double share() const { return std::max(even(), 2 * longest_overhead_); }
   void sort_out_splittable();
   double finish_time(const Split& split);
-  void choose_split(const Tiling* wider);
+  // nearby: of kShares, the one near which splits are tried; -1: all are.
+  void choose_split(int32_t nearby);
 
   const CostModel* cost_;
   double per_worker_, longest_overhead_, partial_;
@@ -107,7 +114,9 @@ class Tiling {
   int32_t chosen_share_ = -1;         // of kShares; -1: no split
   double narrow_ = 0, total_ = 0;
   double longest_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
-  double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0;
+  double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0, last_finish_ = 0;
+  int64_t narrow_tokens_ = 0;
+  int32_t largest_pack_ = 0;
   int64_t narrow_work_tiles_ = 0, whole_work_tiles_ = 0, tokens_ = 0;
 };
 
