@@ -40,6 +40,7 @@ class Planner {
   bool reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens, const int64_t* query_lens);
 
   CostModel cost_;
+  ForestPacker packer_;
   Scheduler scheduler_;
   int32_t max_growth_;
   std::shared_ptr<const Forest> forest_;

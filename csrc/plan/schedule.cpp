@@ -86,19 +86,13 @@ void Scheduler::count_tokens(const Forest& forest, const BatchLens& lens) {
 void Scheduler::count_partials(const std::vector<Pack>& packs) {
   num_partials_ = 0;
   partials_.assign(plan_.num_queries, 0);
+  int32_t* const partials = partials_.data();
   for (const Pack& pack : packs) {
-    add_partials(pack.query_begin, pack.query_count, 1);
     num_partials_ += pack.query_count;
+    int32_t* const first = partials + pack.query_begin;
+    ++first[0];
+    for (int32_t i = 1; i < pack.query_count; ++i) ++first[i];
   }
-}
-
-void Scheduler::add_partials(int32_t query_begin, int32_t query_count, int32_t more) {
-  int32_t* const partials = partials_.data() + query_begin;
-  if (query_count == 1) {
-    *partials += more;
-    return;
-  }
-  for (int32_t i = 0; i < query_count; ++i) partials[i] += more;
 }
 
 // Narrow items that do not keep every worker busy may be done sooner by whole workers, in fewer pieces. Where wide
@@ -141,7 +135,8 @@ void Scheduler::count_pieces() {
     if (pieces == 1) continue;
     const Tile* const after = tiling_->pack_end(lead);
     const int32_t more = Tiling::num_pieces(*lead, pieces) - 1;
-    add_partials(lead->item.query_begin, queries_of(lead, after), more);
+    int32_t* const partials = partials_.data() + lead->item.query_begin;
+    for (int32_t i = 0, queries = queries_of(lead, after); i < queries; ++i) partials[i] += more;
     num_items_ += more * (after - lead);
   }
 }
@@ -173,6 +168,7 @@ void Scheduler::place_combines() {
 void Scheduler::take_slots() {
   queue_.make_room(tiling_->size());
   QueuedPack* queued = queue_.data();
+  int32_t *const next = combine_next_.data(), *const slots = plan_.combine_slot.data();
   int32_t num_slots = 0;
   double longest = 0, longest_open = 0;
   longest_open_tokens_ = 0;
@@ -181,9 +177,13 @@ void Scheduler::take_slots() {
     const int32_t pieces = tiling_->pieces(*lead), begin = lead->item.query_begin;
     const double key = tiling_->piece_seconds(*lead, pieces);
     *queued = {lead, key, 0, kWriteThrough, pieces, static_cast<int32_t>(after - lead)};
-    if (combine_next_[begin] >= 0) {
+    if (next[begin] >= 0) {
       queued->slot_begin = num_slots;
-      num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_pieces(*lead, pieces), num_slots);
+      if (pieces == 1 && lead->item.query_count == 1 && after == lead + 1) {  // most tiles
+        slots[next[begin]++] = num_slots++;
+      } else {
+        num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_pieces(*lead, pieces), num_slots);
+      }
     }
     ++queued;
     longest = std::max(longest, key);
@@ -203,10 +203,6 @@ void Scheduler::take_slots() {
 int32_t Scheduler::fill_slots(int32_t query_begin, int32_t queries, int32_t pieces, int32_t slot) {
   int32_t* const next = combine_next_.data() + query_begin;
   int32_t* const slots = plan_.combine_slot.data();
-  if (queries == 1 && pieces == 1) {
-    slots[next[0]++] = slot;
-    return slot + 1;
-  }
   for (int32_t piece = 0; piece < pieces; ++piece) {
     for (int32_t i = 0; i < queries; ++i) slots[next[i]++] = slot++;
   }

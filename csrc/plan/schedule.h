@@ -43,7 +43,6 @@ class Scheduler {
   void list_queries(const Forest& forest, const BatchLens& lens, const std::vector<int32_t>& request_order);
   void count_tokens(const Forest& forest, const BatchLens& lens);
   void count_partials(const std::vector<Pack>& packs);
-  void add_partials(int32_t query_begin, int32_t query_count, int32_t more);
   void choose_tiles(const std::vector<Pack>& packs, const BatchLens& lens);
   void count_pieces();
   void place_combines();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 namespace prefixpack {
 
@@ -15,6 +16,7 @@ constexpr double kTooLongForWarps = 32;
 constexpr double kLongestCounted = 2;  // even shares of a worker: longer work tiles are counted as one kind
 // Longest work tiles that are tried, in even shares of a worker.
 constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.33, 0.2};
+constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
 
@@ -87,8 +89,8 @@ bool Tiling::choose_again(double worth) {
   return false;
 }
 
-// Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin and
-// end sooner by kSameTime of the time. More pieces bring as much latency each.
+// Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin
+// and end sooner by kSameTime of the time. More pieces bring as much latency each.
 double Tiling::least_finish_without_narrow() const {
   if (any_widened_) return 0;
   const double narrow_tiles = static_cast<double>(narrow_work_tiles_) / cost_->kv_heads();
@@ -242,13 +244,15 @@ void Tiling::sort_out_splittable() {
   workers_ = cost_->queue_workers(all_work > 0 ? computing / all_work : 1.0);
 }
 
-// When the last worker is done and the last partials are combined.
-double Tiling::finish_time(const Split& split) {
+// When the last worker is done and the last partials are combined. From `limit` on, any time that is not later.
+double Tiling::finish_time(const Split& split, double limit) {
   const bool whole = splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
   const bool narrow = splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
-  if (whole || narrow) {
-    last_finish_ = finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails()) +
-                   std::max(splittable_whole_.combine(), splittable_narrow_.combine());
+  if (whole || narrow || last_finish_ < limit) {
+    const double combine = std::max(splittable_whole_.combine(), splittable_narrow_.combine());
+    const double until = (limit - combine) * (1 + kRounding);
+    last_finish_ =
+        combine + finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails(), until);
   }
   return last_finish_;
 }
@@ -257,7 +261,7 @@ double Tiling::finish_time(const Split& split) {
 // finer split has to save something.
 void Tiling::choose_split(int32_t nearby) {
   Split best{longest_, longest_};
-  double finish = finish_time(best);
+  double finish = finish_time(best, std::numeric_limits<double>::infinity());
   int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
     first = std::max(first, nearby - kNearbyShares);
@@ -268,16 +272,16 @@ void Tiling::choose_split(int32_t nearby) {
     const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
     const Split split{candidate, std::min(best.narrow, candidate)};
-    const double time = finish_time(split);
-    if (time < kWorthSplitting * finish) best = split, finish = time, chosen_share_ = i;
+    const double limit = kWorthSplitting * finish, time = finish_time(split, limit);
+    if (time < limit) best = split, finish = time, chosen_share_ = i;
   }
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
     if (finish <= kEvenEnough * even()) break;
     const double candidate = narrow_even * part;
     if (candidate >= std::min(best.narrow, longest_narrow_tile_)) continue;
-    const double time = finish_time({best.whole, candidate});
-    if (time < kWorthSplitting * finish) best.narrow = candidate, finish = time;
+    const double limit = kWorthSplitting * finish, time = finish_time({best.whole, candidate}, limit);
+    if (time < limit) best.narrow = candidate, finish = time;
   }
   longest_whole_ = best.whole;
   longest_narrow_ = best.narrow;

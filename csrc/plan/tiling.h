@@ -98,7 +98,7 @@ class Tiling {
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
   void sort_out_splittable();
-  double finish_time(const Split& split);
+  double finish_time(const Split& split, double limit);
   // nearby: of kShares, the one near which splits are tried; -1: all are.
   void choose_split(int32_t nearby);
 
