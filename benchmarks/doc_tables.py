@@ -151,21 +151,36 @@ def listed(name: str) -> Rows:
             yield (title, heads, *(f"{value:.2f}" for value in means), f"{min(figures[1]):.2f}")
 
 
-def rollout(name: str, stock: str) -> Rows:
-    """A rollout with drawn lengths: ours beside a stock backend."""
-    runs = {run["backend"]: run for run in read(name)["runs"]}
-    ours, other = runs[OURS], runs[stock]
-    gain = ours["tokens_per_second"] / other["tokens_per_second"]
-    yield ("", f"`{OURS}`", f"`{stock}`")
-    speeds = [run["tokens_per_second"] for run in (ours, other)]
-    yield ("output tokens per second", f"**{speeds[0]:,.0f}** ({gain:.2f}x)", f"{speeds[1]:,.0f}")
-    steps = [run["steps"] for run in (ours, other)]
-    fullest = max(steps[0]["decode_step_ms"], key=lambda window: int(window.split("-")[0]))
-    yield ("decode step, 256 running", *(f"{step['decode_step_ms'][fullest]:.1f} ms" for step in steps))
-    prefill = "share of time in steps with a prefill before them"
-    yield (prefill, *(f"{step['share_of_time_with_prefill']:.0%}".replace("%", " %") for step in steps))
-    packed, routed = ours["routed_steps"]["packed"], sum(ours["routed_steps"].values())
-    yield ("decode steps that ran packed", f"{packed:,} of {routed:,}", "")
+def rollout_runs(prompt_tokens: int) -> dict[str, dict[str, Any]]:
+    """Runs of the rollout with prompts of this length, by backend."""
+    return {
+        run["backend"]: run for run in read(ROLLOUTS[prompt_tokens])["runs"] if run["prompt_tokens"] == prompt_tokens
+    }
+
+
+def rollouts() -> Rows:
+    """Rollouts with drawn lengths: ours beside the stock backends, by length of the prompts."""
+    yield ("prompts", "", *(f"`{backend}`" for backend in BACKENDS))
+    for prompt_tokens in ROLLOUTS:
+        runs = rollout_runs(prompt_tokens)
+        steps = {backend: run["steps"] for backend, run in runs.items()}
+        cells = {backend: f"{step['decode_step_ms']['256-287']:.1f} ms" for backend, step in steps.items()}
+        shares = {backend: f"{step['share_of_time_with_prefill']:.0%}"[:-1] + " %" for backend, step in steps.items()}
+        packed, routed = runs[OURS]["routed_steps"]["packed"], sum(runs[OURS]["routed_steps"].values())
+        title = f"{prompt_tokens:,}"
+        yield (title, "output tokens per second", *rollout_speeds(prompt_tokens))
+        yield (title, "decode step, 256 running", *(cells.get(backend, "not measured") for backend in BACKENDS))
+        yield (title, "time in steps after a prefill", *(shares.get(backend, "not measured") for backend in BACKENDS))
+        yield (title, "decode steps packed", f"{packed:,} of {routed:,}", *("" for _ in STOCK))
+
+
+def rollout_speeds(prompt_tokens: int) -> list[str]:
+    """Output tokens per second by backend, and the gain over the faster stock backend."""
+    speeds = {backend: run["tokens_per_second"] for backend, run in rollout_runs(prompt_tokens).items()}
+    gain = speeds[OURS] / max(speed for backend, speed in speeds.items() if backend != OURS)
+    cells = {backend: f"{speed:,.0f}" for backend, speed in speeds.items()}
+    cells[OURS] = f"**{cells[OURS]}** ({gain:.2f}x)"
+    return [cells.get(backend, "not measured") for backend in BACKENDS]
 
 
 def tokens_at(name: str, workload: str, label: str) -> float | None:
@@ -180,42 +195,48 @@ def tokens_at(name: str, workload: str, label: str) -> float | None:
     return None
 
 
-ROLLOUT = "serving_rollout"
 STOCK = ("fa3", "flashinfer")
+BACKENDS = (OURS, *STOCK)
+# Length of prompts: result file.
+ROLLOUTS = {1024: "serving_rollout_1k_4k", 4096: "serving_rollout_1k_4k", 16384: "serving_rollout_16k"}
 SERVERS = {
-    "64 prompts of 4,096 tokens x 16 samples, equal lengths, all at once": ("serving_backends", "rl"),
     "16 groups of 16 requests on one system prompt each": ("serving_backends", "shared-prefix:16"),
     "conversations, three-level system prompts, 8 a second": ("serving_conversations", "conversation:240"),
     "nothing shared, 64 requests": ("serving_backends", "no-sharing:64"),
-    "two GPUs (TP=2), 16 prompts x 16 samples": ("serving_tp2", "rl:16"),
 }
 
 
+def rollout_title(prompt_tokens: int) -> str:
+    return f"RL rollout, prompts of about {prompt_tokens // 1024}K, drawn output lengths"
+
+
 def gains_of_servers() -> dict[str, tuple[float, str]]:
-    """By workload: speed over the faster stock backend, and its name. The rollout by tokens/s, others by their time."""
-    runs = {run["backend"]: run["tokens_per_second"] for run in read(ROLLOUT)["runs"]}
-    stock = max(runs.keys() - {OURS}, key=runs.__getitem__)
-    found = {"RL rollout, lengths drawn, refilled": (runs[OURS] / runs[stock], stock)}
+    """By workload: speed over the faster stock backend, and its name. Rollouts by tokens/s, others by their time."""
+    found = {}
+    for prompt_tokens in ROLLOUTS:
+        speeds = {backend: run["tokens_per_second"] for backend, run in rollout_runs(prompt_tokens).items()}
+        best = max(speeds.keys() - {OURS}, key=speeds.__getitem__)
+        found[rollout_title(prompt_tokens)] = (speeds[OURS] / speeds[best], best)
     for title, (name, workload) in SERVERS.items():
-        times = {backend: tokens_at(name, workload, backend) for backend in (OURS, *STOCK)}
+        times = {backend: tokens_at(name, workload, backend) for backend in BACKENDS}
         known = {backend: time for backend, time in times.items() if time is not None}
         best = min(known.keys() - {OURS}, key=known.__getitem__)
         found[title] = (known[best] / known[OURS], best)
     return found
 
 
-def tokens_of_servers() -> Rows:
-    """Time per output token by workload and backend."""
-    backends = (OURS, *STOCK)
-    yield ("workload", *(f"`{backend}`" for backend in backends))
+def results_of_servers() -> Rows:
+    """Output tokens per second of rollouts; time per output token of other workloads."""
+    yield ("workload", "unit", *(f"`{backend}`" for backend in BACKENDS))
+    for prompt_tokens in ROLLOUTS:
+        yield (rollout_title(prompt_tokens), "tokens/s", *rollout_speeds(prompt_tokens))
+    gains = gains_of_servers()
     for title, (name, workload) in SERVERS.items():
-        times = [tokens_at(name, workload, backend) for backend in backends]
-        digits = 1 if (times[0] or 0) >= 20 else 2
-        cells = ["not measured" if time is None else f"{time:.{digits}f} ms" for time in times]
-        best = min(time for time in times if time is not None)
-        if times[0] == best and best * 1.02 < (times[1] or 0):
-            cells[0] = f"**{cells[0]}**"
-        yield (title, *cells)
+        times = [tokens_at(name, workload, backend) for backend in BACKENDS]
+        cells = ["not measured" if time is None else f"{time:.2f}" for time in times]
+        gain = gains[title][0]
+        cells[0] = f"**{cells[0]}** ({gain:.2f}x)" if gain > 1.02 else f"{cells[0]} ({gain:.2f}x)"
+        yield (title, "ms a token", *cells)
 
 
 TITLES = {
@@ -313,10 +334,10 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "gains-by-sharing": functools.partial(gains_by_sharing, "gpu_drawn"),
     "drawn-families": functools.partial(drawn, "gpu_drawn", ("bf16", "bf16_by_family"), "family"),
     "drawn-heads": functools.partial(drawn, "gpu_drawn", ("bf16_by_heads",), "q heads / KV heads"),
-    "rollout": functools.partial(rollout, ROLLOUT, "fa3"),
+    "rollouts": rollouts,
     "listed": functools.partial(listed, "gpu_attention"),
     "routes": functools.partial(routes, "serving_routes"),
-    "tokens-of-servers": tokens_of_servers,
+    "results-of-servers": results_of_servers,
     "serving-backends": functools.partial(server_runs, "serving_backends"),
     "serving-conversations": functools.partial(server_runs, "serving_conversations"),
     "host-work": functools.partial(host_work, ("serving_backends", "serving_conversations")),

@@ -89,8 +89,8 @@ JOBS = (
         "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
         "--pool 0.1 1 --out {out}.json --resume",
     ),
-    Job("refused", 4, "-m benchmarks.serving.refused --device cuda --backend triton --out {out}.json"),
-    Job("life_cycle", 8, f"{_PYTEST} tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("refused", 6, "-m benchmarks.serving.refused --device cuda --backend triton --starts 2 --out {out}.json"),
+    Job("life_cycle", 8, "-m pytest -v -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
     Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -13,7 +14,7 @@ from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, Route
+from sgl_prefix_attn.routing.policy import Route, cost_policy
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text, refusal, user_folder
 
@@ -85,15 +86,17 @@ def _explain(args: argparse.Namespace) -> None:
     batch = parse_tree(args.tree)
     step = StepFeatures.of(ForestFacts.of(PrefixForest.from_paths(batch.paths)), batch.seq_lens)
     packed, stock = _cost(profile, "packed", args.packed), _cost(profile, "stock", kernel)
-    margin = profile.margin(args.packed, kernel) if args.margin is None else args.margin
-    decision = CostPolicy(packed, stock, shape, margin / 100).decide(step)
+    policy = cost_policy(profile, args.packed, kernel, shape, margin=None if args.margin is None else args.margin / 100)
+    assert policy is not None  # it has both costs
+    decision = policy.decide(step)
     kv = f"{8 * profile.kv_bytes}-bit KV"
     print(f"profile: {profile.machine}, {kv}, commit {profile.commit}, measured {profile.measured}")
     print(f"step:    {step}")
     packed_us = _print_parts(args.packed, packed, step, shape)
     stock_us = _print_parts(kernel, stock, step, shape)
     close = decision.route is Route.STOCK and packed_us < stock_us
-    why = f" (packed is not faster by {margin} %; a batch that runs packed stays packed)" if close else ""
+    margin = 100 * (policy.needed(step, packed_us, stock_us) - 1)
+    why = f" (packed is not faster by {margin:.0f} %; a batch that runs packed stays packed)" if close else ""
     print(f"route:   {decision.route.value}{why}")
 
 
@@ -102,7 +105,9 @@ def _profiles(args: argparse.Namespace) -> None:
     gpu, capability = _this_gpu()
     packed = "cpu" if (args.gpu or gpu) == "cpu" else args.packed or _packed_of(args.gpu)
     stock = "torch_native" if packed == "cpu" else stock_kernel(args.stock, shape)
-    dtype = "fp32" if packed == "cpu" else "bf16"
+    dtype = "bf16"
+    if packed == "cpu":  # as `calibrate` measures it
+        dtype, shape = "fp32", dataclasses.replace(shape, kv_bytes=4)
     if args.gpu is not None:
         gpu, capability = args.gpu, ""
     facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)
@@ -120,7 +125,9 @@ def _profiles(args: argparse.Namespace) -> None:
     for message in store.unreadable:
         print(message)
     if found is None:
-        rule = "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.RULE}"
+        rule = (
+            "every step runs packed" if packed == "cpu" else f"a step runs packed only if {conservative.rule(packed)}"
+        )
         print(f"no profile fits, so {rule}")
     elif found.borrowed:
         print(f"borrowed: it was measured with {found.borrowed}")

@@ -14,6 +14,7 @@ from sgl_prefix_attn import __version__
 from sgl_prefix_attn.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = str(ROOT / "benchmarks" / "results" / "gpu_attention.json")
 
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -76,29 +77,54 @@ def test_explain_a_trace_window(tmp_path: Path) -> None:
     assert "0 to 512: 512 tokens read by 4 requests\n    4 private tails of 96 tokens" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--tree 1,2/3", "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens"),
-        ("--tree 1,2/64,16 --window 0:4", "explain: --window belongs to --trace"),
-        ("--batch x.json --query-len 4", "explain: --query-len belongs to --tree"),
-        ("--tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
-        ("--tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
-        ("--tree 1,2/64,16 --heads 32/0 --device h200", "explain: 32/0 heads: expected at least one KV head"),
-        ("--tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
-        ("--tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
-        ("--tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
-        ("--tree 1,2/64,16 --server http://x", "not allowed with argument"),
-        ("", "one of the arguments --tree --batch --trace --server is required"),
-    ],
-)
-def test_explain_with_a_mistake(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+MISTAKES = [
+    ("explain --tree 1,2/3", "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens"),
+    ("explain --tree 1,2/64,16 --window 0:4", "explain: --window belongs to --trace"),
+    ("explain --batch x.json --query-len 4", "explain: --query-len belongs to --tree"),
+    ("explain --tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
+    ("explain --tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
+    ("explain --tree 1,2/64,16 --heads 32/0 --device h200", "explain: 32/0 heads: expected at least one KV head"),
+    ("explain --tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
+    ("explain --tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
+    ("explain --tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
+    ("explain --tree 1,2/64,16 --server http://x", "not allowed with argument"),
+    ("explain", "one of the arguments --tree --batch --trace --server is required"),
+    ("route explain --tree 1,10", "tree '1,10': expected NODES/TOKENS"),
+    ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 or more"),
+    ("route explain --tree 4/8 --margin -5", "--margin -5: expected a percentage from 0 to 1000"),
+    ("demo --requests 0", "--requests 0: at least 1"),
+    ("demo --model /nowhere --device cpu", "--model /nowhere: "),
+    ("demo --speed 0", "speed"),
+    ("demo --trace /nowhere", "/nowhere"),
+    ("calibrate --device cuda", "--device cuda: there is no CUDA device"),
+    ("calibrate --check-seeds 4", "--check-seeds 4: at least 5 are needed"),
+    ("calibrate --minutes 0", "--minutes 0.0: expected more than 0"),
+    ("calibrate --families rl", "--families rl: expected some of rollouts"),
+    ("calibrate --heads 32", "--heads 32: expected query heads / KV heads"),
+    ("calibrate --heads 30/8", "30/8 heads: the query heads have to be a multiple"),
+    ("calibrate --head-dim 96", "head_dim 96: the kernels have 64, 128 and 256"),
+    ("calibrate --heads 32/8 --tp 3", "--tp 3: 32 query heads cannot be divided"),
+    ("calibrate --model nowhere", "--model nowhere: cannot read nowhere"),
+    ("calibrate --model nowhere --heads 8/1", "--model has the heads"),
+    ("calibrate --from x.json", "--from needs --out"),
+    ("calibrate --page-size 0", "--page-size 0: expected 1 to 1024"),
+    ("abtest steps RESULTS batch>=many", "'batch>=many': the N of batch>=N has to be a whole number"),
+    ("abtest steps RESULTS shipped@much", "'shipped@much': expected auto, cost"),
+    ("abtest steps RESULTS nowhere.json", "nowhere.json: cannot read the profile"),
+    ("abtest steps nowhere.json packed", "nowhere.json: cannot read the results"),
+    ("abtest steps RESULTS shipped --packed cpu", "no cost of packed kernels 'cpu'; it has triton, native"),
+    ("abtest steps RESULTS packed --packed cpu", "no measured step has both times"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = main(["explain", *arguments.split()])
+        status = main(words.replace("RESULTS", RESULTS).split())
     except SystemExit as left:  # how argparse reports
         status = left.code  # type: ignore[assignment]
     assert status == 2
-    assert expected in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

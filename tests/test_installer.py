@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import setuptools
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.installer import cli
+from sgl_prefix_attn.installer import cli, setup_env
+from sgl_prefix_attn.installer.setup_env import Installer, Settings, SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLER = ROOT / "sgl_prefix_attn" / "installer" / "setup_env.py"
@@ -38,6 +40,70 @@ def test_it_lists_its_stages_and_creates_nothing(gpu: str, names: list[str], tmp
     assert [line.split()[1] for line in lines] == names
     assert all(" to do " in line for line in lines)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an installer would run; there is no CPU build of torch."""
+    made: list[str] = []
+
+    def command(self: Installer, words: list[str], **_: Any) -> None:
+        made.append(" ".join(words))
+        if "+cpu" in made[-1]:
+            raise SetupError("no such version")
+        self.settings.python.parent.mkdir(parents=True, exist_ok=True)
+        self.settings.python.touch()
+
+    monkeypatch.setattr(Installer, "_command", command)
+    return made
+
+
+@pytest.mark.parametrize(("gpu", "first"), [("no", "torch=="), ("yes", "sglang==")])
+def test_a_call_goes_on_where_the_last_one_ended(
+    gpu: str, first: str, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--venv", str(tmp_path / "venv"), "--gpu", gpu]
+    assert setup_env.main(words) == 0
+    assert commands[0].endswith(f"-m venv {tmp_path / 'venv'}")
+    assert first in next(command for command in commands if "==" in command)
+    assert "sglang.srt.entrypoints.http_server" in commands[-1]
+    assert ("taking the ordinary build" in capsys.readouterr().out) == (gpu == "no")
+    commands.clear()
+    assert setup_env.main(words) == 0
+    assert commands == []
+    assert "is up to date: sglang" in capsys.readouterr().out
+    assert setup_env.main([*words, "--sglang", "0.5.21"]) == 0
+    assert not any("-m venv" in command for command in commands)
+    assert any("sglang==0.5.21" in command for command in commands)
+
+
+def test_a_command_that_fails_ends_with_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "HEARTBEAT_SECONDS", 0.2)
+    installer = Installer(Settings(tmp_path, "0.5.20", gpu=False))
+    with pytest.raises(SetupError, match=r"failed with status 3: (.|\n)*no such package\nwhole output: "):
+        installer._command([sys.executable, "-c", "import time; time.sleep(1); exit(print('no such package') or 3)"])
+    assert "still working" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("here", "sglang", "message"),
+    [
+        ({"platform": "darwin"}, "0.5.20", "published for Linux on x86_64 and aarch64; this is darwin"),
+        ({"version_info": (3, 14)}, "0.5.20", "sglang 0.5.20 needs Python 3.10 to 3.13, python is 3.14: "),
+        ({"version_info": (3, 10)}, "0.5.22", "sglang 0.5.22 needs Python 3.11 to 3.13, python is 3.10: "),
+        ({"compiler": "/no/c++"}, "0.5.20", "no C++ compiler '/no/c++'"),
+    ],
+)
+def test_a_machine_that_cannot_do_is_told_what_to_change(
+    here: dict[str, Any], sglang: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", here.get("compiler", "c++"))
+    known = {"platform": "linux", "version_info": (3, 11), "executable": "python", **here}
+    monkeypatch.setattr(setup_env, "sys", SimpleNamespace(**known))
+    with pytest.raises(SetupError, match=re.escape(message)):
+        setup_env.check_machine(Settings(tmp_path, sglang, gpu=False))
 
 
 def test_the_wheel_takes_the_shims_as_data(setup_names: dict[str, Any]) -> None:

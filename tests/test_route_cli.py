@@ -30,16 +30,3 @@ class TestDeprecatedNames:
             main(["route", "explain", "--tree", "4/8", "--inner", "fa3", "--stock=triton"])
         assert left.value.code == 2
         assert "--inner is the deprecated name of --stock, and both are given" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["explain", "--tree", "1,10"], "tree '1,10': expected NODES/TOKENS"),
-        (["explain", "--tree", "4/8", "--head-dim", "-5"], "--head-dim -5: expected 1 or more"),
-        (["explain", "--tree", "4/8", "--margin", "-5"], "--margin -5: expected a percentage from 0 to 1000"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", *arguments]) == 2
-    assert message in capsys.readouterr().err

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -262,10 +263,12 @@ def described(step: RowsCase) -> dict[str, Any]:
     }
 
 
-def machine_of(device: torch.device) -> dict[str, str]:
+def machine_of(device: torch.device) -> dict[str, Any]:
     """As in other results files, so that a profile can be fitted to this one."""
     properties = torch.cuda.get_device_properties(device)
-    return {"gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "date": now()}
+    capability = f"{properties.major}.{properties.minor}"
+    sm_count = properties.multi_processor_count
+    return {"gpu": properties.name, "capability": capability, "sm_count": sm_count, "date": now()}
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
@@ -288,14 +291,19 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="default: drawn from the system and recorded")
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--verify", type=int, metavar="N", help="verify steps of N drafts instead of mixed steps")
+    parser.add_argument("--head-dim", type=int, help="only verify steps of this head size")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
     parser.add_argument("--out", type=Path, help="JSON file of results")
+    parser.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
     parser.add_argument("--list", action="store_true", help="print cases and predictions; needs no GPU")
     args = parser.parse_args(argv)
+    if args.seed is None:
+        args.seed = int.from_bytes(os.urandom(4), "little")
     steps = draw_verify(args.seed, args.cases, args.verify) if args.verify else draw_mixed(args.seed, args.cases)
+    steps = [step for step in steps if args.head_dim in (None, step.case.head_dim)]
     if args.list:
         for step in steps:
             print(json.dumps(described(step)))
@@ -306,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     begin, device, results = time.monotonic(), torch.device("cuda", 0), []
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
-    header = {"machine": machine_of(device), "commit": git_commit(), "seed": args.seed, "verify": args.verify}
+    header = {"machine": machine_of(device), "commit": args.commit, "seed": args.seed, "verify": args.verify}
     with torch.inference_mode():
         for step in steps:
             if time.monotonic() - begin > args.seconds:

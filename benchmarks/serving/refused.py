@@ -17,6 +17,10 @@ thread's CPU time, which other processes do not add to. It is measured twice: `w
 forward then returns a result from before. On a CPU the model's arithmetic is so long that no microsecond shows in
 `whole`. The calls of functions in a whole step are compared as well, before and after the package was loaded; they
 depend on no clock.
+
+Memory is what a build takes: tensors (`allocated`), and on a GPU the allocator's memory (`reserved`) and the device's
+(`device`, with graphs and code). `loading` is what loading the package takes. The first build of an arm also loads
+kernels, so `refused` compares with `absent_again`.
 """
 
 from __future__ import annotations
@@ -40,10 +44,16 @@ from typing import Any
 
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 
+# Model and arguments. MLA's kernels on a GPU have the head sizes of DeepSeek only.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("deepseek", {}),
     "deterministic": ("llama", {"enable_deterministic_inference": True}),
     "no_radix_cache": ("llama", {"disable_radix_cache": True}),
+}
+# Graphs of prefill take long to capture, and only decode steps are measured.
+OF_DEVICE: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "float32", "disable_cuda_graph": True},
+    "cuda": {"dtype": "bfloat16", "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 16},
 }
 KINDS = ("whole", "around")
 ARMS = ("absent", "refused", "absent_again", "spun")
@@ -64,14 +74,14 @@ class Steps:
         self.arms: dict[str, dict[str, Any]] = {}
         self._left = 0
 
-    def build(self, arm: str) -> int:
+    def build(self, arm: str) -> dict[str, int]:
         """Lets SGLang build backend and graphs for an arm. Returns the bytes of memory that this took."""
-        before, known = tensor_bytes(), dict(vars(self.runner))
+        before, known = memory_bytes(), dict(vars(self.runner))
         self.runner.init_attention_backends()
         self.runner.init_cuda_graphs()
         now = vars(self.runner)
         self.arms[arm] = {name: value for name, value in now.items() if value is not known.get(name)}
-        return tensor_bytes() - before
+        return more_bytes(before)
 
     def use(self, arm: str) -> None:
         """Makes the backend and graphs of an arm the runner's."""
@@ -113,16 +123,24 @@ class Steps:
         self._named = {name: False for name in ("return_hidden_states_before_norm",) if name in known}
 
 
-def tensor_bytes() -> int:
-    """Device memory that tensors hold: the allocator's number on a GPU, the storages of all tensors on a CPU."""
+def memory_bytes() -> dict[str, int]:
+    """Memory in use, see above. On a CPU: the storages of all tensors."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
+        return dict(zip(("allocated", "reserved", "device"), numbers, strict=True))
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    return {"allocated": sum(storages.values())}
+
+
+def more_bytes(before: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in memory_bytes().items()}
 
 
 def calls(step: Callable[[], Any]) -> list[str]:
@@ -167,7 +185,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(70):
             steps.one()()
         before = calls(steps.one())
+        start = memory_bytes()
         load_wrap_mode()
+        memory["loading"] = more_bytes(start)
         memory["refused"] = steps.build("refused")
         steps.one()()
         after = calls(steps.one())
@@ -203,13 +223,17 @@ def differences(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def timed(steps: Steps, count: int) -> dict[str, list[float]]:
     """CPU time of `count` steps of each arm in us. The arms take turns in all orders."""
+    import torch
+
     orders = list(itertools.permutations(ARMS))
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for number in range(count):
         for arm in orders[number % len(orders)]:
             steps.use(arm)
             step = steps.one()
             spin = SPIN_NS if arm == "spun" else 0
+            wait()  # a full queue of launches would count as time of the host
             start = time.thread_time_ns()
             step()
             end = time.thread_time_ns()
@@ -222,6 +246,8 @@ def timed(steps: Steps, count: int) -> dict[str, list[float]]:
 def make_steps(name: str, options: argparse.Namespace) -> Steps:
     """A model runner without the package."""
     variant, more = CONFIGURATIONS[name]
+    if options.device == "cuda" and variant == "deepseek":
+        variant = "deepseek_gpu"
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -236,7 +262,7 @@ def make_steps(name: str, options: argparse.Namespace) -> Steps:
         context_length=4096,
         max_running_requests=16,
         grammar_backend="none",
-        **({"dtype": "float32", "disable_cuda_graph": True} if options.device == "cpu" else {}),
+        **OF_DEVICE[options.device],
         **more,
     )
     if hasattr(args, "resolve_once"):  # 0.5.20 and later
@@ -254,7 +280,10 @@ def make_steps(name: str, options: argparse.Namespace) -> Steps:
 
 def allow_on_cpu(backend: str) -> None:
     """Makes SGLang run configurations on the CPU that it only knows on a GPU, without their kernels."""
-    from sglang.srt.arg_groups import choices
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # up to 0.5.19
+        from sglang.srt import server_args as choices
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -273,8 +302,10 @@ def print_start(name: str, found: dict[str, Any]) -> None:
     """One start of a configuration, as lines."""
     same = "the same" if found["calls"]["same"] else "other"
     print(f"{name}: {found['backend']}, {found['calls']['refused']} calls a step, {same} as without the package")
+    for name, taken in found["bytes"].items():
+        print(f"  {name:13} " + "  ".join(f"{kind} {value:,} bytes" for kind, value in taken.items()))
     for arm in ARMS:
-        cells = [f"  {arm:13} {found['bytes'].get(arm, '-'):>8} bytes"]
+        cells = [f"  {arm:13}"]
         for kind in KINDS:
             values = found[kind][arm]
             cells.append(
@@ -283,7 +314,7 @@ def print_start(name: str, found: dict[str, Any]) -> None:
         print("  ".join(cells), flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -302,7 +333,7 @@ def main() -> None:
 
     results: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine()}
     results |= {name: getattr(options, name) for name in ("device", "requests", "steps")}
-    spawn = multiprocessing.get_context("spawn")
+    spawn, failed = multiprocessing.get_context("spawn"), 0
     for name in options.only:
         results[name] = []
         for _ in range(options.starts):
@@ -310,13 +341,19 @@ def main() -> None:
             process = spawn.Process(target=in_a_process, args=(name, options, theirs))
             process.start()
             theirs.close()
-            results[name].append(ours.recv())
+            try:
+                results[name].append(ours.recv())
+                print_start(name, results[name][-1])
+            except EOFError:
+                failed += 1
+                print(f"{name}: failed, see its traceback above", flush=True)
             process.join()
-            print_start(name, results[name][-1])
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written: {options.out}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

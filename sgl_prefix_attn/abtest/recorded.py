@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_prefix_attn.abtest.recording import Recording
-from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.cost import CostModel
-from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, policy_of
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, cost_policy, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 
@@ -26,24 +25,19 @@ HEADER = ("policy", "steps", "packed", "not as the server", "ms a step", "agains
 class Predictor:
     """Costs of both routes on the recorded server. name: of the profile."""
 
-    packed: CostModel
-    stock: CostModel
-    margin: int
+    cost: CostPolicy
     name: str
 
     @classmethod
     def of(cls, profile: Profile, facts: ServerFacts, name: str, margin: int | None = None) -> Predictor | None:
         """The costs of the server's kernels, None if the profile lacks one. margin: percent; None: the profile's."""
-        packed, stock = profile.cost("packed", facts.packed), profile.cost("stock", facts.stock)
-        if packed is None or stock is None:
-            return None
-        return cls(packed, stock, profile.margin(facts.packed, facts.stock) if margin is None else margin, name)
-
-    def policy(self, shape: ModelShape) -> Policy:
-        return CostPolicy(self.packed, self.stock, shape, self.margin / 100)
+        cost = cost_policy(
+            profile, facts.packed, facts.stock, facts.shape, margin=None if margin is None else margin / 100
+        )
+        return None if cost is None else cls(cost, name)
 
     def us(self, route: Route) -> CostModel:
-        return self.packed if route is Route.PACKED else self.stock
+        return self.cost.packed if route is Route.PACKED else self.cost.stock
 
 
 @dataclass(frozen=True)
@@ -126,12 +120,12 @@ def _policy(text: str, facts: ServerFacts, predictor: Predictor | None) -> Polic
         found = Predictor.of(load_profile(path if at else text), facts, text, int(margin) if at else None)
         if found is None:
             raise ValueError(f"{text}: no cost of {facts.packed} and {facts.stock}, which the server has") from None
-        return found.policy(facts.shape)
-    rule = ConservativePolicy(facts.shape)
+        return found.cost
+    rule = ConservativePolicy(facts.shape, facts.packed)
     if not name.predicts:
         return policy_of(name, rule, rule)
     without = FixedPolicy(Route.PACKED) if facts.packed == "cpu" else rule
-    return policy_of(name, without if predictor is None else predictor.policy(facts.shape), rule)
+    return policy_of(name, without if predictor is None else predictor.cost, rule)
 
 
 def _row(text: str, policy: Policy, recordings: Sequence[Recording], predictor: Predictor | None) -> Row:

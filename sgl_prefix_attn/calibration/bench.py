@@ -55,7 +55,7 @@ class Bench(Protocol):
     packed_name: str
 
     def machine(self) -> dict[str, Any]:
-        """`machine` of a results file: gpu, capability, date."""
+        """`machine` of a results file: gpu, capability, date; sm_count of a GPU."""
 
     def measure(self, case: Case) -> Ways:
         """Times of all kernels on one batch. Results are checked against each other.
@@ -158,7 +158,9 @@ class CudaBench:
 
     def machine(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.device)
-        return {"gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "date": now()}
+        capability = f"{properties.major}.{properties.minor}"
+        sm_count = properties.multi_processor_count
+        return {"gpu": properties.name, "capability": capability, "sm_count": sm_count, "date": now()}
 
     def measure(self, case: Case) -> Ways:
         """Times of all kernels. Our result is the reference of the others'."""

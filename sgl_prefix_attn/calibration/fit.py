@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sgl_prefix_attn.routing.cost import TERMS, Kind, term_values
+from sgl_prefix_attn.routing.cost import SMS, TERMS, Kind, term_values
 from sgl_prefix_attn.routing.measured import TIME, MeasuredCase
 from sgl_prefix_attn.routing.profile import Fit
 
@@ -21,20 +21,20 @@ _REFINEMENTS = 30
 _DIGITS = 6
 
 
-def fits_of(kind: Kind, cases: Sequence[MeasuredCase]) -> dict[str, Fit]:
+def fits_of(kind: Kind, cases: Sequence[MeasuredCase], sms: int = SMS) -> dict[str, Fit]:
     """Fits of all kernels that were measured on at least as many cases as their cost has terms."""
     kernels = dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind))
     fits = {}
     for kernel in kernels:
         measured = [case for case in cases if kernel in getattr(case, kind)]
         if len(measured) >= len(TERMS[kind]):
-            fits[kernel] = fit_kernel(kind, kernel, measured)
+            fits[kernel] = fit_kernel(kind, kernel, measured, sms)
     return fits
 
 
-def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase]) -> Fit:
+def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int = SMS) -> Fit:
     """Fits the cost of a kernel. Also computes the error of each family of cases by a fit on all other families."""
-    terms = np.array([term_values(kind, case.step, case.shape) for case in cases])
+    terms = np.array([term_values(kind, case.step, case.shape, sms) for case in cases])
     times = np.array([getattr(case, kind)[kernel] for case in cases])
     families = np.array([case.family for case in cases])
     coefficients = fit_coefficients(terms, times)

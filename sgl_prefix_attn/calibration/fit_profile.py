@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 
 from sgl_prefix_attn.calibration.fit import METHOD, fits_of
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results
-from sgl_prefix_attn.routing.profile import VERSION, Profile, VerifyFits
+from sgl_prefix_attn.routing.profile import VERSION, MeasuredStep, Profile, VerifyFits
 
 SIMULATED = "; margins: packed times that were not measured are simulated"
 
@@ -27,12 +28,12 @@ def fit_profile(
         ValueError: no packed kernel, or no stock kernel, was measured on as many cases as its cost has terms.
     """
     decode = [case for case in results.cases if case.step.rows == 1]
-    packed = fits_of("packed", decode)
-    stock = fits_of("stock", decode)
+    packed = fits_of("packed", decode, results.sm_count)
+    stock = fits_of("stock", decode, results.sm_count)
     for kind, fits in (("packed", packed), ("stock", stock)):
         if not fits:
             raise ValueError(f"{results.source} has too few measured cases to fit any {kind} kernel")
-    found = margins_of(decode, simulated) if margins is None else margins
+    found = margins_of(decode, simulated, results.sm_count) if margins is None else margins
     return Profile(
         version=VERSION,
         machine=results.machine,
@@ -43,20 +44,29 @@ def fit_profile(
         kv_bytes=results.kv_bytes,
         capability=results.capability,
         head_shapes=list(results.head_shapes),
+        head_dims=sorted({case.shape.head_dim for case in results.cases if case.packed}),
         dtype=results.dtype,
         kernels_version=results.kernels_version,
         page_size=results.page_size,
+        sm_count=results.sm_count,
         packed=packed,
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
-        verify=_verify_fits([case for case in results.cases if case.step.rows > 1]),
+        steps=[measured_step(case) for case in decode] if len(results.head_shapes) == 1 else [],
+        verify=_verify_fits([case for case in results.cases if case.step.rows > 1], results.sm_count),
     )
 
 
-def _verify_fits(cases: list[MeasuredCase]) -> VerifyFits | None:
+def measured_step(case: MeasuredCase) -> MeasuredStep:
+    """A step as profiles keep it."""
+    *values, _ = astuple(case.step)  # without rows
+    return MeasuredStep(step=tuple(values), packed=dict(case.packed), stock=dict(case.stock))
+
+
+def _verify_fits(cases: list[MeasuredCase], sms: int) -> VerifyFits | None:
     """Fits over all numbers of drafts together; None without enough cases of a packed and a stock kernel."""
-    packed, stock = fits_of("packed", cases), fits_of("stock", cases)
+    packed, stock = fits_of("packed", cases, sms), fits_of("stock", cases, sms)
     if not packed or not stock:
         return None
     rows = sorted({case.step.rows for case in cases})
-    return VerifyFits(rows=rows, packed=packed, stock=stock, margins=margins_of(cases))
+    return VerifyFits(rows=rows, packed=packed, stock=stock, margins=margins_of(cases, sms=sms))

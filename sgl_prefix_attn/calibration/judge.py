@@ -9,10 +9,11 @@ from functools import cache
 
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
+from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import policy_names
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, policy_of
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, cost_policy, policy_of
 from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
 
 BEHIND = 0.02  # fraction of the stock backend's time
@@ -110,7 +111,7 @@ def _named(name: policy_names.PolicyName, results: Results, packed: str, backend
 
     def choose(case: MeasuredCase) -> Route:
         cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost(case))
-        return policy_of(name, cost, ConservativePolicy(case.shape)).decide(case.step).route
+        return policy_of(name, cost, ConservativePolicy(case.shape, packed)).decide(case.step).route
 
     return choose
 
@@ -124,7 +125,7 @@ def _shipped_choice(results: Results, packed: str, backend: str, margin: int | N
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
-    margins = margins_of(results.cases) if margin is None else {}
+    margins = margins_of(results.cases, sms=results.sm_count) if margin is None else {}
 
     @cache
     def of_family(family: str) -> Choose:
@@ -143,15 +144,18 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
     if profile.cost("packed", packed) is None:
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
 
+    @cache
+    def policy_of_steps(kernel: str, shape: ModelShape, rows: int) -> CostPolicy | None:
+        return cost_policy(profile, packed, kernel, shape, rows, None if margin is None else margin / 100)
+
     def choose(case: MeasuredCase) -> Route:
         kernel, rows = stock_kernel(backend, case.shape), case.step.rows
-        packed_cost, stock_cost = profile.cost("packed", packed, rows), profile.cost("stock", kernel, rows)
-        if rows > 1 and (packed_cost is None or stock_cost is None):  # as a server decides it
-            return ConservativePolicy(case.shape).decide(case.step).route
-        if packed_cost is None or stock_cost is None:
+        policy = policy_of_steps(kernel, case.shape, rows)
+        if policy is None and rows > 1:  # as a server decides it
+            return ConservativePolicy(case.shape, packed).decide(case.step).route
+        if policy is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
-        percent = profile.margin(packed, kernel, rows) if margin is None else margin
-        return CostPolicy(packed_cost, stock_cost, case.shape, percent / 100).decide(case.step).route
+        return policy.decide(case.step).route
 
     return choose
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sgl_prefix_attn.calibration.fit import Array, fit_coefficients
-from sgl_prefix_attn.routing.cost import Kind, term_values
+from sgl_prefix_attn.routing.cost import SMS, Kind, term_values
 from sgl_prefix_attn.routing.measured import MeasuredCase
 
 LEAST_PERCENT = 5  # about the median prediction error; it costs less than 0.1 % of the time of drawn steps
@@ -25,7 +25,7 @@ class Times:
 
 
 def margins_of(
-    cases: Sequence[MeasuredCase], simulated: Mapping[str, Mapping[str, float]] | None = None
+    cases: Sequence[MeasuredCase], simulated: Mapping[str, Mapping[str, float]] | None = None, sms: int = SMS
 ) -> dict[str, dict[str, int]]:
     """Margins in percent by packed and stock kernel, see `fitting_margin`.
 
@@ -34,10 +34,10 @@ def margins_of(
             costs are fitted to measured times only.
     """
     simulated = simulated or {}
-    stock = {kernel: _unknown_steps("stock", kernel, cases) for kernel in _kernels("stock", cases)}
+    stock = {kernel: _unknown_steps("stock", kernel, cases, sms) for kernel in _kernels("stock", cases)}
     margins: dict[str, dict[str, int]] = {}
     for packed_kernel in _kernels("packed", cases):
-        packed = _unknown_steps("packed", packed_kernel, cases, simulated.get(packed_kernel, {}))
+        packed = _unknown_steps("packed", packed_kernel, cases, sms, simulated.get(packed_kernel, {}))
         for stock_kernel, times in stock.items():
             margin = fitting_margin(packed, times)
             if margin is not None:
@@ -72,7 +72,7 @@ def fitting_margin(packed: Times, stock: Times) -> int | None:
 
 
 def _unknown_steps(
-    kind: Kind, kernel: str, cases: Sequence[MeasuredCase], simulated: Mapping[str, float] | None = None
+    kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int, simulated: Mapping[str, float] | None = None
 ) -> Times:
     """Times of each family's steps, predicted by a fit on the other families; NaN where these are too few.
 
@@ -80,7 +80,7 @@ def _unknown_steps(
         simulated: microseconds by key that stand in for times which were not measured; not fitted to.
     """
     measured = np.array([getattr(case, kind).get(kernel, np.nan) for case in cases])
-    terms = np.array([term_values(kind, case.step, case.shape) for case in cases])
+    terms = np.array([term_values(kind, case.step, case.shape, sms) for case in cases])
     families = np.array([case.family for case in cases])
     predicted = np.full(len(cases), np.nan)
     for family in dict.fromkeys(families.tolist()):

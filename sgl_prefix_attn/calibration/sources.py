@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sgl_prefix_attn.core.planner import DeviceModel, Planner
-from sgl_prefix_attn.routing.cost import SMS
+from sgl_prefix_attn.core.gpu import h200_model
+from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
 from sgl_prefix_attn.simulator import SIMULATED_GPU, makespan
 from sgl_prefix_attn.workloads.draw import case_of_name
@@ -84,11 +84,12 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
         measured=max(part.measured for part in parts),
         kv_bytes=kv_bytes,
         cases=list(found.values()),
+        sm_count=parts[0].sm_count,
         kernels_version=min(part.kernels_version for part in of_native or parts),
     )
 
 
-def simulated_times(results: Results, sm_count: int = SMS) -> dict[str, float]:
+def simulated_times(results: Results) -> dict[str, float]:
     """Microseconds by key of the native kernels on the steps that have stock times only, from plans made here.
 
     Steps are made again from their names. Empty for a GPU that the simulator has no figures of.
@@ -101,13 +102,7 @@ def simulated_times(results: Results, sm_count: int = SMS) -> dict[str, float]:
             continue
         shape = case.shape
         batch = case_of_name(case.key.partition("@")[0], shape)
-        device = DeviceModel.gpu(
-            sm_count,
-            head_dim=shape.head_dim,
-            group=shape.group,
-            kv_bytes=shape.kv_bytes,
-            warpgroup_products=shape.kv_bytes == 2,
-        )
+        device = h200_model(shape)
         plan = Planner(shape, device).plan(batch.forest(), batch.lengths)
         found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device).seconds
     return found

@@ -41,8 +41,8 @@ _SHAPE = {
 # SGLang's torch_native backend ignores it, so that on a CPU there would be nothing to compare with.
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
-    # A head size that kernels of a GPU have.
-    "llama_gpu": ("LlamaForCausalLM", {"head_dim": 64, "num_attention_heads": 4}),
+    # The head size that all kernels of a GPU have, those of the stock backends too.
+    "llama_gpu": ("LlamaForCausalLM", {"head_dim": 128, "num_attention_heads": 4}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "gemma2": (
@@ -97,6 +97,19 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# The head sizes that kernels of a GPU have for MLA.
+_VARIANTS["deepseek_gpu"] = (
+    _VARIANTS["deepseek"][0],
+    {
+        **_VARIANTS["deepseek"][1],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+)
 VARIANTS = tuple(_VARIANTS)
 # Gemma 2 normalises what each layer adds. At the initial weights, with tied embeddings, that would be too little to
 # outweigh the input: the model would repeat its last token.

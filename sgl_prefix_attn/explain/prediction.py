@@ -12,8 +12,8 @@ from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 from sgl_prefix_attn.explain.balance import Schedule
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
-from sgl_prefix_attn.routing.policy import CostPolicy
-from sgl_prefix_attn.routing.profile_store import FoundProfile, ProfileStore, ServerFacts, facts_as_text
+from sgl_prefix_attn.routing.policy import cost_policy
+from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text
 from sgl_prefix_attn.simulator import SIMULATED_GPU, knows, makespan
 
 CALIBRATE = "`python -m sgl_prefix_attn calibrate` measures one"
@@ -90,7 +90,7 @@ def predicted_gain(
     if not is_decode:
         return "profiles know decode steps only"
     found = store.find(facts)
-    policy = None if found is None else _cost_policy(found, facts)
+    policy = None if found is None else cost_policy(found.stored.profile, facts.packed, facts.stock, facts.shape)
     if found is None or policy is None:
         return f"no routing profile fits ({facts_as_text(facts)}); {CALIBRATE}"
     decision = policy.decide(StepFeatures.of(ForestFacts.of(forest), seq_lens))
@@ -99,11 +99,3 @@ def predicted_gain(
     return Gain(
         facts.stock, str(found.stored), found.borrowed, decision.packed_us, decision.stock_us, decision.route.value
     )
-
-
-def _cost_policy(found: FoundProfile, facts: ServerFacts) -> CostPolicy | None:
-    profile = found.stored.profile
-    packed, stock = profile.cost("packed", facts.packed), profile.cost("stock", facts.stock)
-    if packed is None or stock is None:
-        return None
-    return CostPolicy(packed, stock, facts.shape, profile.margin(facts.packed, facts.stock) / 100)

@@ -1,7 +1,8 @@
 """The rule for a GPU without a routing profile: packed only where the gain is large on every GPU.
 
-The bounds come from the shipped H200 measurements; `python -m sgl_prefix_attn abtest steps RESULTS.json conservative`
-shows what they cost. Tensor-parallel ranks have the same steps and shapes, so they decide alike.
+The bounds come from H200 measurements: the Triton kernels gain less than the native ones, so theirs are tighter.
+`python -m sgl_prefix_attn abtest steps RESULTS.json conservative` shows what they cost. Tensor-parallel ranks have the
+same steps and shapes, so they decide alike.
 """
 
 from __future__ import annotations
@@ -14,22 +15,42 @@ from sgl_prefix_attn.routing.policy import Decision, Route
 
 LEAST_REQUESTS = 64
 LEAST_KV_HEADS = 4
-LEAST_REUSE = 2  # KV tokens of all requests per distinct KV token
-RULE = (
-    f"at least {LEAST_REQUESTS} requests run, they read each KV token {LEAST_REUSE} times on average or more, and the "
-    f"model has at least {LEAST_KV_HEADS} KV heads on each GPU"
-)
 
 
-def packs(step: StepFeatures, shape: ModelShape) -> bool:
+@dataclass(frozen=True)
+class _Bounds:
+    """By packed kernels. reuse: KV tokens of all requests per distinct one. length: mean KV tokens of a request."""
+
+    reuse: int
+    length: int
+
+
+_NATIVE = _Bounds(2, 0)
+_BOUNDS = {"triton": _Bounds(4, 512)}
+
+
+def rule(kernels: str) -> str:
+    """The rule for packed kernels in words, to stand after "if"."""
+    bounds = _BOUNDS.get(kernels, _NATIVE)
+    length = f", they have {bounds.length} tokens on average or more" if bounds.length else ""
+    return (
+        f"at least {LEAST_REQUESTS} requests run, they read each KV token {bounds.reuse} times on average or more"
+        f"{length}, and the model has at least {LEAST_KV_HEADS} KV heads on each GPU"
+    )
+
+
+def packs(step: StepFeatures, shape: ModelShape, kernels: str) -> bool:
     """Whether a decode step runs packed.
 
     Args:
         shape: of one rank.
+        kernels: the packed ones.
     """
+    bounds = _BOUNDS.get(kernels, _NATIVE)
     return (
         step.requests >= LEAST_REQUESTS
-        and step.tokens >= LEAST_REUSE * step.unique_tokens
+        and step.tokens >= bounds.reuse * step.unique_tokens
+        and step.tokens >= bounds.length * step.requests
         and shape.kv_heads >= LEAST_KV_HEADS
     )
 
@@ -39,7 +60,8 @@ class ConservativePolicy:
     """`packs` as a routing policy. Its decisions have no predicted times."""
 
     shape: ModelShape
+    kernels: str
 
     def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
         """The route of a step; `before`, the route of the last one, has no influence."""
-        return Decision(Route.PACKED if packs(step, self.shape) else Route.STOCK)
+        return Decision(Route.PACKED if packs(step, self.shape, self.kernels) else Route.STOCK)

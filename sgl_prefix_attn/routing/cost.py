@@ -13,9 +13,9 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
 Kind = Literal["packed", "stock"]
-Term = Callable[[StepFeatures, ModelShape], float]
+Term = Callable[[StepFeatures, ModelShape, int], float]  # of a step, a shape and the number of SMs
 
-SMS = 132  # of the GPU that the terms were chosen on; a fit on another GPU scales their coefficients
+SMS = 132  # of an H200, and of profiles and results from before the number was recorded
 
 
 def _kv_megabytes(tokens: int, shape: ModelShape) -> float:
@@ -33,13 +33,12 @@ def _head_megabytes(tokens: float, shape: ModelShape) -> float:
     return 2e-6 * tokens * shape.head_dim * shape.kv_bytes
 
 
-def _longest_split_mb(step: StepFeatures, shape: ModelShape, ctas_of_sm: int) -> float:
+def _longest_split_mb(step: StepFeatures, shape: ModelShape, ctas: int) -> float:
     """MB that the busiest CTA reads of one request.
 
     Kernels with split-KV cut requests evenly until the CTAs are full. A grid full of requests is not split, and the
     longest request takes the time of one CTA.
     """
-    ctas = ctas_of_sm * SMS
     requests = step.requests * shape.kv_heads
     if requests >= ctas:
         return _head_megabytes(step.longest_request, shape)
@@ -47,52 +46,61 @@ def _longest_split_mb(step: StepFeatures, shape: ModelShape, ctas_of_sm: int) ->
     return _head_megabytes(min(step.longest_request, even), shape)
 
 
-def _unsplit_mb(step: StepFeatures, shape: ModelShape) -> float:
+def _unsplit_mb(step: StepFeatures, shape: ModelShape, sms: int) -> float:
     """MB of the longest request, weighted by how full two CTAs on each SM are of requests."""
-    full = min(1.0, step.requests * shape.kv_heads / (2 * SMS))
+    full = min(1.0, step.requests * shape.kv_heads / (2 * sms))
     return _head_megabytes(step.longest_request, shape) * full**8
 
 
 # Packed kernels read every position once, multiply shared positions with many rows and combine partial results.
 PACKED_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch", lambda step, shape: 1.0),
-    "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
+    "launch": ("a launch", lambda step, shape, sms: 1.0),
+    "unique_mb": ("MB of KV, each position once", lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape)),
     "own_mb": (
         "MB of KV of a single request",
-        lambda s, shape: _kv_megabytes(s.tokens - s.linked_tokens, shape),
+        lambda s, shape, sms: _kv_megabytes(s.tokens - s.linked_tokens, shape),
     ),
-    "shared_gflop": ("Gflop over shared KV", lambda s, shape: s.rows * _gigaflop(s.linked_tokens, shape)),
+    "shared_gflop": ("Gflop over shared KV", lambda s, shape, sms: s.rows * _gigaflop(s.linked_tokens, shape)),
     "own_gflop": (
         "Gflop over KV of a single request by rows behind the first",
-        lambda s, shape: (s.rows - 1) * _gigaflop(s.tokens - s.linked_tokens, shape),
+        lambda s, shape, sms: (s.rows - 1) * _gigaflop(s.tokens - s.linked_tokens, shape),
     ),
-    "tails": ("thousand tails times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
-    "nodes": ("thousand shared ranges times KV heads", lambda s, shape: 1e-3 * s.nodes * shape.kv_heads),
+    "tails": ("thousand tails times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
+    "nodes": ("thousand shared ranges times KV heads", lambda s, shape, sms: 1e-3 * s.nodes * shape.kv_heads),
     "links": (
         "thousand requests below shared ranges times KV heads",
-        lambda s, shape: 1e-3 * s.links * shape.kv_heads,
+        lambda s, shape, sms: 1e-3 * s.links * shape.kv_heads,
     ),
     "row_mb": (
         "MB of fp32 rows stored or combined",
-        lambda s, shape: 4e-6 * s.rows * (s.requests + s.links) * shape.q_heads * shape.head_dim,
+        lambda s, shape, sms: 4e-6 * s.rows * (s.requests + s.links) * shape.q_heads * shape.head_dim,
     ),
-    "longest_range": ("thousand tokens of the longest range", lambda s, shape: 1e-3 * s.longest_range),
-    "shares": ("a step that shares KV", lambda s, shape: float(s.nodes > 0)),
+    "longest_range": ("thousand tokens of the longest range", lambda s, shape, sms: 1e-3 * s.longest_range),
+    "shares": ("a step that shares KV", lambda s, shape, sms: float(s.nodes > 0)),
 }
 # Stock kernels read the positions of each request; repeated reads may hit the L2 cache.
 STOCK_TERMS: dict[str, tuple[str, Term]] = {
-    "launch": ("a launch", lambda step, shape: 1.0),
-    "unique_mb": ("MB of KV, each position once", lambda s, shape: _kv_megabytes(s.unique_tokens, shape)),
+    "launch": ("a launch", lambda step, shape, sms: 1.0),
+    "unique_mb": ("MB of KV, each position once", lambda s, shape, sms: _kv_megabytes(s.unique_tokens, shape)),
     "repeated_mb": (
         "MB of KV read again",
-        lambda s, shape: _kv_megabytes(s.tokens - s.unique_tokens, shape),
+        lambda s, shape, sms: _kv_megabytes(s.tokens - s.unique_tokens, shape),
     ),
-    "gflop": ("Gflop", lambda s, shape: s.rows * _gigaflop(s.tokens, shape)),
-    "requests": ("thousand requests times KV heads", lambda s, shape: 1e-3 * s.requests * shape.kv_heads),
-    "longest_request": ("thousand tokens of the longest request", lambda s, shape: 1e-3 * s.longest_request),
-    "split_2": ("MB of the longest split, two CTAs on each SM", lambda s, shape: _longest_split_mb(s, shape, 2)),
-    "split_4": ("MB of the longest split, four CTAs on each SM", lambda s, shape: _longest_split_mb(s, shape, 4)),
-    "unsplit": ("MB of the longest request where requests fill the CTAs", lambda s, shape: _unsplit_mb(s, shape)),
+    "gflop": ("Gflop", lambda s, shape, sms: s.rows * _gigaflop(s.tokens, shape)),
+    "requests": ("thousand requests times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
+    "longest_request": ("thousand tokens of the longest request", lambda s, shape, sms: 1e-3 * s.longest_request),
+    "split_2": (
+        "MB of the longest split, two CTAs on each SM",
+        lambda s, shape, sms: _longest_split_mb(s, shape, 2 * sms),
+    ),
+    "split_4": (
+        "MB of the longest split, four CTAs on each SM",
+        lambda s, shape, sms: _longest_split_mb(s, shape, 4 * sms),
+    ),
+    "unsplit": (
+        "MB of the longest request where requests fill the CTAs",
+        lambda s, shape, sms: _unsplit_mb(s, shape, sms),
+    ),
 }
 TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 
@@ -102,12 +110,13 @@ class CostModel:
 
     Args:
         coefficients: microseconds per unit, by term; an absent term costs nothing.
+        sms: of the GPU that they were fitted on.
 
     Raises:
         ValueError: an unknown term or a negative coefficient.
     """
 
-    def __init__(self, kind: Kind, coefficients: Mapping[str, float]) -> None:
+    def __init__(self, kind: Kind, coefficients: Mapping[str, float], sms: int = SMS) -> None:
         unknown = sorted(set(coefficients) - set(TERMS[kind]))
         if unknown:
             raise ValueError(f"no term {unknown[0]!r} in the cost of {kind} steps; there are {', '.join(TERMS[kind])}")
@@ -115,20 +124,22 @@ class CostModel:
             if not 0 <= value < float("inf"):
                 raise ValueError(f"term {name!r} costs {value} us; expected a finite number from 0 on")
         self.kind = kind
+        self.sms = sms
         self.coefficients = dict(coefficients)
         self._used = [(TERMS[kind][name][1], value) for name, value in coefficients.items() if value]
 
     def microseconds(self, step: StepFeatures, shape: ModelShape) -> float:
         total = 0.0
         for term, coefficient in self._used:
-            total += coefficient * term(step, shape)
+            total += coefficient * term(step, shape, self.sms)
         return total
 
     def parts(self, step: StepFeatures, shape: ModelShape) -> dict[str, float]:
         """Microseconds by term."""
-        return {name: value * TERMS[self.kind][name][1](step, shape) for name, value in self.coefficients.items()}
+        terms = TERMS[self.kind]
+        return {name: value * terms[name][1](step, shape, self.sms) for name, value in self.coefficients.items()}
 
 
-def term_values(kind: Kind, step: StepFeatures, shape: ModelShape) -> list[float]:
+def term_values(kind: Kind, step: StepFeatures, shape: ModelShape, sms: int = SMS) -> list[float]:
     """The terms of a step in the order of `TERMS[kind]`."""
-    return [term(step, shape) for _, term in TERMS[kind].values()]
+    return [term(step, shape, sms) for _, term in TERMS[kind].values()]

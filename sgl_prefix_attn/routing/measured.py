@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.cost import SMS
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
@@ -27,6 +28,8 @@ GPU_KERNELS = ("fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mh
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_BASELINES.values()))
 # KV type in the results -> bytes of an element.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp16": 2, "fp32": 4}
+# Names of the number of SMs in `machine`, the present one first.
+_SM_COUNTS = ("sm_count", "num_sms", "multiprocessors")
 # In a model the L2 cache holds none of a layer's KV when the layer starts.
 TIME = "cold_us"
 
@@ -57,7 +60,7 @@ class MeasuredCase:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file. capability, head_shapes, dtype, kernels_version, page_size: as in a profile."""
+    """A results file. capability, head_shapes, dtype, kernels_version, page_size, sm_count: as in a profile."""
 
     source: str
     machine: str
@@ -70,6 +73,7 @@ class Results:
     dtype: str = ""
     kernels_version: int = UNRECORDED_VERSION
     page_size: int = 1
+    sm_count: int = SMS
 
 
 def stock_kernel(backend: str, shape: ModelShape, tensor_cores: bool | None = None) -> str:
@@ -112,6 +116,7 @@ def read_results(path: str | Path) -> Results:
             Path(path).name, machine["gpu"], str(data["commit"]), str(machine["date"]), kv_bytes, cases,
             str(machine.get("capability", "")), tuple(data.get("head_shapes", ())), str(data.get("dtype", "")),
             int(data.get("kernels_version", UNRECORDED_VERSION)), int(data.get("page_size", 1)),
+            int(next((machine[name] for name in _SM_COUNTS if name in machine), SMS)),
         )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error

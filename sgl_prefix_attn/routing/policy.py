@@ -7,14 +7,22 @@ values of these and decide alike.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import numpy as np
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.neighbours import Neighbours
 from sgl_prefix_attn.routing.policy_names import PolicyName
+from sgl_prefix_attn.routing.profile import Profile
+
+MARGIN_WITH_NEIGHBOURS = 0.05  # what a change of routes may cost
+DEVIATIONS = 3.0  # of the error of similar steps
 
 
 class Route(enum.Enum):
@@ -44,25 +52,62 @@ class Policy(Protocol):
 class CostPolicy:
     """Compares predicted times.
 
-    A step changes to packed if the prediction for packed is lower by `margin`, so that prediction errors do not cost
+    A step changes to packed if the prediction for packed is lower by a margin, so that prediction errors do not cost
     time. It changes back if the prediction for the stock backend is lower. The difference keeps batches near the border
     from changing routes in each step, which would cost a plan each time.
 
     Args:
         margin: as a fraction, 0.1 for 10 %.
+        neighbours: measured steps that correct the predicted ratio. Their standard deviation widens the margin.
     """
 
     packed: CostModel
     stock: CostModel
     shape: ModelShape
     margin: float
+    neighbours: Neighbours | None = None
 
     def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
         """The decision for a step that follows one with the route `before`."""
         packed_us = self.packed.microseconds(step, self.shape)
         stock_us = self.stock.microseconds(step, self.shape)
-        bound = stock_us if before is Route.PACKED else stock_us / (1.0 + self.margin)
-        return Decision(Route.PACKED if packed_us < bound else Route.STOCK, packed_us, stock_us)
+        needed = self.needed(step, packed_us, stock_us, before)
+        return Decision(Route.PACKED if packed_us < stock_us / needed else Route.STOCK, packed_us, stock_us)
+
+    def needed(self, step: StepFeatures, packed_us: float, stock_us: float, before: Route = Route.STOCK) -> float:
+        """The ratio of predicted stock to predicted packed time from which on a step runs packed."""
+        changes = before is not Route.PACKED
+        if self.neighbours is None or packed_us <= 0 or stock_us <= 0:
+            return 1.0 + self.margin if changes else 1.0
+        mean, deviation = self.neighbours.error(step, math.log(stock_us / packed_us))
+        return math.exp(-mean) * ((1.0 + self.margin) * math.exp(DEVIATIONS * deviation) if changes else 1.0)
+
+
+def cost_policy(
+    profile: Profile, packed: str, stock: str, shape: ModelShape, rows: int = 1, margin: float | None = None
+) -> CostPolicy | None:
+    """The policy of a profile for a pair of kernels; None if the profile lacks one.
+
+    Args:
+        packed, stock: kernels, as the profile names them.
+        rows: query rows of each request.
+        margin: as a fraction, in place of the profile's; the measured steps have no influence then.
+    """
+    packed_cost, stock_cost = profile.cost("packed", packed, rows), profile.cost("stock", stock, rows)
+    if packed_cost is None or stock_cost is None:
+        return None
+    if margin is not None:
+        return CostPolicy(packed_cost, stock_cost, shape, margin)
+    steps = profile.steps_of(packed, stock, shape) if rows == 1 else []
+    if not steps:
+        return CostPolicy(packed_cost, stock_cost, shape, profile.margin(packed, stock, rows) / 100)
+    features = [measured.features for measured in steps]
+    neighbours = Neighbours(
+        features,
+        np.log([stock_cost.microseconds(step, shape) / packed_cost.microseconds(step, shape) for step in features]),
+        np.log([measured.stock[stock] / measured.packed[packed] for measured in steps]),
+    )
+    return CostPolicy(packed_cost, stock_cost, shape, MARGIN_WITH_NEIGHBOURS, neighbours)
 
 
 @dataclass(frozen=True)

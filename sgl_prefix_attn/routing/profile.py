@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
@@ -20,6 +21,8 @@ DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
 SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # bytes of a KV element -> file
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class ProfileError(ValueError):
@@ -71,6 +74,26 @@ class VerifyFits(BaseModel):
         return min(self.rows) <= rows <= max(self.rows)
 
 
+class MeasuredStep(BaseModel):
+    """A measured decode step of one layer.
+
+    Attributes:
+        step: values of `StepFeatures`, in its order, without rows.
+        packed, stock: microseconds by kernel.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: tuple[Count, Count, Count, Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)],
+                Annotated[int, Field(ge=0)], Count, Count]  # fmt: skip
+    packed: dict[str, Microseconds]
+    stock: dict[str, Microseconds]
+
+    @property
+    def features(self) -> StepFeatures:
+        return StepFeatures(*self.step)
+
+
 class Profile(BaseModel):
     """Fitted costs of one machine.
 
@@ -83,10 +106,14 @@ class Profile(BaseModel):
         kv_bytes: size of a KV element of the measured steps, in bytes.
         capability: compute capability of the GPU, for example "9.0"; "": not recorded.
         head_shapes: "query heads/KV heads/head_dim" of a rank in the measured steps; none: many, drawn.
+        head_dims: of the measured steps; none: not recorded.
         dtype: of the queries: bf16, fp16 or fp32; "": not recorded.
         kernels_version: `versions.KERNELS_VERSION` of the measured packed kernels.
         page_size: of the measured steps.
+        sm_count: SMs of the GPU, by which the costs count CTAs.
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
+        steps: measured decode steps of the one head shape, which correct predictions (`neighbours`); none in a profile
+            of several head shapes.
         verify: costs of verify steps; None: not measured.
     """
 
@@ -101,12 +128,15 @@ class Profile(BaseModel):
     kv_bytes: Annotated[int, Field(ge=1, le=4)] = 2
     capability: str = ""
     head_shapes: list[str] = []
+    head_dims: list[int] = []
     dtype: str = ""
     kernels_version: int = UNRECORDED_VERSION
     page_size: Annotated[int, Field(ge=1)] = 1
+    sm_count: Annotated[int, Field(ge=1)] = SMS
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
+    steps: list[MeasuredStep] = []
     verify: VerifyFits | None = None
 
     @field_validator("version")
@@ -143,15 +173,23 @@ class Profile(BaseModel):
         """The cost model of a kernel for steps with so many query rows a request; None if the profile has none."""
         part = self._of_rows(rows)
         fits: Mapping[str, Fit] = {} if part is None else part.packed if kind == "packed" else part.stock
-        return CostModel(kind, fits[kernel].us) if kernel in fits else None
+        return CostModel(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
 
     def margin(self, packed: str, stock: str, rows: int = 1) -> int:
         """Route margin of a pair of kernels, in percent."""
         part = self._of_rows(rows)
         return DEFAULT_MARGIN if part is None else part.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
+    def steps_of(self, packed: str, stock: str, shape: ModelShape) -> list[MeasuredStep]:
+        """The measured steps that have times of both kernels; none if they are of another head shape."""
+        if self.head_shapes != [head_shape(shape)]:
+            return []
+        return [step for step in self.steps if packed in step.packed and stock in step.stock]
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(self.model_dump(exclude={"steps"}), indent=2).removesuffix("\n}")
+        steps = ",\n".join(f"    {json.dumps(step.model_dump())}" for step in self.steps)  # a line each
+        path.write_text(f'{text},\n  "steps": [\n{steps}\n  ]\n}}\n', encoding="utf-8")
 
 
 def _checked(kind: Kind, fits: dict[str, Fit]) -> dict[str, Fit]:

@@ -163,6 +163,8 @@ def _borrowed(profile: Profile, facts: ServerFacts) -> str:
         )
     if profile.head_shapes and head_shape(facts.shape) not in profile.head_shapes:
         parts.append(f"heads {', '.join(profile.head_shapes)}; these are {head_shape(facts.shape)}")
+    elif profile.head_dims and facts.shape.head_dim not in profile.head_dims:
+        parts.append(f"head_dim {', '.join(map(str, profile.head_dims))}; this is {facts.shape.head_dim}")
     if profile.kernels_version != KERNELS_VERSION:
         parts.append(f"kernels of version {profile.kernels_version}; these are of {KERNELS_VERSION}")
     return "; ".join(parts)

@@ -42,7 +42,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
         give_stock_backend_to_draft(runner, name, version)
     executor = eligibility.make_executor(runner, settings)
     if not isinstance(executor, str):
-        executor = eligibility.unsupported_model(runner, name, executor) or executor
+        executor = eligibility.unsupported_at_start(runner, name, settings, executor) or executor
     state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))
     log_missing(missing, version)
     stock = build_stock(runner, name)
@@ -89,7 +89,14 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
 
 _logged: set[tuple[str, str]] = set()
 # Refusals of a backend beside one that packs.
-_EXPECTED = frozenset({fallback_reasons.DRAFT_WORKER, fallback_reasons.COMPUTE_BOUND, fallback_reasons.DISABLED})
+_EXPECTED = frozenset(
+    {
+        fallback_reasons.DRAFT_WORKER,
+        fallback_reasons.COMPUTE_BOUND,
+        fallback_reasons.DISABLED,
+        fallback_reasons.PREFILL_ONLY,
+    }
+)
 
 
 def _log_refusal(name: str, reason: str, error: Exception | None) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.calibration import cli, command
-from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways, measured_ways
+from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways
 from sgl_prefix_attn.calibration.command import CPU_COUNTS, FIT_SEEDS, Counts, calibrate
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
@@ -182,100 +181,6 @@ def test_the_whole_command_on_the_cpu(
     assert path.with_suffix(".png").stat().st_size > 1000
     assert main(["route", "profiles", "--gpu", "cpu"]) == 0
     assert "cpu-4-2-64-fp32-page4.json: cpu, heads 4/2/64, 32-bit KV, pages of 4" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--device", "cuda"], "--device cuda: there is no CUDA device"),
-        (["--check-seeds", "4"], "--check-seeds 4: at least 5 are needed"),
-        (["--minutes", "0"], "--minutes 0.0: expected more than 0"),
-        (["--families", "rl"], "--families rl: expected some of rollouts"),
-        (["--heads", "32"], "--heads 32: expected query heads / KV heads"),
-        (["--heads", "30/8"], "30/8 heads: the query heads have to be a multiple"),
-        (["--head-dim", "96"], "head_dim 96: the kernels have 64, 128 and 256"),
-        (["--heads", "32/8", "--tp", "3"], "--tp 3: 32 query heads cannot be divided"),
-        (["--model", "nowhere"], "--model nowhere: cannot read nowhere"),
-        (["--model", "nowhere", "--heads", "8/1"], "--model has the heads"),
-        (["--from", "x.json"], "--from needs --out"),
-        (["--page-size", "0"], "--page-size 0: expected 1 to 1024"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-class FakeKernel:
-    """A kernel that returns `value`; `options` have a time each."""
-
-    kv_dtypes = (torch.bfloat16,)
-
-    def __init__(self, name: str, value: float, options: dict[str, float], error: Exception | None = None) -> None:
-        self.name, self.value, self.options, self.error = name, value, options, error
-        self.option = ""
-        self.released = 0
-
-    def bind(self, fixture: Any) -> list[str]:
-        return list(self.options)
-
-    def use(self, option: str) -> None:
-        self.option = option
-
-    def plan(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def run(self) -> torch.Tensor:
-        return torch.full((2, 4, 8), self.value)
-
-    def release(self) -> None:
-        self.released += 1
-
-
-class FakeTimer:
-    def __init__(self, kernels: list[FakeKernel], lost: bool = False) -> None:
-        self.kernels, self.lost = kernels, lost
-
-    def capture(self, run: Any) -> FakeKernel:
-        kernel = run.__self__
-        assert isinstance(kernel, FakeKernel)
-        return kernel
-
-    def cold(self, graph: FakeKernel, replays: int) -> list[float]:
-        return [graph.options[graph.option]] * replays
-
-    def device_is_lost(self) -> bool:
-        return self.lost
-
-
-def test_kernels_of_a_gpu_are_checked_against_ours_and_timed_by_their_fastest_option() -> None:
-    kernels = [
-        FakeKernel("prefixpack", 1.0, {"": 30.0}),
-        FakeKernel("fa3", 1.001, {"metadata": 21.0, "no metadata": 20.0}),
-        FakeKernel("flashinfer_decode_tc", 2.0, {"": 5.0}),
-        FakeKernel("flashinfer_decode_cc", 1.0, {}),
-        FakeKernel("triton", 1.0, {"": 9.0}, ValueError("no")),
-    ]
-    fixture = SimpleNamespace(out=torch.zeros(2, 4, 8))
-    assert measured_ways(kernels, fixture, FakeTimer(kernels), 3) == {
-        "prefixpack": {"cold_us": 30.0},
-        "fa3": {"cold_us": 20.0},
-        "flashinfer_decode_tc": {"failed": "the result differs from ours"},
-        "flashinfer_decode_cc": {"failed": "the kernel does not take this batch"},
-        "triton": {"failed": "ValueError: no"},
-    }
-    assert [kernel.released for kernel in kernels] == [1] * 5
-    with pytest.raises(DeviceLostError, match="triton: ValueError: no"):
-        measured_ways(kernels, fixture, FakeTimer(kernels, lost=True), 3)
-
-
-def test_an_option_that_fails_leaves_the_others() -> None:
-    """FA3 without its scheduler metadata, for example."""
-    kernel = FakeKernel("fa3", 1.0, {"no metadata": 20.0})
-    kernel.bind = lambda fixture: ["metadata", "no metadata"]  # type: ignore[method-assign]
-    fixture = SimpleNamespace(out=torch.zeros(2, 4, 8))
-    assert measured_ways([kernel], fixture, FakeTimer([kernel]), 3) == {"fa3": {"cold_us": 20.0}}
 
 
 def test_the_kernels_that_servers_take_are_measured(

@@ -83,6 +83,23 @@ def test_times_behind_made_up_coefficients_are_predicted() -> None:
         )
 
 
+def test_a_fit_counts_the_ctas_of_its_own_gpu() -> None:
+    truth = CostModel("stock", {"launch": 9.0, "split_2": 8.0, "unsplit": 4.0}, sms=58)
+    rng = np.random.default_rng(0)
+
+    def case(number: int) -> MeasuredCase:
+        requests, longest = int(rng.integers(1, 40)), int(rng.integers(500, 9000))
+        step = StepFeatures(requests, requests * longest, requests * longest, 0, 0, 0, longest, longest)
+        return MeasuredCase(str(number), "ab"[number % 2], SHAPE, step, {}, {"fa3": truth.microseconds(step, SHAPE)})
+
+    cases = [case(number) for number in range(60)]
+    assert fit_kernel("stock", "fa3", cases, 58).error < 1e-4 < 0.01 < fit_kernel("stock", "fa3", cases).error
+    results = Results("r.json", "GPU", "1", "now", 2, [replace(c, packed={"native": 9.0}) for c in cases], sm_count=58)
+    cost = fit_profile(results).cost("stock", "fa3")
+    assert cost is not None
+    assert cost.microseconds(cases[0].step, SHAPE) == pytest.approx(cases[0].stock["fa3"], rel=1e-3)
+
+
 class TestMeasuredSteps:
     """Policies over the measured steps, against an oracle that knows both times."""
 
@@ -115,6 +132,15 @@ class TestMeasuredSteps:
         assert verdict.packed > 20
         assert verdict.regret < self.verdict(measured, "stock", backend).regret / 4
 
+    @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+    def test_the_conservative_rule_of_the_triton_kernels_loses_on_no_step(
+        self, measured: Results, backend: str
+    ) -> None:
+        steps = outcomes(measured.cases, candidate("conservative", "triton", backend, measured), "triton", backend)
+        verdict = judge(steps)
+        assert verdict.behind == 0
+        assert verdict.packed > 70
+
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
     def test_without_a_profile_no_family_of_drawn_steps_is_behind_stock(self, backend: str) -> None:
         drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
@@ -139,7 +165,7 @@ class TestMeasuredSteps:
         assert verdict.steps == 171
         assert verdict.regret < 0.02
         assert verdict.mean_regret < 0.03
-        assert verdict.worst_loss[0] < 0.1
+        assert verdict.worst_loss[0] < 0.2
         other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
         assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.05
 

@@ -1,8 +1,12 @@
-"""Digests of forests and plans over fixed groups of batches: PAT's trees, the committed cases, random forests."""
+"""Digests of forests and plans over fixed groups of batches: PAT's trees, the committed cases, random forests.
+
+After a deliberate change of plans, `python -m tests.core.golden_plans` records them. Inputs and forests stay.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -14,21 +18,14 @@ from benchmarks.kernel.gpu_cases import select
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.workloads.case import HEAD_DIM
+from tests.core import plan_checks
 from tests.core.forests import random_paths
 
 DIGESTS = FilePath(__file__).parent / "data" / "golden_plans.json"
 GROUPS = ("pat", "committed", *(f"random{part}" for part in range(10)))
 RANDOM_PER_GROUP = 1000
 
-SHAPES = (
-    ModelShape(32, 32, 128),
-    ModelShape(32, 8, 128),
-    ModelShape(64, 8, 64),
-    ModelShape(28, 4, 128),
-    ModelShape(16, 1, 256),
-    ModelShape(8, 2, 32, kv_bytes=4),
-    ModelShape(8, 1, 128, kv_bytes=1),
-)
+SHAPES = (*plan_checks.SHAPES, ModelShape(8, 1, 128, kv_bytes=1))
 FOREST_FIELDS = (
     "order", "node_parent", "node_begin", "node_end", "node_first", "node_last", "node_request", "tail_begin",
     "tail_node",
@@ -113,3 +110,7 @@ def _update(digest: Any, *arrays: np.ndarray) -> None:
     for array in arrays:
         digest.update(repr(array.shape).encode())
         digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+
+
+if __name__ == "__main__":
+    DIGESTS.write_text(json.dumps({group: digests_of(group) for group in GROUPS}, indent=1) + "\n")

@@ -14,7 +14,7 @@ from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from tests.core.batches import DTYPES, check, check_random, make_batch, random_batch
-from tests.core.forests import Path, random_paths
+from tests.core.forests import random_paths
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,47 +49,36 @@ def test_every_number_of_keys(length: int, requests: int) -> None:
     check(make_batch(rng, [[(0, 0, length)]] * requests, ends, np.ones_like(ends)))
 
 
-def test_all_finite_16_bit_values_survive_conversion() -> None:
-    """One key: the output is its value, so every bit pattern goes through the cache and through the output."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        values = bits.view(dtype)
-        finite = torch.where(values.isfinite(), values, torch.zeros_like(values)).reshape(-1, 1, 256)
-        one = torch.ones(len(finite), dtype=torch.int64)
-        paths: list[Path] = [[] for _ in finite]
-        forest = PrefixForest.from_paths(paths, prefix_lens=[0] * len(finite))
-        plan = Planner(ModelShape(1, 1, 256), DeviceModel.cpu(1)).plan(forest, one.numpy(), one.numpy())
-        q = torch.zeros(len(finite), 1, 256, dtype=dtype)
-        keys = torch.zeros_like(finite)
-        for isa in _native.cpu_isas():
-            out = packed_attention(
-                q, keys, finite, plan, req_to_token=torch.arange(len(finite), dtype=torch.int32)[:, None],
-                req_pool_indices=torch.arange(len(finite)), seq_lens=one, scale=1.0, isa=isa,
-            )  # fmt: skip
-            normal = finite.abs().float() >= 2.0**-126  # denormals of fp32 range may be flushed by the machine
-            assert torch.equal(out[normal], finite[normal])
+def through_one_key(values: torch.Tensor, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Attention of as many requests as there are rows [rows, 1, 256], with one key each: the outputs are the values."""
+    count, one = len(values), torch.ones(len(values), dtype=torch.int64)
+    forest = PrefixForest.from_paths([[] for _ in range(count)], prefix_lens=[0] * count)
+    plan = Planner(ModelShape(1, 1, 256), DeviceModel.cpu(1)).plan(forest, one.numpy(), one.numpy())
+    return packed_attention(
+        torch.zeros(count, 1, 256, dtype=dtype), torch.zeros_like(values), values, plan, seq_lens=one, scale=1.0,
+        req_to_token=torch.arange(count, dtype=torch.int32)[:, None], req_pool_indices=torch.arange(count), isa=isa,
+    )  # fmt: skip
 
 
+@pytest.mark.parametrize("isa", _native.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype) -> None:
-    """fp32 values through a single key, against torch's conversion: ties, subnormals, overflow to infinity."""
+def test_all_finite_16_bit_values_survive_conversion(dtype: torch.dtype, isa: str) -> None:
+    """Every bit pattern goes through the cache and through the output."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = torch.where(values.isfinite(), values, torch.zeros_like(values)).reshape(-1, 1, 256)
+    normal = finite.abs().float() >= 2.0**-126  # denormals of fp32 range may be flushed by the machine
+    assert torch.equal(through_one_key(finite, dtype, isa)[normal], finite[normal])
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype, isa: str) -> None:
+    """fp32 values, against torch's conversion: ties, subnormals, overflow to infinity."""
     rng = np.random.default_rng(0)
     exponents = rng.integers(127 - 28, 127 + 17, 4096).astype(np.uint32) << 23
     mantissas = rng.choice([0, 0x1000, 0x2000, 0x3000, 0x7FFFFF, 0x8000, 0x18000, 0x18001, 0x7FFF], 4096)
     values = torch.from_numpy((exponents | mantissas.astype(np.uint32)).view(np.float32)).reshape(-1, 1, 256)
-    count = len(values)
-    one = torch.ones(count, dtype=torch.int64)
-    forest = PrefixForest.from_paths([[] for _ in range(count)], prefix_lens=[0] * count)
-    plan = Planner(ModelShape(1, 1, 256), DeviceModel.cpu(1)).plan(forest, one.numpy(), one.numpy())
-    for isa in _native.cpu_isas():
-        out = packed_attention(
-            torch.zeros(count, 1, 256, dtype=dtype), torch.zeros_like(values), values, plan, seq_lens=one, scale=1.0,
-            req_to_token=torch.arange(count, dtype=torch.int32)[:, None], req_pool_indices=torch.arange(count), isa=isa,
-        )  # fmt: skip
-        assert torch.equal(out, values.to(dtype))
-
-
-# --- masks and variants
+    assert torch.equal(through_one_key(values, dtype, isa), values.to(dtype))
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 5, 31, 64, 1000])
@@ -126,9 +115,6 @@ def test_scores_of_any_size(factor: float) -> None:
     expected, _ = batch.expected()
     # Scores of magnitude s are known to s * 2^-24 only, and weights with them.
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-5 * max(1.0, factor))
-
-
-# --- isolation
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -179,9 +165,6 @@ def test_strided_queries_and_outputs() -> None:
         fused[:, :heads, :head_dim], batch.pool.k_cache, batch.pool.v_cache, batch.plan, out=out, **batch.inputs()
     )
     torch.testing.assert_close(out.double(), batch.expected()[0], rtol=2e-5, atol=2e-5)
-
-
-# --- reproducibility, reuse, processes
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -33,14 +33,7 @@ def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
 def test_groups_head_sizes_and_types(group: int, dtype: torch.dtype, head_dim: int) -> None:
     case = make_case(
-        group,
-        heads=(2 * group, 2),
-        head_dim=head_dim,
-        dtype=dtype,
-        requests=40,
-        levels=5,
-        tokens=300,
-        num_sms=132,
+        group, heads=(2 * group, 2), head_dim=head_dim, dtype=dtype, requests=40, levels=5, tokens=300, num_sms=132
     )
     check(case, on_gpu(case).run())
 
@@ -116,19 +109,3 @@ def test_the_same_bits_twice() -> None:
     first, second = runner.run(), runner.run()
     assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
     assert torch.equal(first[1], second[1])
-
-
-def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
-    case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH)
-    runner = on_gpu(case)
-    eager = runner.run()
-    graph = runner.captured()
-    runner.out.fill_(torch.nan)
-    # As if the step before had been a shorter one.
-    runner.prepare_at(runner.seq_lens - GROWTH)
-    graph.replay()
-    runner.prepare_at(runner.seq_lens)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(runner.out.view(torch.int16), eager[0].view(torch.int16))
-    check(case, (runner.out, runner.lse))

@@ -55,49 +55,24 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     workspace = PartialWorkspace()
     for seed in range(3):
         case = make_case(
-            seed,
-            heads=(16, 2),
-            head_dim=head_dim,
-            dtype=dtype,
-            requests=30,
-            levels=4,
-            tokens=300,
-            max_new_tokens=[1, 40][seed % 2],
-            num_sms=132,
-        )
+            seed, heads=(16, 2), head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, requests=30, levels=4, tokens=300,
+            max_new_tokens=[1, 40][seed % 2], num_sms=132,
+        )  # fmt: skip
+        if kv_dtype is not None:
+            case.variant.update(k_scale=0.4, v_scale=1.5)
         check_same(case, workspace=workspace)
 
 
 def test_same_variants(kernels: str) -> None:
     case = make_case(1, head_dim=128, requests=20, logit_cap=5.0, window_left=30, with_sinks=True, max_new_tokens=10)
     check_same(case)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_fp8_cache(kernels: str, head_dim: int, dtype: torch.dtype) -> None:
-    workspace = PartialWorkspace()
-    for seed in range(2):
-        case = make_case(
-            seed,
-            heads=(16, 2),
-            head_dim=head_dim,
-            dtype=dtype,
-            kv_dtype=torch.float8_e4m3fn,
-            requests=30,
-            levels=4,
-            tokens=300,
-            max_new_tokens=[1, 40][seed % 2],
-            num_sms=132,
-        )
-        case.variant.update(k_scale=0.4, v_scale=1.5)
-        check_same(case, workspace=workspace)
 
 
 def test_tensors_of_two_devices_are_refused() -> None:

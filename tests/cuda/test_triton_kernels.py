@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -216,32 +215,6 @@ def test_the_same_bits_whoever_takes_what_from_the_queue() -> None:
     assert runner.step._tile_counter.tolist() == [0]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="graphs are the GPU's")
-def test_a_captured_graph_serves_longer_tails_and_other_plans() -> None:
-    case = make_case(5, head_dim=128, requests=30, num_sms=132, grown=GROWTH, eager=False)
-    runner = runner_of(case)
-    eager = runner.run()
-    graph = runner.captured()
-    # As if the step before had been a shorter one.
-    runner.prepare_at(runner.seq_lens - GROWTH)
-    graph.replay()
-    runner.out.fill_(torch.nan)
-    runner.prepare_at(runner.seq_lens)
-    graph.replay()
-    assert torch.equal(runner.out, eager[0])
-    check(case, (runner.out, runner.lse))
-    other = make_case(5, head_dim=128, requests=30, num_sms=4, grown=GROWTH, eager=False).plan
-    assert len(other.items) != len(case.plan.items)
-    runner.out.fill_(torch.nan)
-    runner.case = replace(case, plan=other)
-    runner.prepare()
-    graph.replay()
-    check(case, (runner.out, runner.lse))
-
-
-# --- packed_attention on a device
-
-
 def test_a_pool_makes_its_buffers_as_plans_need_them() -> None:
     pool = StepPool()
     made = []
@@ -280,9 +253,6 @@ def test_indices_that_lead_outside_are_named() -> None:
         call(seq_lens=torch.zeros_like(runner.seq_lens))
     with pytest.raises(ValueError, match=r"query \d+: row of q is"):
         call(q=runner.q[:-1])
-
-
-# --- bad input
 
 
 def test_unsupported_shapes_and_types_are_named() -> None:

@@ -34,17 +34,3 @@ def test_the_status_says_whether_all_tokens_are_identical(
     assert "steps that fell back to torch_native: idle 8" in capsys.readouterr().out
     rows = json.loads(out.read_text())["comparisons"]
     assert [row["tokens_identical"] == row["tokens"] for row in rows] == [same] * 4
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--requests", "0"], "--requests 0: at least 1"),
-        (["--model", "/nowhere", "--device", "cpu"], "--model /nowhere: "),
-        (["--speed", "0"], "speed"),
-        (["--trace", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -127,7 +127,8 @@ class Engine:
         models: folders with the two sets of weights.
         judges: of the tokens, by set of weights.
         pins: whether the server has a budget for pins.
-        done: calls made so far, for the message of a failure.
+        releases: how often memory is released, in comparison with the other calls.
+        done: calls made so far, with the tags of memory, for the message of a failure.
     """
 
     server: Server
@@ -137,6 +138,7 @@ class Engine:
     pool: ThreadPoolExecutor
     draw: random.Random
     pins: bool = False
+    releases: int = 1
     weights: int = 0
     paused: str | None = None
     released: set[str] = field(default_factory=set)
@@ -213,12 +215,14 @@ class Engine:
         left = [tag for tag in TAGS if tag not in self.released]
         if left and self.drain():
             tags = self.draw.sample(left, self.draw.randint(1, len(left)))
+            self.done[-1] += f"({'+'.join(sorted(tags))})"
             self.server.post("/release_memory_occupation", {"tags": tags}, SECONDS)
             self.released.update(tags)
 
     def resume(self) -> None:
         if self.released:
             tags = self.draw.sample(sorted(self.released), self.draw.randint(1, len(self.released)))
+            self.done[-1] += f"({'+'.join(sorted(tags))})"
             self.server.post("/resume_memory_occupation", {"tags": tags}, SECONDS)
             self.released.difference_update(tags)
             if "weights" in tags:  # a GPU has lost them
@@ -248,7 +252,7 @@ class Engine:
         """One sequence of calls. Afterwards the engine is idle and has its first weights."""
         kinds: list[tuple[Callable[[], None], int]] = [
             (self.send, 6), (self.wait, 3), (self.flush, 1), (self.abort, 1), (self.pause, 3), (self.carry_on, 3),
-            (self.pin, 2), (self.update, 2), (self.other_weights, 1), (self.release, 1), (self.resume, 3),
+            (self.pin, 2), (self.update, 2), (self.other_weights, 1), (self.release, self.releases), (self.resume, 3),
         ]  # fmt: skip
         functions, weights = zip(*kinds, strict=True)
         self.done = []

@@ -81,44 +81,6 @@ def test_a_late_request_splits_a_node_that_others_run_on(
     done.assert_packed("decode", "extend")
 
 
-def test_aborted_requests_leave_the_others_alone(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
-    requests = workloads.to_abort(vocabulary)
-    victims = {f"sample-{number}" for number in (0, 3, 4, 15)}
-    # Long enough that a late abort still finds them running.
-    endless = [dataclasses.replace(r, max_new_tokens=3600) if r.name in victims else r for r in requests]
-    told: set[str] = set()
-
-    def abort_when_running(request: Request, sample: Sample) -> None:
-        if request.name in victims - told and len(sample.tokens) >= 8:
-            told.add(request.name)
-            threading.Thread(target=server.post, args=("/abort_request", {"rid": sample.request_id})).start()
-
-    with packing(server) as done:
-        answers = replay(server.url, endless, on_token=abort_when_running)
-    for answer, (stock,) in zip(answers, expected(requests), strict=True):
-        (sample,) = answer.samples
-        assert sample.finish == ("abort" if answer.request.name in victims else "length")
-        assert sample.tokens[:160] == stock[: len(sample.tokens)]
-        assert (8 <= len(sample.tokens) < 3600) if answer.request.name in victims else len(sample.tokens) == 160
-    done.assert_packed("decode")
-
-
-def test_a_flushed_cache_is_filled_with_other_prompts(
-    server: Server, expected: Expected, vocabulary: Vocabulary
-) -> None:
-    """KV slots and node ids are used again for other content, so that stale paths would give wrong tokens."""
-    first, second = workloads.three_levels(vocabulary), workloads.diverging(vocabulary)
-    with packing(server) as done:
-        for requests in (first, second, first):
-            answers = replay(server.url, requests)
-            assert tokens_of(answers) == expected(requests)
-            server.flush_cache()
-            (after_flush,) = replay(server.url, [Request("probe", first[0].prompt, 1)])
-            assert after_flush.samples[0].cached_tokens == 0
-            server.flush_cache()
-    done.assert_packed("decode")
-
-
 def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabulary) -> None:
     requests = [dataclasses.replace(request, max_new_tokens=900) for request in workloads.samples(vocabulary)]
     all_together = threading.Event()

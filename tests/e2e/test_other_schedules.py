@@ -1,4 +1,4 @@
-"""Chunked prefill, mixed chunks, retraction, no overlap, larger pages: the schedule changes, the tokens do not."""
+"""Chunked prefill, mixed chunks, no overlap, larger pages: the schedule changes, the tokens do not."""
 
 from __future__ import annotations
 
@@ -47,18 +47,6 @@ def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary,
             answers = replay_while_decoding(server.url, decoding, arriving)
         assert tokens_of(answers) == expected(decoding + arriving)
         done.assert_packed("decode", "mixed")
-
-
-def test_requests_retracted_mid_run(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
-    """The pool holds a third of what 16 requests need at their end, so SGLang retracts and restarts some."""
-    requests = workloads.to_retract(vocabulary)
-    with launch(BACKEND, "--schedule-conservativeness", "0.01", pool_tokens=1100) as server:
-        with packing(server) as done:
-            answers = replay(server.url, requests)
-        assert "Retract requests" in server.log_text()
-    assert sum(answer.samples[0].retractions for answer in answers) > 0
-    assert tokens_of(answers) == expected(requests)
-    done.assert_packed("decode", "extend")
 
 
 @pytest.mark.slow

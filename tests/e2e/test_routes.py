@@ -103,16 +103,6 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
         assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
 
-def test_a_test_whose_client_is_gone_ends_within_its_lease(server: Server, vocabulary: Vocabulary) -> None:
-    client = Client(server.url, TESTS)
-    plan = LivePlan(arms=("stock", "stock"), block_steps=8, warmup_steps=1, pairs=500, lease_steps=16)
-    server.flush_cache()
-    client.start(plan.model_dump())
-    replay(server.url, [Request("alone", vocabulary.tokens(60, 47), max_new_tokens=30)])
-    (copy,) = client.read()
-    assert (copy["status"], copy["steps_done"]) == ("expired", 15), "the prefill step counts too"
-
-
 def test_steps_that_a_server_records_are_read_by_abtest_steps(
     server: Server,
     expected: Callable[[Sequence[Request]], Tokens],
@@ -191,29 +181,6 @@ def test_two_servers_are_compared_by_the_same_requests(
     assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
     assert set(verdict["orders"]) == {0, 1}
     assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_data_parallel_copies_switch_each_for_itself(
-    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, tmp_path: Path
-) -> None:
-    environment = {"PREFIXPACK_LIVE_TESTS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with launch(BACKEND, "--dp-size", "2", environment=environment) as server:
-        client, requests = Client(server.url, TESTS), workloads.diverging(vocabulary)
-        replay(server.url, requests)  # either copy gets some
-        plan = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=4)
-        client.start(plan.model_dump())
-        for _ in range(3):
-            assert tokens_of(replay(server.url, requests)) == expected(requests)
-        copies = client.read()
-    assert [(copy["status"], copy["steps_done"]) for copy in copies] == [("finished", 64)] * 2
-    order = np.repeat(plan.order(), 8)
-    for copy in copies:
-        assert set(np.array(copy["packed"])[order == 1].tolist()) == {0}
-        assert np.array(copy["packed"])[order == 0].mean() > 0.5
-    verdict = report(copies, 0.01, tmp_path / "ab")
-    assert (verdict.steps, verdict.pairs + verdict.dropped) == (128, 8)
-    assert "2 data-parallel copies" in (tmp_path / "ab.html").read_text()
 
 
 @pytest.mark.slow

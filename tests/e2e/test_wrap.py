@@ -113,29 +113,8 @@ def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary:
     check_packed(wrapped, found.after, vocabulary)
 
 
-@pytest.mark.slow
-def test_doctor_on_a_server_with_packing_switched_off(launch: Launch, vocabulary: Vocabulary) -> None:
-    off = {**WRAP, "PREFIXPACK_PACK_DECODE": "0", "PREFIXPACK_PACK_EXTEND": "0", "PREFIXPACK_PACK_MIXED": "0"}
-    with launch(STOCK, environment=off) as refused:
-        found = doctor(refused.options)
-        assert refused.packing_state() is None
-    assert not found.packs
-    arguments, environment = follow(found.changes, refused.options)
-    assert arguments == launch_arguments(refused.options)
-    with launch(STOCK, environment=environment) as server:
-        assert found.after is not None
-        check_packed(server, found.after, vocabulary)
-
-
 @pytest.mark.parametrize(
-    ("way", "backend"),
-    [
-        ("engine", None),
-        ("serve", STOCK),
-        ("slime", STOCK),
-        ("verl", STOCK),
-        ("areal", STOCK),
-    ],
+    ("way", "backend"), [("engine", None), ("serve", STOCK), ("slime", STOCK), ("verl", STOCK), ("areal", STOCK)]
 )
 def test_other_launchers(
     way: str, backend: str | None, model: Path, expected: Expected, vocabulary: Vocabulary, tmp_path: Path

@@ -44,11 +44,6 @@ def diverging(vocabulary: Vocabulary) -> list[Request]:
     return diverging_group(vocabulary, prompt_tokens=300, max_new_tokens=48, samples=16, seed=9)
 
 
-def to_abort(vocabulary: Vocabulary) -> list[Request]:
-    """Long enough that requests can be aborted while others run."""
-    return diverging_group(vocabulary, prompt_tokens=350, max_new_tokens=160, samples=16, seed=9)
-
-
 def to_retract(vocabulary: Vocabulary) -> list[Request]:
     """Short prompts and long outputs: a small pool admits them all and cannot hold them to the end."""
     return diverging_group(vocabulary, prompt_tokens=64, max_new_tokens=200, samples=16, seed=9)
@@ -85,7 +80,6 @@ ALL: dict[str, Callable[[Vocabulary], list[Request]]] = {
     "ragged": ragged,
     "samples": samples,
     "diverging": diverging,
-    "to_abort": to_abort,
     "to_retract": to_retract,
     "prefill_beside_decode": lambda vocabulary: [*chain(*prefill_beside_decode(vocabulary))],
     "refills": refills,

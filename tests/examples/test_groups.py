@@ -41,11 +41,7 @@ def test_groups_sent_together_stay_together_and_fill_all_servers() -> None:
     assert router.moved == 0
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=300),
-    st.floats(1.0, 2.0),
-    st.integers(0, 8),
-)
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=300), st.floats(1.0, 2.0), st.integers(0, 8))
 def test_no_request_goes_to_a_server_beyond_the_bound(steps: list[tuple[int, bool]], bound: float, slack: int) -> None:
     router = GroupRouter(SERVERS, load_bound=bound, slack=slack)
     running: list[str] = []

@@ -51,14 +51,7 @@ def test_nodes_are_those_of_a_brute_force_trie(prompts):
 # BatchLLM, section 4.2: six prompts; the root's right child is one token 'b' that prompts 2 to 6 share, so that the
 # plain first level saves 4 tokens; prompts 4 and 5 share 8 tokens, which saves 8. A node of level 3 is merged
 # with its right child first, the result with 'b' then (figures 4b and 4c).
-PAPER_EXAMPLE = [
-    [1, 1, 1],
-    [2, 10],
-    [2, 3, 3, 20],
-    [2, 3, 3, 4, 4, 4, 4, 4, 30],
-    [2, 3, 3, 4, 4, 4, 4, 4, 40],
-    [2, 50],
-]
+PAPER_EXAMPLE = [[1, 1, 1], [2, 10], [2, 3, 3, 20], [2, 3, 3, 4, 4, 4, 4, 4, 30], [2, 3, 3, 4, 4, 4, 4, 4, 40], [2, 50]]
 
 
 def reuse(tree: PrefixTree, nodes: np.ndarray) -> int:

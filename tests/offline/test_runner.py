@@ -201,11 +201,6 @@ def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(tmp_path,
     _kill_test(tmp_path, count, kills, engines)
 
 
-@pytest.mark.slow
-def test_killed_twenty_times_over_two_thousand_requests(tmp_path):
-    _kill_test(tmp_path, 2000, 20, 2)
-
-
 def _kill_test(tmp_path: Path, count: int, kills: int, engines: int) -> None:
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(count))
     (tmp_path / "unbroken").mkdir()

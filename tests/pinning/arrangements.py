@@ -1,8 +1,7 @@
 """Run by test_arrangements.py in a process of its own: SGLang's processes arranged otherwise than by its launcher.
 
-`python -m tests.pinning.arrangements server MODEL` runs the HTTP server in a child process of multiprocessing, as
-SGLang's own adapter for training frameworks does; `engine MODEL` asks `sglang.Engine` for a pin; `factory` builds a
-prefixpack backend twice where nobody has registered hooks before, as in an actor. Each prints JSON.
+`python -m tests.pinning.arrangements engine MODEL` asks `sglang.Engine` for a pin; `factory` builds a prefixpack
+backend twice where nobody has registered hooks before, as in an actor. Each prints JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,24 +19,6 @@ OPTIONS: dict[str, Any] = {
     "disable_cuda_graph": True, "grammar_backend": "none", "context_length": 2048, "max_total_tokens": 2048,
     "log_level": "error",
 }  # fmt: skip
-
-
-def server(model: str) -> dict[str, Any]:
-    from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
-
-    from sgl_prefix_attn.demo.server import free_port
-
-    running = HttpServerEngineAdapter(model_path=model, host="127.0.0.1", port=free_port(), **OPTIONS)
-    try:
-        address = f"http://127.0.0.1:{running.server_args.port}/prefixpack/pins"
-        body = json.dumps({"token_ids": list(range(20, 60))}).encode()
-        headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(address, body, headers), timeout=60) as made:
-            json.load(made)
-        with urllib.request.urlopen(address, timeout=60) as listed:
-            return dict(json.load(listed))
-    finally:
-        running.shutdown()
 
 
 def engine(model: str) -> dict[str, Any]:
@@ -98,4 +78,4 @@ def factory() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"server": server, "engine": engine, "factory": factory}[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"engine": engine, "factory": factory}[sys.argv[1]](*sys.argv[2:])))

@@ -201,26 +201,15 @@ def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
 
 
 class TestCommands:
-    def test_pin_list_release(self, kind: str) -> None:
-        manager = SmallServer(kind, slots=64, settings=pinning(50)).manager
-        made = commands.answer(commands.encode(PinCommand(token_ids=[1, 2], label="x")), manager)
-        assert made == {
-            "pin": {"id": made["pin"]["id"], "label": "x", "tokens": 2, "cached_tokens": 0, "steps_left": None},
-            "pinned_tokens": 2,
-            "budget_tokens": 32,
-        }
-        listed = commands.answer(commands.encode(ListCommand()), manager)
-        assert listed["pins"] == [made["pin"]]
-        released = commands.answer(commands.encode(ReleaseCommand(token_ids=[1, 2])), manager)
-        assert (released["released"], released["pinned_tokens"]) == ([made["pin"]["id"]], 0)
-
     def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
         server = SmallServer(kind, slots=64, settings=pinning())
         run(server, prompt(1, 50))
-        pin = server.manager.pin(prompt(1, 50))
+        made = commands.answer(commands.encode(PinCommand(token_ids=prompt(1, 50), label="x")), server.manager)
+        assert commands.answer(commands.encode(ListCommand()), server.manager)["pins"] == [made["pin"]]
+        assert (made["pinned_tokens"], made["pin"]["label"], made["pin"]["cached_tokens"]) == (50, "x", 50)
         assert server.manager.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
         command = commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))
-        assert commands.answer(command, server.manager)["released"] == [pin.id]
+        assert commands.answer(command, server.manager)["released"] == [made["pin"]["id"]]
         assert server.cache.protected_size() == 0
 
     @pytest.mark.parametrize(

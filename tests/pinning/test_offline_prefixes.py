@@ -20,9 +20,7 @@ from tests.support.caches import CACHES
 def request(place: Place | None, tokens: int = 10) -> Any:
     parameters = None if place is None else {CUSTOM_PARAMETER: place.encode()}
     return SimpleNamespace(
-        origin_input_ids=list(range(tokens)),
-        sampling_params=SimpleNamespace(custom_params=parameters),
-        extra_key=None,
+        origin_input_ids=list(range(tokens)), sampling_params=SimpleNamespace(custom_params=parameters), extra_key=None
     )
 
 

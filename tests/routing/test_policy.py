@@ -16,12 +16,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
-from sgl_prefix_attn.routing.profile import (
-    ProfileError,
-    load_profile,
-    shipped_profile,
-    shipped_profile_of,
-)
+from sgl_prefix_attn.routing.profile import ProfileError, load_profile, shipped_profile, shipped_profile_of
 from tests.routing.profiles import profile
 
 LLAMA_8B = ModelShape(q_heads=32, kv_heads=8, head_dim=128)

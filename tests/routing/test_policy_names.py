@@ -29,7 +29,7 @@ def test_a_step_runs_packed_if_all_conditions_hold(conditions: list[Condition], 
     name = parse(" and ".join(map(str, conditions)))
     assert parse(str(name)) == name
     cost = FixedPolicy(Route.PACKED if by_cost else Route.STOCK)
-    rule = ConservativePolicy(SHAPE)
+    rule = ConservativePolicy(SHAPE, "native")
 
     def route(of: PolicyName) -> Route:
         return policy_of(of, cost, rule).decide(STEP).route
@@ -41,7 +41,7 @@ def test_a_step_runs_packed_if_all_conditions_hold(conditions: list[Condition], 
 
 def test_the_bounds_belong_to_the_condition() -> None:
     for text, feature in (("batch>=8", {"requests": 7}), ("reuse>=4", {"tokens": 3999})):
-        policy = policy_of(parse(text), FixedPolicy(Route.STOCK), ConservativePolicy(SHAPE))
+        policy = policy_of(parse(text), FixedPolicy(Route.STOCK), ConservativePolicy(SHAPE, "native"))
         assert policy.decide(STEP).route is Route.PACKED
         assert policy.decide(dataclasses.replace(STEP, **feature)).route is Route.STOCK
 

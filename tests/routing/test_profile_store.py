@@ -55,6 +55,9 @@ def test_kv_types(tmp_path: Path) -> None:
     older = f"kernels of version {found.stored.profile.kernels_version}; these are of {KERNELS_VERSION}"
     assert found.borrowed == f"16-bit KV; of 8 bits, predictions know the bytes alone; {older}"
     assert taken(tmp_path, facts(kv_bytes=4, dtype="fp32")) is None
+    found = ProfileStore.read(folder=tmp_path).find(facts("32/8/64", kv_bytes=1, stock="flashinfer_tc"))
+    assert found is not None
+    assert found.borrowed == f"head_dim 128; this is 64; {older}"
 
 
 @pytest.mark.parametrize(
@@ -110,5 +113,7 @@ def test_route_profiles_lists_them(
     assert "h200.json: NVIDIA H200, heads drawn, 16-bit KV, 2026" in out
     assert "not taken: another one fits better" in out
     assert "broken.json: not a routing profile" in out
+    assert main(["route", "profiles", "--gpu", "cpu"]) == 0
+    assert "fp32, 32-bit KV, cpu or torch_native" in capsys.readouterr().out
     assert main(["route", "profiles", "--gpu", "NVIDIA B200"]) == 0
     assert "no profile fits, so a step runs packed only if at least 64" in capsys.readouterr().out

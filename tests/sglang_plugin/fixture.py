@@ -20,8 +20,12 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
+from sgl_prefix_attn.testing.reference import reference_attention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
+# Paths and lengths of four requests, of which two share two levels.
+SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
+LENGTHS = [300, 265, 205, 9]
 
 
 class CountingStock(TorchNativeAttnBackend):
@@ -236,6 +240,17 @@ class Fixture:
                 self.backend.forward(*self.qkv(layer), layer, self.batch, save_kv_cache=True, **kwargs)
                 for layer in self.layers
             ]
+
+    def dense(self, layer: Any, **options: Any) -> torch.Tensor:
+        """fp64 attention of one layer over what the pool holds; `options` are those of `reference_attention`."""
+        q = self.qkv(layer)[0].cpu()
+        out, _ = reference_attention(
+            q.view(len(q), layer.tp_q_head_num, -1), self.pool.get_key_buffer(layer.layer_id).cpu(),
+            self.pool.get_value_buffer(layer.layer_id).cpu(), req_to_token=self.rows.req_to_token.cpu(),
+            req_pool_indices=self.batch.req_pool_indices.cpu(), seq_lens=torch.tensor(self.seq_lens),
+            query_lens=self.query_lens or [1] * len(self.seq_lens), scale=layer.scaling, **options,
+        )  # fmt: skip
+        return out.flatten(1)
 
     def run_stock(self) -> list[torch.Tensor]:
         """Every layer through a torch_native backend of its own."""

@@ -370,6 +370,15 @@ def graphs(*sizes: int, **options: Any) -> GpuFixture:
     return fixture
 
 
+def first_of(batch: Any, count: int) -> Any:
+    """The first requests of a batch as a batch; none: that of an idle rank."""
+    part = SimpleNamespace(**vars(batch))
+    part.batch_size, part.forward_mode = count, batch.forward_mode if count else ForwardMode.IDLE
+    for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
+        setattr(part, name, getattr(batch, name)[:count])
+    return part
+
+
 def out_of_memory(fixture: GpuFixture) -> None:
     """From now on, no device buffers can be allocated."""
 

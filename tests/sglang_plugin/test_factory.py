@@ -63,11 +63,6 @@ class TestFactory:
         with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
             create_backend(new_runner(use_mla_backend=True), Settings())
 
-    def test_on_a_cpu_torch_native_is_wrapped(self) -> None:
-        runner = new_runner()
-        backend = create_backend(runner, Settings(metrics=False))
-        assert type(backend.stock).__name__ == "TorchNativeAttnBackend"
-
     @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
     def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"stock_backend='{name}' needs a GPU"):
@@ -93,6 +88,9 @@ class TestFactory:
     ) -> None:
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
         assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
+        if setting == "auto":
+            speculates = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
+            assert factory.handover_kind(Settings(), "0.5.20", speculates) == "hooks"
 
     @pytest.mark.parametrize("patched", [False, True])
     def test_with_linear_attention_layers_paths_go_through_hooks(
@@ -236,11 +234,6 @@ class TestFactory:
         assert stock.graph_calls == ["capture", "in graph", "replay"]
         assert stock.metadata_calls == 1
         assert dict(state.counters.fallbacks) == {fallback_reasons.SPECULATIVE: 3}
-
-    def test_with_speculation_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
-        runner = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
-        assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         runner = new_runner()

@@ -25,7 +25,7 @@ from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
-from sgl_prefix_attn.sglang_plugin.compat import launchers, wrap_targets
+from sgl_prefix_attn.sglang_plugin.compat import launchers, versions, wrap_targets
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -223,10 +223,25 @@ class TestRefused:
         runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE)
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.SPECULATIVE
 
-    def test_a_model_that_never_decodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("variable", "value"), [(versions.CPP_TREE_VARIABLE, "1"), (versions.TREE_CORE_VARIABLE, "rust")]
+    )
+    def test_a_tree_without_nodes(self, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
         runner = on_gpu(monkeypatch)
-        runner.model_config.is_generation = False
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.COMPUTE_BOUND
+        monkeypatch.setenv(variable, value)
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.UNKNOWN_TREE
+        assert eligibility.choose_executor(runner, WRAP) == reasons.UNKNOWN_TREE
+
+    @pytest.mark.parametrize("change", [{"is_generation": False}, {"disaggregation_mode": "prefill"}])
+    def test_a_server_that_never_decodes(self, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = on_gpu(monkeypatch)
+        vars(runner.model_config).update(change)
+        vars(runner.server_args).update({"chunked_prefill_size": 64, **change})
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.PREFILL_ONLY
+        made = eligibility.choose_executor(runner, WRAP)
+        assert eligibility.unsupported_at_start(runner, "fa3", WRAP, made) == reasons.PREFILL_ONLY
+        packs = Settings(wrap=True, pack_extend=True)  # type: ignore[arg-type]
+        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), packs) is None
 
     def test_a_route_that_is_never_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]

@@ -26,10 +26,6 @@ class Definition:
         return isinstance(self.node, ast.ClassDef)
 
     @property
-    def is_callable(self) -> bool:
-        return self.is_class or (isinstance(self.node, FunctionNode) and not self.is_property)
-
-    @property
     def is_property(self) -> bool:
         return isinstance(self.node, FunctionNode) and any(
             ast.unparse(decorator).rpartition(".")[2] in ("property", "cached_property", "setter")

@@ -72,10 +72,20 @@ class SmallScheduler(Pools):
         request.init_next_round_input(self.tree)
         total = len(request.full_untruncated_fill_ids)
         end = total if upto is None else min(upto, total)
-        start = len(request.prefix_indices)
-        end = max(end, start + 1)
-        request.set_extend_range(start, end)
+        end = max(end, len(request.prefix_indices) + 1)
         self._lock(request)
+        self._take(request, end)
+
+    def receive(self, request: Req) -> None:
+        """KV of a matched and locked request arrives from a prefill server."""
+        self._take(request, len(request.origin_input_ids))
+        request.init_next_round_input(None)
+        request.set_extend_range(len(request.prefix_indices), request.kv.kv_committed_len)
+        self.prefill_done(request)
+
+    def _take(self, request: Req, end: int) -> None:
+        start = len(request.prefix_indices)
+        request.set_extend_range(start, end)
         self.pool.alloc([request])
         row = self.pool.req_to_token[request.kv.req_pool_idx]
         row[:start] = request.prefix_indices.to(torch.int32)

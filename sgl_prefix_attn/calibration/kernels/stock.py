@@ -175,6 +175,7 @@ class TritonDecode(Baseline):
         self.partials = torch.empty(*shape, fixture.head_dim, device=fixture.device)
         self.partial_lse = torch.empty(shape, device=fixture.device)
         self.splits = torch.empty(shape[0], dtype=torch.int32, device=fixture.device)
+        self.kv_indices = fixture.kv_indices.long()  # as servers: the kernel's offsets overflow in 32 bits
         return [None]
 
     def plan(self) -> None:
@@ -187,7 +188,7 @@ class TritonDecode(Baseline):
     def run(self) -> torch.Tensor:
         fixture = self.fixture
         self.forward(
-            fixture.q, fixture.k, fixture.v, fixture.out, fixture.kv_indptr, fixture.kv_indices, self.partials,
+            fixture.q, fixture.k, fixture.v, fixture.out, fixture.kv_indptr, self.kv_indices, self.partials,
             self.partial_lse, self.splits, TRITON_MAX_SPLITS, fixture.scale, 1.0, 1.0,
         )  # fmt: skip
         return fixture.out

@@ -53,6 +53,8 @@ def server_refusal(runner: Any) -> str | None:
         return fallback_reasons.DETERMINISTIC
     if versions.argument(runner, "disable_radix_cache"):
         return fallback_reasons.NO_RADIX_CACHE
+    if versions.hides_its_tree(runner):
+        return fallback_reasons.UNKNOWN_TREE
     if versions.argument(runner, "enable_two_batch_overlap"):
         return fallback_reasons.TWO_BATCH_OVERLAP
     if versions.argument(runner, "enable_pdmux"):
@@ -116,12 +118,29 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if set(versions.architectures(runner)) & set(_READ_METADATA):
         return fallback_reasons.READS_METADATA
     modes = _modes_of(runner, name)
-    reasons = [never_packs(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
-    if None not in reasons:
-        return reasons[0]
+    reason = no_packed_steps(runner, settings, executor, modes)
+    if reason is not None:
+        return reason
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
     if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
+    return unsupported_model(runner, name, executor)
+
+
+def no_packed_steps(runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES) -> str | None:
+    """The reason why no kind of step that a server has runs packed, None if one may."""
+    reasons = [never_packs(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
+    if None in reasons:
+        return None
+    return fallback_reasons.PREFILL_ONLY if versions.has_no_decode_steps(runner) or not reasons else reasons[0]
+
+
+def unsupported_at_start(runner: Any, name: str, settings: Settings, executor: Executor) -> str | None:
+    """The reason why, under our own name, the steps of a server with an executor never run packed; None if some may."""
+    if versions.has_no_decode_steps(runner):
+        reason = no_packed_steps(runner, settings, executor)
+        if reason is not None:
+            return reason
     return unsupported_model(runner, name, executor)
 
 
@@ -150,6 +169,8 @@ def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | Non
 
 def has_steps(runner: Any, mode: Mode) -> bool:
     """Whether a server has steps of a kind."""
+    if mode in ("decode", "mixed", "verify") and versions.has_no_decode_steps(runner):
+        return False
     if mode == "mixed":
         return bool(versions.argument(runner, "enable_mixed_chunk") or versions.argument(runner, "enable_dp_attention"))
     return mode != "verify" or versions.speculates(runner)
@@ -157,8 +178,6 @@ def has_steps(runner: Any, mode: Mode) -> bool:
 
 def _modes_of(runner: Any, name: str) -> tuple[Mode, ...]:
     """The kinds of steps that a target model's backend gets: SGLang may run prefill and decode on different ones."""
-    if getattr(runner.model_config, "is_generation", True) is False:  # embeddings, rewards
-        return ("extend",)
     prefill, decode = versions.backend_names(runner)
     if prefill == decode or name not in (prefill, decode):
         return MODES

@@ -321,6 +321,7 @@ _TREES = (
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND",
         since="0.5.19",
     ),
+    *attributes_of("environ.Envs", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", until="0.5.20"),
     Target("environ.envs", Use.ATTRIBUTE),
     Target(f"{_CORE_INTERFACE}.UnifiedTreeCoreInterface", Use.CLASS, since="0.5.19"),
     Target("mem_cache.chunk_cache.ChunkCache", Use.CLASS, until="0.5.21"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import os
 from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from typing import Any, Final
@@ -19,6 +20,7 @@ from sgl_prefix_attn.sglang_plugin.compat import targets
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
 TREE_CORE_VARIABLE: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+CPP_TREE_VARIABLE: Final = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 GLUE_VARIABLE: Final = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 NEWEST: Final = targets.SUPPORTED_VERSIONS[-1]
 
@@ -124,6 +126,12 @@ def has_decode_context_parallel(runner: Any) -> bool:
     return (argument(runner, "dcp_size") or 1) > 1
 
 
+def has_no_decode_steps(runner: Any) -> bool:
+    """Whether a server only prefills: embeddings and rewards, or the prefill side of disaggregated serving."""
+    generates = getattr(runner.model_config, "is_generation", True) is not False
+    return not generates or argument(runner, "disaggregation_mode") == "prefill"
+
+
 def speculates(runner: Any) -> bool:
     """Whether the server uses speculative decoding."""
     algorithm = getattr(runner, "spec_algorithm", None)
@@ -224,6 +232,24 @@ def ask_for_readable_tree_core(environ: MutableMapping[str, str]) -> bool:
         return False
     environ[TREE_CORE_VARIABLE] = "python"
     return True
+
+
+def hides_its_tree(runner: Any) -> bool:
+    """Whether the environment selects a prefix cache that shows no nodes: the C++ tree, or a native core without paths.
+
+    Call it after `ask_for_readable_tree_core`, or for a server where that changes nothing.
+    """
+    from sglang.srt.environ import envs
+
+    cpp = getattr(envs, CPP_TREE_VARIABLE, None)
+    if cpp is not None and cpp.get() and not argument(runner, "radix_cache_backend"):
+        return True
+    core = getattr(envs, TREE_CORE_VARIABLE, None)
+    if core is None or TREE_CORE_VARIABLE not in os.environ or core.get() != "rust":
+        return False
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+
+    return not hasattr(UnifiedTreeCoreInterface, "collect_path_info")
 
 
 def keep_metadata_out_of_graphs(environ: MutableMapping[str, str]) -> bool:

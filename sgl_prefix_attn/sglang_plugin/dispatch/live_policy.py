@@ -11,7 +11,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import GPU_KERNELS, stock_kernel
-from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, policy_of
+from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, cost_policy, policy_of
 from sgl_prefix_attn.routing.policy_names import PolicyName, parse
 from sgl_prefix_attn.routing.profile import Profile
 from sgl_prefix_attn.routing.profile_store import FoundProfile, ProfileStore, ServerFacts, facts_as_text
@@ -44,7 +44,7 @@ class LivePolicies:
         store: ProfileStore,
         dtype: str = "bf16",
     ) -> None:
-        self._own_margin = settings.route_margin
+        self._own_margin = None if settings.route_margin is None else settings.route_margin / 100
         self._executor = executor
         self._stock_name, self._stock = stock_name, stock
         self._store = store
@@ -73,7 +73,7 @@ class LivePolicies:
         """The policy behind a name. Valid once the layers are known."""
         if name.predicts and self._cost is None:
             self._cost = self._cost_policy()
-        rule = conservative.ConservativePolicy(self.shape)
+        rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
         return policy_of(name, self._cost or rule, rule)
 
     def verify_policy(self, name: PolicyName, rows: int) -> Policy:
@@ -81,7 +81,7 @@ class LivePolicies:
 
         Where the profile has no costs of such steps, the conservative rule stands for `cost`.
         """
-        rule = conservative.ConservativePolicy(self.shape)
+        rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
         if not name.predicts:
             return policy_of(name, rule, rule)
         self.policy(name)  # finds the profile
@@ -90,19 +90,15 @@ class LivePolicies:
             logger.info(
                 "prefixpack: no routing profile has verify steps of %d drafts, so one runs packed only if %s",
                 rows,
-                conservative.RULE,
+                conservative.rule(self._executor.kernels),
             )
         return policy_of(name, cost or rule, rule)
 
     def _verify_cost(self, rows: int) -> CostPolicy | None:
         if self.found is None:
             return None
-        profile, kernels, stock_name = self.found.stored.profile, self._executor.kernels, self._stock_name
-        packed, stock = profile.cost("packed", kernels, rows), profile.cost("stock", stock_name, rows)
-        if packed is None or stock is None:
-            return None
-        margin = profile.margin(kernels, stock_name, rows) if self._own_margin is None else self._own_margin
-        return CostPolicy(packed, stock, self.shape, margin / 100)
+        profile = self.found.stored.profile
+        return cost_policy(profile, self._executor.kernels, self._stock_name, self.shape, rows, self._own_margin)
 
     def running(self, name: PolicyName) -> str:
         """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""
@@ -146,18 +142,21 @@ class LivePolicies:
         if packed is None or stock is None:  # a profile named by route_profile
             return FixedPolicy(Route.PACKED)
         self.found = found
-        self.margin = profile.margin(facts.packed, facts.stock) if self._own_margin is None else self._own_margin
+        policy = cost_policy(profile, facts.packed, facts.stock, facts.shape, margin=self._own_margin)
+        assert policy is not None  # it has both costs
+        self.margin = round(100 * policy.margin)
         logger.info(
             "prefixpack: decode steps go where they are predicted to be faster, by the %s of %s (commit %s), margin "
-            "%d %%",
+            "%d %%%s",
             found.stored,
             profile.machine,
             profile.commit,
             self.margin,
+            "" if policy.neighbours is None else f" and what {len(policy.neighbours)} measured steps add",
         )
         if found.borrowed:
             logger.info("prefixpack: the profile was measured with %s", found.borrowed)
-        return CostPolicy(packed, stock, facts.shape, self.margin / 100)
+        return policy
 
     def _without_profile(self, facts: ServerFacts) -> Policy:
         if facts.packed == "cpu" or facts.stock not in GPU_KERNELS:  # torch_native runs request by request
@@ -165,11 +164,11 @@ class LivePolicies:
         logger.warning(
             "prefixpack: no routing profile for %s, so a decode step runs packed only if %s; %s (this server: %s)",
             facts.gpu,
-            conservative.RULE,
+            conservative.rule(facts.packed),
             HOW_TO_CALIBRATE,
             facts_as_text(facts),
         )
-        return conservative.ConservativePolicy(facts.shape)
+        return conservative.ConservativePolicy(facts.shape, facts.packed)
 
     def _kernel_cost(self, profile: Profile, kind: Kind, kernel: str) -> CostModel | None:
         cost = profile.cost(kind, kernel)

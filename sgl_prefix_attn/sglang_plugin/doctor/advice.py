@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from sgl_prefix_attn.settings import WRAPPABLE, variable_name
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 
 NOT_WRAPPED: Final = "not_wrapped"
@@ -66,11 +67,21 @@ def _unset(*keys: str) -> tuple[str, ...]:
 
 _WRAP_ALL = ((variable_name("wrap"), "1"),)
 _OTHER_BACKEND = f"Start with --attention-backend {', '.join(WRAPPABLE[:-1])} (GPU) or {WRAPPABLE[-1]} (CPU)"
+_TREE_VARIABLES = (versions.CPP_TREE_VARIABLE, versions.TREE_CORE_VARIABLE)
 CHANGES: dict[str, Change] = {
     NOT_WRAPPED: Change("Set PREFIXPACK_WRAP=1 in the environment of the server's process.", variables=_WRAP_ALL),
     NOT_WRAPPABLE: Change(f"{_OTHER_BACKEND}, and PREFIXPACK_WRAP=1."),
     reasons.UNKNOWN_STOCK: Change("Remove the plug-in that replaces SGLang's attention backend."),
-    reasons.NO_RADIX_CACHE: Change("Leave out --disable-radix-cache.", without=("--disable-radix-cache",)),
+    reasons.NO_RADIX_CACHE: Change(
+        "Leave out --disable-radix-cache; with --disaggregation-mode decode, add "
+        "--disaggregation-decode-enable-radix-cache.",
+        without=("--disable-radix-cache",),
+    ),
+    reasons.UNKNOWN_TREE: Change(
+        f"Unset {' and '.join(_TREE_VARIABLES)}, and leave out options that replace the prefix cache.",
+        unset=_TREE_VARIABLES,
+    ),
+    reasons.PREFILL_ONLY: Change("Nothing: prefill is faster on the stock backend."),
     reasons.DETERMINISTIC: Change(
         "Leave out --enable-deterministic-inference and --rl-on-policy-target, if results may depend on the batch.",
         without=("--enable-deterministic-inference", "--rl-on-policy-target"),

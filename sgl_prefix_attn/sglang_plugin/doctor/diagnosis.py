@@ -100,7 +100,7 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
     seen: set[str] = set()
     while len(first.changes) < _MOST_CHANGES:
         reason = last.steps["decode"].reason
-        if reason is None or reason in seen:
+        if reason is None or reason in seen or reason == advice.NO_SUCH_STEPS:
             break
         seen.add(reason)
         change = advice.change_for(reason)
@@ -141,6 +141,9 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
     if runner.spec_algorithm.is_none():
         steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
+    if versions.has_no_decode_steps(runner):
+        for mode in ("decode", "mixed", "verify"):
+            steps[mode] = Answer(advice.NO_SUCH_STEPS, "the server only prefills")
     way = "name" if entry.NAME in backends else "wrap" if set(backends) & set(settings.wrap) else "off"
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
@@ -157,7 +160,8 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
         executor = eligibility.choose_executor(runner, settings)
         if isinstance(executor, str):
             return executor
-        return eligibility.unsupported_model(runner, stock_name(runner, settings.stock_backend), executor) or executor
+        stock_of_name = stock_name(runner, settings.stock_backend)
+        return eligibility.unsupported_at_start(runner, stock_of_name, settings, executor) or executor
     if name not in settings.wrap:
         return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
     stock = type(eligibility.STOCK_CLASSES[name], (), {})()
@@ -185,7 +189,7 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
         found = ProfileStore.read().find(facts)
         if found is not None:
             return f"where the {found.stored} of the {gpu} predicts the shorter time"
-    return f"without a routing profile for the {gpu}: if {conservative.RULE}"
+    return f"without a routing profile for the {gpu}: if {conservative.rule(executor.kernels)}"
 
 
 def kernels_of(runner: Any, settings: Settings) -> str | None:

@@ -53,6 +53,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         reasons.PDMUX,
         reasons.ENCODER_DECODER,
         reasons.DRAFT_WORKER,
+        reasons.PREFILL_ONLY,
     ),
     "Wrap mode": (
         reasons.MLA,
@@ -76,7 +77,6 @@ _LOOKS: Final[dict[str, str]] = {
     reasons.GRAPH: "Nothing: graphs of such steps hold stock layers only.",
     reasons.ROW_MISMATCH: "Nothing for single steps. If most steps have it, report it with the launch arguments.",
     reasons.NO_HOST_LENGTHS: _REPORT,
-    reasons.UNKNOWN_TREE: "Leave out options that replace the prefix cache.",
     reasons.PLAN_REFUSED: _REPORT,
     reasons.HOOK_FAILED: _REPORT,
     reasons.HYBRID_SWA: "Nothing: the layer is where it belongs.",

@@ -47,6 +47,7 @@ LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
 DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
 DETERMINISTIC: Final = "deterministic"
+PREFILL_ONLY: Final = "prefill_only"
 # Of wrap mode only: the server runs SGLang's own backend.
 MLA: Final = "mla"
 UNKNOWN_STOCK: Final = "unknown_stock"
@@ -67,7 +68,7 @@ EXPLANATIONS: Final[dict[str, str]] = {
     ROW_MISMATCH: "the batch the backend got is not the one whose paths were handed over (padded or re-batched rows)",
     BEAM_ROWS: "beam search adds rows that have no request of their own",
     NO_RADIX_CACHE: "the radix cache is off, so no request shares KV with another one",
-    UNKNOWN_TREE: "no reader for this kind of prefix cache",
+    UNKNOWN_TREE: "no reader for this kind of prefix cache, for example SGLang's experimental C++ tree",
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
@@ -106,6 +107,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "has only some of the slots that its table names",
     DETERMINISTIC: "deterministic inference and on-policy targets promise results that do not depend on the batch, but "
     "packs do",
+    PREFILL_ONLY: "the server decodes nothing (embeddings, or --disaggregation-mode prefill), and its prefill stays "
+    "with the stock backend",
     MLA: "a model with multi-head latent attention (MLA)",
     UNKNOWN_STOCK: "the object behind the stock backend's name is not of SGLang's class for it",
     IMAGE_MASKS: "images of the model have attention masks, which packed prefill does not know (pack_extend, "

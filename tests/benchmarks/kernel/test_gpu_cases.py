@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from benchmarks.kernel.gpu_flatten import levels_of
@@ -15,20 +14,6 @@ from sgl_prefix_attn.workloads.committed import random_forest
 
 def ragged_case(seed: int, requests: int = 40, levels: int = 4) -> Case:
     return make_case("a/ragged", (32, 8), *random_forest(seed, requests, levels, 50, 30))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_requests_share_slots_exactly_where_they_share_nodes(seed: int) -> None:
-    case = ragged_case(seed)
-    table = case.table()
-    for one, other in itertools.combinations(range(len(case.paths)), 2):
-        shared = set(case.paths[one]) & set(case.paths[other])
-        end = max((node[2] for node in shared), default=0)
-        shorter = min(case.seq_lens[one], case.seq_lens[other])
-        assert (table[one, :end] == table[other, :end]).all()
-        assert (table[one, end:shorter] != table[other, end:shorter]).all()
-    used = np.concatenate([row[:length] for row, length in zip(table, case.seq_lens, strict=True)])
-    assert sorted(set(used.tolist())) == list(range(case.unique_tokens))
 
 
 @pytest.mark.parametrize("seed", range(6))

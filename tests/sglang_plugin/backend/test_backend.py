@@ -15,10 +15,8 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.compat.delegation import delegated_members
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import Fixture, tree_masks
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture, tree_masks
 
-SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
-LENGTHS = [300, 265, 205, 9]
 MODES: tuple[Mode, ...] = ("decode", "extend", "mixed")
 
 

@@ -13,11 +13,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.gpu_fixture import (
-    decode,
-    graphs,
-    host_kernels,
-)
+from tests.sglang_plugin.gpu_fixture import decode, graphs, host_kernels
 
 
 class TestEligibility:

@@ -1,4 +1,4 @@
-"""Deployments around the backend: SGLang's wrapper and pool of linear hybrids, and nodes of a hierarchical cache."""
+"""Deployments around the backend: linear hybrids, a hierarchical cache, disaggregated decode."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import packing_backend
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import ObjectReader, reader_for
 from tests.sglang_plugin.backend.test_backend import assert_same, decode, extend
 from tests.sglang_plugin.fixture import Fixture
-from tests.support.small_scheduler import SmallScheduler
+from tests.sglang_plugin.prefix.sharing import check
+from tests.support.small_scheduler import TREES, SmallScheduler
 
 FULL_LAYERS = [1, 3]  # the others are layers of linear attention, which our backend never sees
 
@@ -64,6 +67,7 @@ class TestLinearHybrids:
         assert packing_backend(SimpleNamespace(attn_backend=outer)) is fixture.backend
         assert outer.needs_cpu_seq_lens is fixture.backend.needs_cpu_seq_lens
         assert outer.token_to_kv_pool is fixture.runner.token_to_kv_pool
+        assert fixture.backend.req_to_token_pool is fixture.runner.req_to_token_pool, "read from every backend"
 
 
 class TestHierarchicalCache:
@@ -88,3 +92,23 @@ class TestHierarchicalCache:
         assert path is not None
         assert [(step.begin, step.end) for step in path] == [(0, 10), (10, 20)]
         assert path[-1].id == node.id
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_disaggregated_decode_shares_what_its_queue_has_locked(kind: str) -> None:
+    """With its radix option: requests match and lock before their KV arrives, and their first step here is a decode."""
+    scheduler, tracker = SmallScheduler(kind), BatchTracker()
+    queue: Any = SimpleNamespace(
+        tree_cache=scheduler.tree, _build_decode_prefix_match=lambda request, result: len(result.device_indices)
+    )
+    for number, begin in enumerate((0, 50, 50)):
+        request = scheduler.request([1] * 50 + [2 + number] * 3)
+        assert DecodePreallocQueue._match_prefix_and_lock(queue, request) == begin
+        scheduler.receive(request)
+        if number == 0:
+            scheduler.finish(request)  # its prompt stays in the tree
+        else:
+            scheduler.running.append(request)
+    for _ in range(2):
+        scheduler.decode()
+        assert check(scheduler, tracker, scheduler.decode_batch()).forest.paths() == [[(0, 0, 50)], [(0, 0, 50)]]

@@ -19,16 +19,14 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.backend.test_backend import assert_same
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
-PATHS = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
-LENGTHS = [300, 265, 205, 9]
 ODD_HEADS = 24
 
 
 def hidden(**options: Any) -> Fixture:
     """A model of unsupported layers that it does not show: they are known after a step has called them."""
-    fixture = Fixture(PATHS, LENGTHS, head_dim=ODD_HEADS, **options)
+    fixture = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS, **options)
     fixture.runner.model = None
     return fixture
 
@@ -53,7 +51,7 @@ def test_a_model_that_shows_its_layers_gets_no_hooks(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-    runner = Fixture(PATHS, LENGTHS, head_dim=ODD_HEADS).runner
+    runner = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS).runner
     plugin_state.reset()
     with caplog.at_level(logging.WARNING):
         backend = factory.create_backend(runner, Settings(metrics=False))
@@ -95,21 +93,8 @@ def test_a_sealed_executor_without_layers_gives_way_at_once(monkeypatch: pytest.
     assert process_state(fixture.state)["refused"] == fallback_reasons.LATE_LAYER
 
 
-def test_hooks_that_are_off_call_sglang_alone() -> None:
-    fixture = hidden()
-    fixture.run()
-    grown(fixture)
-    fixture.run()
-    hooks, seen = fixture.state.handover_hooks, []
-    made = SimpleNamespace()
-    hooks.after_forward_batch_init(made, object, None, fixture.runner)  # would read the batch, which is None
-    hooks.around_forward(lambda runner, batch: seen.append((runner, batch)), fixture.runner, made)
-    assert seen == [(fixture.runner, made)]
-    assert vars(made) == {}
-
-
 def test_buffers_without_memory_end_packing_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
 
     def no_memory(*arguments: Any) -> int:
         raise torch.OutOfMemoryError
@@ -121,7 +106,7 @@ def test_buffers_without_memory_end_packing_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
     fixture.runner.model = None
     fixture.layers[0].logit_cap, fixture.layers[0].logit_capping_method = 30.0, "rational"
     for _ in range(3):

@@ -84,19 +84,6 @@ class TestEntry:
         assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
 
 
-@pytest.mark.parametrize("option", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
-def test_the_three_options_accept_the_name(option: str) -> None:
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    entry.register()
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    parsed = parser.parse_args(["--model-path", "m", option, "prefixpack"])
-    assert getattr(parsed, option.removeprefix("--").replace("-", "_")) == "prefixpack"
-
-
 class TestTreeCore:
     @pytest.fixture
     def core(self, monkeypatch: pytest.MonkeyPatch) -> type:

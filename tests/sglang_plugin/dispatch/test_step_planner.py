@@ -17,11 +17,9 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind, StepDecisi
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 from tests.sglang_plugin.gpu_fixture import GpuFixture
 
-SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
-LENGTHS = [300, 265, 205, 9]
 PLUGIN = str(Path(sgl_prefix_attn.__file__).parent / "sglang_plugin")
 
 

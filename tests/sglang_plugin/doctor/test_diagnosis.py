@@ -96,6 +96,9 @@ def test_a_server_in_wrap_mode_and_one_under_our_name(models: dict[str, Path]) -
         (["--attention-backend", "flex_attention"], WRAP, NOT_WRAPPABLE, False),
         (["--disable-radix-cache"], WRAP, reasons.NO_RADIX_CACHE, True),
         (["--enable-two-batch-overlap"], WRAP, reasons.TWO_BATCH_OVERLAP, True),
+        ([], {**WRAP, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"}, reasons.UNKNOWN_TREE, True),
+        (NAME, {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}, reasons.UNKNOWN_TREE, True),
+        (["--disaggregation-mode", "decode"], WRAP, reasons.NO_RADIX_CACHE, False),
         ([], {**WRAP, "SGLANG_USE_HND_KVCACHE": "1"}, reasons.KV_LAYOUT, True),
         ([], {**WRAP, "PREFIXPACK_PACK_DECODE": "0"}, reasons.DISABLED, True),
         ([], {**WRAP, "PREFIXPACK_ROUTE": "stock"}, reasons.DISABLED, True),
@@ -108,6 +111,17 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(
     assert found.steps["decode"].reason == reason
     assert found.changes[0].reason == reason
     assert (found.after is not None and found.after.steps["decode"].reason is None) == helps
+
+
+@pytest.mark.parametrize("arguments", [["--disaggregation-mode", "prefill"], ["--is-embedding"]])
+@pytest.mark.parametrize("way", [["--attention-backend", "torch_native"], ["--attention-backend", "prefixpack"]])
+def test_a_server_that_only_prefills(models: dict[str, Path], arguments: list[str], way: list[str]) -> None:
+    found = diagnosis(models["llama"], *arguments, *way, **WRAP)
+    assert {mode for mode, answer in found.steps.items() if answer.reason != NO_SUCH_STEPS} == {"extend"}
+    assert found.steps["extend"].reason is None  # on a CPU
+    found = diagnosis(models["llama"], *arguments, *way, **WRAP, PREFIXPACK_PACK_EXTEND="0")
+    assert found.steps["extend"].reason == reasons.PREFILL_ONLY
+    assert found.changes == []
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LAYERS
-from tests.sglang_plugin.gpu_fixture import (
-    assert_same,
-    decode,
-    extend,
-    out_of_memory,
-)
+from tests.sglang_plugin.gpu_fixture import assert_same, decode, extend, out_of_memory
 
 
 class TestEagerSteps:

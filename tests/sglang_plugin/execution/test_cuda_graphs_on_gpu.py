@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.execution import test_fp8_kv as fp8
-from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture, assert_same, graphs
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture, assert_same, first_of, graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,10 +60,7 @@ def test_replays_with_other_members_and_without_paths(kernels: kernel_set.Kernel
 
 def test_a_smaller_batch_in_a_larger_graph(kernels: kernel_set.Kernels) -> None:
     fixture = graphs(2, 8, kernels=kernels)
-    two = SimpleNamespace(**vars(fixture.batch))
-    two.batch_size = 2
-    for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
-        setattr(two, name, getattr(fixture.batch, name)[:2])
+    two = first_of(fixture.batch, 2)
     step = StepPaths(PrefixForest.from_paths(SHARED[:2]), "decode", 2, 2)
     for size in (2, 8):
         out = fixture.graphs.replay(Handed(step, two.req_pool_indices, two.seq_lens_cpu), two, size)

@@ -25,6 +25,7 @@ from tests.sglang_plugin.gpu_fixture import (
     GpuFixture,
     assert_same,
     decode,
+    first_of,
     graphs,
     out_of_memory,
 )
@@ -48,10 +49,7 @@ class TestDecodeGraphs:
         fixture = graphs(4)
         fixture.graphs.replay()
         fewer = GpuFixture(SHARED[:2], LENGTHS[:2])
-        two = SimpleNamespace(**vars(fixture.batch))
-        two.batch_size = 2
-        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
-            setattr(two, name, getattr(fixture.batch, name)[:2])
+        two = first_of(fixture.batch, 2)
         out = fixture.graphs.replay(Handed(fewer.step, two.req_pool_indices, two.seq_lens_cpu), two)
         assert_same(out, [rows[:2] for rows in fixture.run_stock()])
         assert fixture.device_step.loads[-1].num_requests == 2
@@ -142,11 +140,7 @@ class TestDecodeGraphs:
 
     def test_an_idle_rank_replays_padding_only(self) -> None:
         fixture = graphs(4)
-        idle = SimpleNamespace(**vars(fixture.batch))
-        idle.batch_size, idle.forward_mode = 0, ForwardMode.IDLE
-        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
-            setattr(idle, name, getattr(fixture.batch, name)[:0])
-        fixture.graphs.replay(NOTHING, idle, size=4)
+        fixture.graphs.replay(NOTHING, first_of(fixture.batch, 0), size=4)
         assert fixture.device_step.prepared > 1
         assert all(output.isfinite().all() for output in fixture.graphs.graph(4)[1])
 

@@ -13,13 +13,10 @@ from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import triton_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from sgl_prefix_attn.testing.reference import reference_attention
-from tests.sglang_plugin.fixture import HEAD_DIM, KV_HEADS, Q_HEADS, Fixture
+from tests.sglang_plugin.fixture import HEAD_DIM, KV_HEADS, LENGTHS, SHARED, Fixture
 from tests.sglang_plugin.gpu_fixture import DTYPE, GpuFixture, host_kernels
 
 E4M3 = torch.float8_e4m3fn
-SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 200)], []]
-LENGTHS = [300, 265, 205, 9]
 NEW_TOKENS = {"decode": None, "extend": [4, 1, 5, 9]}
 SCALES = [KvScales(0.5, 3.0), KvScales(2.5, 0.3)]  # by layer
 
@@ -45,18 +42,7 @@ def give_scales(fixture: Fixture) -> Fixture:
 
 def expected(fixture: Fixture, scales: list[KvScales]) -> list[torch.Tensor]:
     """Dense attention over what the pool holds, by layer."""
-    pool, outputs = fixture.pool, []
-    for layer, (k_scale, v_scale) in zip(fixture.layers, scales, strict=True):
-        q = fixture.qkv(layer)[0].cpu()
-        out, _ = reference_attention(
-            q.view(len(q), Q_HEADS, -1), pool.get_key_buffer(layer.layer_id).cpu(),
-            pool.get_value_buffer(layer.layer_id).cpu(), req_to_token=fixture.rows.req_to_token.cpu(),
-            req_pool_indices=fixture.batch.req_pool_indices.cpu(), seq_lens=fixture.batch.seq_lens_cpu,
-            query_lens=fixture.query_lens or [1] * len(fixture.seq_lens),
-            scale=layer.scaling, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
-        outputs.append(out.flatten(1))
-    return outputs
+    return [fixture.dense(layer, k_scale=k, v_scale=v) for layer, (k, v) in zip(fixture.layers, scales, strict=True)]
 
 
 def assert_same(packed: list[torch.Tensor], dense: list[torch.Tensor]) -> None:

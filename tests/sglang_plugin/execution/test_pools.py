@@ -26,7 +26,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.routing.profiles import write_profile
 from tests.sglang_plugin import gpu_fixture
 from tests.sglang_plugin.backend.test_backend import assert_same, decode, extend, mixed
-from tests.sglang_plugin.fixture import LAYERS, Fixture
+from tests.sglang_plugin.fixture import LAYERS
 from tests.sglang_plugin.gpu_fixture import DecodeGraphs, GpuFixture
 
 WINDOW = 64
@@ -120,22 +120,7 @@ class TestFamilies:
         out = fixture.backend.forward(*fixture.qkv(layer), layer, fixture.batch, sinks=sinks)
         assert fixture.fallbacks == {}
         assert fixture.device_step.attended == 1
-        torch.testing.assert_close(out, with_sinks(fixture, layer, sinks), rtol=2e-2, atol=2e-2)
-
-
-def with_sinks(fixture: Fixture, layer: Any, sinks: torch.Tensor) -> torch.Tensor:
-    """Decode attention with sinks in fp32, request by request."""
-    rows = []
-    q = fixture.qkv(layer)[0].float().view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    for row, length in enumerate(fixture.seq_lens):
-        slots = fixture.rows.req_to_token[row + 1, :length].long()
-        group = layer.tp_q_head_num // layer.tp_k_head_num
-        k = fixture.pool.get_key_buffer(layer.layer_id)[slots].float().repeat_interleave(group, 1)
-        v = fixture.pool.get_value_buffer(layer.layer_id)[slots].float().repeat_interleave(group, 1)
-        scores = torch.einsum("hd,khd->hk", q[row], k) * layer.scaling
-        weights = torch.cat([scores, sinks.float()[:, None]], 1).softmax(1)[:, :-1]
-        rows.append(torch.einsum("hk,khd->hd", weights, v).flatten())
-    return torch.stack(rows).to(torch.bfloat16)
+        torch.testing.assert_close(out.double(), fixture.dense(layer, sinks=sinks.float()), rtol=2e-2, atol=2e-2)
 
 
 class TestGraphs:
@@ -204,10 +189,7 @@ class TestRefusedPools:
         [
             (pool_named("UnifiedMHATokenToKVPool"), reasons.VIRTUAL_SLOTS),
             (pool_named("UnifiedSWAKVPool", full_kv_pool=pool_named("UnifiedMHATokenToKVPool")), reasons.VIRTUAL_SLOTS),
-            (
-                pool_named("HybridLinearKVPool", full_kv_pool=pool_named("UnifiedPool")),
-                reasons.VIRTUAL_SLOTS,
-            ),
+            (pool_named("HybridLinearKVPool", full_kv_pool=pool_named("UnifiedPool")), reasons.VIRTUAL_SLOTS),
             (pool_named("PageMajorMHATokenToKVPool"), reasons.KV_LAYOUT),
             (pool_named("HiSparseMHAMainPool"), reasons.KV_LAYOUT),
             (pool_named("NoOpMHATokenToKVPool"), reasons.KV_LAYOUT),

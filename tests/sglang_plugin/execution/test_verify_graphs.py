@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.routing import conservative
@@ -20,10 +19,9 @@ from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from sgl_prefix_attn.testing.reference import reference_attention
 from tests.cuda.cases import random_tree
 from tests.sglang_plugin.fixture import tree_masks
-from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
+from tests.sglang_plugin.gpu_fixture import DTYPE, LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same, first_of
 
 on_gpu = pytest.param(
     True,
@@ -85,24 +83,14 @@ class Verify(GpuFixture):
 
     def expected(self) -> list[torch.Tensor]:
         """Dense attention over the KV of the last step."""
-        assert self.query_lens is not None
-        outputs = []
-        for layer in self.layers:
-            q = self.qkv(layer)[0].cpu()
-            out, _ = reference_attention(
-                q.view(len(q), layer.tp_q_head_num, -1),
-                self.pool.get_key_buffer(layer.layer_id).cpu(),
-                self.pool.get_value_buffer(layer.layer_id).cpu(),
-                req_to_token=self.rows.req_to_token.cpu(),
-                req_pool_indices=self.batch.req_pool_indices.cpu(),
-                seq_lens=torch.tensor(self.seq_lens),
-                query_lens=self.query_lens,
-                scale=layer.scaling,
-                visible=self.words,
-                dtype=torch.float32,
-            )
-            outputs.append(out.flatten(1).to(self.tensors, q.dtype))
-        return outputs
+        outputs = [self.dense(layer, visible=self.words, dtype=torch.float32) for layer in self.layers]
+        return [output.to(self.tensors, DTYPE) for output in outputs]
+
+    def assert_mask_ends(self) -> None:
+        """The mask of trees is large: nothing of ours keeps it."""
+        mask = weakref.ref(self.batch.spec_info.custom_mask)
+        self.batch.spec_info.custom_mask = None
+        assert mask() is None
 
 
 @DEVICES
@@ -116,6 +104,7 @@ def test_a_replay(drafts: int, trees: bool, gpu: bool) -> None:
     # Rows of many drafts fill a tile by themselves, and four requests hardly gain by sharing one.
     assert drafts > 8 or fixture.state.counters.kv_tokens_read < fixture.state.counters.kv_tokens_per_request
     assert fixture.stock.graph_calls == ["state 4"]
+    fixture.assert_mask_ends()
 
 
 @DEVICES
@@ -125,16 +114,7 @@ def test_an_eager_step(trees: bool, gpu: bool) -> None:
     assert_same(fixture.run(), fixture.expected())
     assert fixture.fallbacks == {}
     assert fixture.state.counters.steps_packed["verify"] == 1
-
-
-@DEVICES
-@pytest.mark.parametrize("sizes", [(), (4,)], ids=["eager", "graph"])
-def test_the_mask_of_trees_ends_with_the_step(sizes: tuple[int, ...], gpu: bool) -> None:
-    fixture = Verify(4, *sizes, trees=True, gpu=gpu)
-    assert_same(fixture.graphs.replay() if sizes else fixture.run(), fixture.expected())
-    mask = weakref.ref(fixture.batch.spec_info.custom_mask)
-    fixture.batch.spec_info.custom_mask = None
-    assert mask() is None
+    fixture.assert_mask_ends()
 
 
 @DEVICES
@@ -156,26 +136,18 @@ def test_without_paths_requests_are_read_one_by_one(trees: bool, gpu: bool) -> N
 
 @DEVICES
 @TREES
-def test_steps_that_accept_different_numbers_of_drafts(trees: bool, gpu: bool) -> None:
-    fixture = Verify(4, 4, trees=trees, gpu=gpu)
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        assert_same(fixture.graphs.replay(), fixture.expected())
-        fixture.accept(rng.integers(1, 5, len(LENGTHS)).tolist())
-    assert fixture.fallbacks == {}
-
-
-@DEVICES
-@TREES
-def test_steps_of_which_the_host_knows_bounds_only(trees: bool, gpu: bool) -> None:
-    """The batch has no lengths in host memory; what is handed over lags behind, plus the drafts of a step."""
+@pytest.mark.parametrize("bounds", [False, True], ids=["lengths", "bounds"])
+def test_steps_that_accept_different_numbers_of_drafts(bounds: bool, trees: bool, gpu: bool) -> None:
+    """bounds: the batch has no lengths in host memory; what is handed over lags behind, plus the drafts of a step."""
     fixture = Verify(4, 4, trees=trees, gpu=gpu)
     rng = np.random.default_rng(0)
     for _ in range(30):
         before = fixture.batch.seq_lens_cpu
         fixture.accept(rng.integers(1, 5, len(LENGTHS)).tolist())
-        fixture.batch.seq_lens_cpu = None
-        handed = fixture.handed._replace(seq_lens=before + 4, bounds=True)
+        handed = fixture.handed
+        if bounds:
+            fixture.batch.seq_lens_cpu = None
+            handed = handed._replace(seq_lens=before + 4, bounds=True)
         assert_same(fixture.graphs.replay(handed), fixture.expected())
         fixture.batch.seq_lens_cpu = fixture.handed.seq_lens
     assert fixture.fallbacks == {}
@@ -188,13 +160,10 @@ def test_steps_of_which_the_host_knows_bounds_only(trees: bool, gpu: bool) -> No
 def test_an_idle_rank_replays_padding_only(trees: bool, mask: bool, gpu: bool) -> None:
     """SGLang's verify input of a rank without requests has an empty mask, for which its graph runner puts its own."""
     fixture = Verify(4, 4, trees=trees, gpu=gpu)
-    idle = SimpleNamespace(**vars(fixture.batch))
-    idle.batch_size, idle.forward_mode = 0, ForwardMode.IDLE
+    idle = first_of(fixture.batch, 0)
     idle.spec_info = SimpleNamespace(**vars(fixture.batch.spec_info))
     if not mask:
         idle.spec_info.custom_mask = torch.ones(0, dtype=torch.bool, device=fixture.tensors)
-    for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
-        setattr(idle, name, getattr(fixture.batch, name)[:0])
     fixture.graphs.replay(NOTHING, idle, size=4)
     assert all(output.isfinite().all() for output in fixture.graphs.graph(4)[1])
 

@@ -104,10 +104,7 @@ class TestUnreadableTrees:
 
         scheduler = SmallScheduler("objects")
         params = CacheInitParams(
-            disable=True,
-            req_to_token_pool=scheduler.pool,
-            token_to_kv_pool_allocator=scheduler.allocator,
-            page_size=1,
+            disable=True, req_to_token_pool=scheduler.pool, token_to_kv_pool_allocator=scheduler.allocator, page_size=1
         )
         assert self.refused(ChunkCache(params)).reason == fallback_reasons.NO_RADIX_CACHE
         assert self.refused(SimpleNamespace(disable=True)).reason == fallback_reasons.NO_RADIX_CACHE

@@ -1,0 +1,209 @@
+"""The adapters of GPU kernels on the CPU: fake modules compute what they are told, and all have to agree."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sgl_prefix_attn.calibration.bench import DeviceLostError, cuda_kernels, measured_ways
+from sgl_prefix_attn.calibration.kernels import fixture, packed, stock, timing
+from sgl_prefix_attn.core.gpu import H200
+from sgl_prefix_attn.workloads import draw
+from tests.sglang_plugin.gpu_fixture import HostStep
+
+CPU = torch.device("cpu")
+STOCKS = ["fa3", "flashinfer", "triton"]
+
+
+def attend(q: Any, k: Any, v: Any, slots: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> torch.Tensor:
+    """Attention of each query over its KV slots."""
+    assert len(slots) == len(q) == len(out)
+    for row, used in enumerate(slots):
+        keys, values = (fixture.rows(cache, used.long()).movedim(0, 1) for cache in (k, v))
+        query = q[row].float()[:, None]
+        found = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
+        out[row] = found[:, 0].to(out.dtype)
+    return out
+
+
+def ragged(indptr: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    assert indptr.dtype == indices.dtype == torch.int32
+    return [indices[begin:end] for begin, end in itertools.pairwise(indptr.tolist())]
+
+
+class Wrapper:
+    """FlashInfer's. Index pointers on a device would cost a copy back."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, *, use_tensor_cores: bool) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+
+    def plan(self, indptr: Any, indices: Any, last: Any, *numbers: int, q_data_type: Any, kv_data_type: Any) -> None:
+        assert indptr.device.type == last.device.type == "cpu"
+        assert last.tolist() == [1] * (len(indptr) - 1)
+        self.slots, self.numbers, self.types = ragged(indptr, indices), numbers, (q_data_type, kv_data_type)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        _, page_size, kv_heads, head_dim = kv[0].shape
+        assert (q.shape[1], kv_heads, head_dim, page_size) == self.numbers
+        assert (q.dtype, kv[0].dtype) == self.types
+        return attend(q, kv[0].flatten(0, 1), kv[1].flatten(0, 1), self.slots, head_dim**-0.5, out)
+
+
+def flash_attention(*, q: Any, k_cache: Any, v_cache: Any, page_table: Any, out: Any, **call: Any) -> tuple[Any, ...]:
+    """sgl-kernel's FlashAttention 3."""
+    size, metadata = k_cache.shape[1], call["scheduler_metadata"]
+    assert call["cu_seqlens_q"].tolist() == list(range(len(q) + 1))
+    if metadata is not None:
+        shape = tuple(metadata[name] for name in ("batch_size", "num_heads", "num_heads_k", "headdim", "page_size"))
+        assert shape == (len(q), q.shape[1], k_cache.shape[2], q.shape[2], size)
+    slots = [
+        (pages[:, None] * size + torch.arange(size)).flatten()[:length]
+        for pages, length in zip(page_table, call["cache_seqlens"].tolist(), strict=True)
+    ]
+    return attend(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), slots, call["softmax_scale"], out), None
+
+
+class CountSplits:
+    """SGLang's Triton kernel, which is launched on a grid."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda splits, lens, requests, *rest, **more: splits.fill_(1)
+
+
+def split_decode(q: Any, k: Any, v: Any, out: Any, indptr: Any, indices: Any, partials: Any, *rest: Any) -> None:
+    lse, splits, most, scale, *_ = rest
+    assert partials.shape == (*q.shape[:2], most, q.shape[2])
+    assert (lse.shape, splits.tolist()) == (partials.shape[:3], [1] * len(q))
+    assert indices.dtype == torch.int64  # offsets of 32 bits overflow in large pools
+    attend(q, k, v, ragged(indptr, indices.int()), scale, out)
+
+
+class Graph:
+    """A CUDA graph, and with `Event` the clock of its device: an event takes 1 ms, a launch of `Graph.launch` 2 ms."""
+
+    now = 0.0
+
+    @staticmethod
+    def launch() -> None:
+        Graph.now += 2.0
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self.begin = Graph.now
+
+    def capture_end(self) -> None:
+        self.ms, Graph.now = Graph.now - self.begin, self.begin
+
+    def replay(self) -> None:
+        Graph.now += self.ms
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Graph.now
+        Graph.now += 1.0
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Stand-ins for the device, for our kernels, and for the packages of the others."""
+    ours = {"Stream": lambda device: None, "stream": contextlib.nullcontext, "CUDAGraph": Graph, "Event": Event}
+    properties = SimpleNamespace(multi_processor_count=132)
+    for name, value in (
+        ours | {"synchronize": lambda device: None, "get_device_properties": lambda _: properties}
+    ).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(stock, "WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(stock, "_workspaces", {})
+    monkeypatch.setattr(packed, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(packed, "code_capability", lambda device: 90)
+    monkeypatch.setattr(packed.PrefixPack, "step_class", HostStep)
+    fa3 = SimpleNamespace(get_scheduler_metadata=lambda **call: call, flash_attn_with_kvcache=flash_attention)
+    kernels = "sglang.kernels.ops.attention"
+    for name, module in {
+        "flashinfer": SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper),
+        "sgl_kernel": SimpleNamespace(flash_attn=fa3),
+        "sgl_kernel.flash_attn": fa3,
+        "triton": SimpleNamespace(next_power_of_2=lambda count: 1 << (count - 1).bit_length()),
+        f"{kernels}.decode_attention": SimpleNamespace(decode_attention_fwd=split_decode),
+        f"{kernels}.metadata": SimpleNamespace(get_num_kv_splits_triton=CountSplits()),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 1), ("bf16", 16), ("fp8_e4m3", 1)])
+@pytest.mark.parametrize("family", ["rollouts", "ragged"])
+def test_all_kernels_compute_the_same_batch(family: str, kv_dtype: str, page_size: int) -> None:
+    notes: list[str] = []
+    kernels = cuda_kernels(CPU, fixture.KV_DTYPES[kv_dtype], STOCKS, "native", notes.append)
+    assert [note.split(":")[0] for note in notes] == ["fa3 is left out"] * (kv_dtype != "bf16")
+    case = draw(3, family, (8, 2), 64, most_unique_bytes=1e6).with_pages(page_size)
+    pool = fixture.KvPool(case.slots(page_size) * 2 * 64, CPU, fixture.KV_DTYPES[kv_dtype])
+    tensors = fixture.Fixture(case, pool, CPU, page_size=page_size)
+    found = measured_ways(kernels, tensors, timing.Timer(CPU, flush_bytes=64), 3)
+    names = ["prefixpack", "flashinfer_decode_tc", "flashinfer_decode_cc", "triton", *(["fa3"] if not notes else [])]
+    assert found == {name: {"cold_us": 1000.0} for name in names}, "of the two events"
+    facts = kernels[0].facts()
+    assert sum(facts["tile_rows"].values()) == facts["items"] > 0
+    assert case.unique_tokens // 2 < facts["kv_tokens_packed"] <= sum(case.seq_lens)
+
+
+def test_what_fails_or_computes_something_else_has_no_time(gpu: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("no")
+
+    case = draw(3, "rollouts", (8, 2), 64, most_unique_bytes=1e6)
+    tensors = fixture.Fixture(case, fixture.KvPool(case.slots(1) * 2 * 64, CPU), CPU)
+    gpu.setattr(sys.modules["sgl_kernel.flash_attn"], "get_scheduler_metadata", fail)
+    gpu.setattr(stock.Decode, "plan", fail)
+    ours, *others = cuda_kernels(CPU, torch.bfloat16, STOCKS, "native", print)
+    others[-1].run = lambda: others[-1].fixture.out.fill_(2.0)
+    timer = timing.Timer(CPU, flush_bytes=64)
+    assert measured_ways([ours, *others], tensors, timer, 3) == {
+        "prefixpack": {"cold_us": 1000.0},
+        "fa3": {"cold_us": 1000.0},  # without its metadata
+        "flashinfer_decode_tc": {"failed": "ValueError: no"},
+        "flashinfer_decode_cc": {"failed": "ValueError: no"},
+        "triton": {"failed": "the result differs from ours"},
+    }
+    gpu.setattr(timer, "device_is_lost", lambda: True)
+    with pytest.raises(DeviceLostError, match="flashinfer_decode_tc: ValueError: no"):
+        measured_ways([ours, others[1]], tensors, timer, 3)
+    gpu.setattr(ours, "bind", lambda tensors: [])
+    assert measured_ways([ours], tensors, timer, 3)["prefixpack"]["failed"] == "the kernel does not take this batch"
+
+
+def test_packages_that_are_missing_are_said(gpu: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    gpu.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ValueError, match="none of the stock kernels flashinfer can run here"):
+        cuda_kernels(CPU, torch.bfloat16, ["flashinfer"], "native", notes.append)
+    assert [note.partition(" is left out: ModuleNotFoundError")[1] != "" for note in notes] == [True, True]
+    with pytest.raises(ValueError, match="the packed kernels cannot run here"):
+        cuda_kernels(CPU, torch.float32, STOCKS, "native", notes.append)
+
+
+def test_times_are_those_of_the_devices_clock(gpu: pytest.MonkeyPatch) -> None:
+    timer = timing.Timer(CPU, flush_bytes=64, effort=timing.Effort(launches=3))
+    times = timer.measure(lambda: None, Graph.launch)
+    assert (times.cold_us, times.warm_us, times.replays) == (3000.0, 2250.0, 20), "events, and one or four launches"
+    assert (times.cold_spread, times.as_dict()["cold_us"]) == (0.0, 3000.0)
+    assert (timer.quick(Graph.launch), timer.graph_floor_us()) == (3000.0, 1000.0)
+    assert timing.copy_bandwidth(CPU, 1 << 10) == pytest.approx(2 * 1024 / 1e-3)
+    gpu.setattr(torch.cuda, "synchronize", lambda device: (_ for _ in ()).throw(RuntimeError("illegal access")))
+    assert timer.device_is_lost()
