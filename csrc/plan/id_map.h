@@ -1,4 +1,4 @@
-// A hash map from ids to table indices, in one piece of memory.
+// A hash map from ids to table indices, in contiguous memory.
 #pragma once
 
 #include <cstddef>

@@ -4,9 +4,9 @@
 #include <limits>
 #include <numeric>
 
-#include "plan/buffer.h"
 #include "plan/packing_nodes.h"
 #include "plan/plan.h"
+#include "plan/scratch_buffer.h"
 
 namespace prefixpack {
 
@@ -171,7 +171,7 @@ class Packer {
       *next++ = {along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request};
     }
     if (num_single > 0) {
-      // The price of a one-token tail is linear in its length, so all gain the same.
+      // The cost of a one-token tail is linear in its length, so all gain the same.
       const double longer = cost_.tile(1).first_read * (end - begin) + apart_above;
       apart += nodes_[node].single_tail_cost + longer * num_single;
       *next++ = {(longer - 2 * partial) * num_single, num_single, -1};
@@ -355,15 +355,15 @@ class Packer {
   const Forest* forest_ = nullptr;
   BatchLens lens_{};
   std::vector<PackingNode> nodes_;
-  Buffer<Child> children_;
-  Buffer<double> best_;            // cost of every node in every state
-  Buffer<Choice> choices_;         // a stack: those of the node at hand begin at choices_begin_
-  Buffer<int32_t> ranking_;        // of choices_, in a stack of the same shape
-  Buffer<int32_t> backwards_;      // num_nodes - 1 .. 0: its ends are the rankings of alike choices
-  const int32_t* rank_ = nullptr;  // ranking of choices()
+  ScratchBuffer<Child> children_;
+  ScratchBuffer<double> best_;        // cost of every node in every state
+  ScratchBuffer<Choice> choices_;     // a stack: those of the node at hand begin at choices_begin_
+  ScratchBuffer<int32_t> ranking_;    // of choices_, in a stack of the same shape
+  ScratchBuffer<int32_t> backwards_;  // num_nodes - 1 .. 0: its ends are the rankings of alike choices
+  const int32_t* rank_ = nullptr;     // ranking of choices()
   int32_t choices_begin_ = 0, num_choices_ = 0;
   bool alike_ = false;  // choices() are children with the same gain and number of queries
-  Buffer<Pack> packs_;
+  ScratchBuffer<Pack> packs_;
   Pack* next_pack_ = nullptr;
   int32_t* next_request_ = nullptr;
   int32_t next_query_ = 0;

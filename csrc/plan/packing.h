@@ -35,7 +35,7 @@ struct BatchLens {
 };
 
 // Dynamic program over (node, first node of the pack that reaches it), children chosen by saving per row.
-// PAT's algorithm 1 decides the same question greedily with a constant price of a partial.
+// PAT's algorithm 1 decides the same question greedily with a constant cost of a partial.
 Packing pack_forest(const Forest& forest, const BatchLens& lens, const CostModel& cost);
 
 class Packer;

@@ -27,7 +27,7 @@ Schedule Scheduler::make(const Forest& forest, const BatchLens& lens, const Pack
   count_tokens(forest, lens);
   count_partials(packing.packs);
   choose_tiles(packing.packs, lens);
-  count_pieces();
+  count_splits();
   place_combines();
   take_slots();
   order_queue();
@@ -95,7 +95,7 @@ void Scheduler::count_partials(const std::vector<Pack>& packs) {
   }
 }
 
-// Narrow items that do not keep every worker busy may be done sooner by whole workers, in fewer pieces. Where wide
+// Narrow items that do not keep every worker busy may be done sooner by whole workers, in fewer splits. Where wide
 // tiles leave workers idle, narrower ones read the same KV at once, from the cache, and may be done sooner; but a
 // plan never reads more than requests by themselves would.
 void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& lens) {
@@ -127,14 +127,14 @@ void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& le
 }
 
 // Adds the partials that splitting brings.
-void Scheduler::count_pieces() {
+void Scheduler::count_splits() {
   num_items_ = tiling_->size();
   for (int32_t i : tiling_->splittable()) {
     const Tile* const lead = tiling_->begin() + i;
-    const int32_t pieces = lead->first_of_pack ? tiling_->pieces(*lead) : 1;
-    if (pieces == 1) continue;
+    const int32_t splits = lead->first_of_pack ? tiling_->splits(*lead) : 1;
+    if (splits == 1) continue;
     const Tile* const after = tiling_->pack_end(lead);
-    const int32_t more = Tiling::num_pieces(*lead, pieces) - 1;
+    const int32_t more = Tiling::num_splits(*lead, splits) - 1;
     int32_t* const partials = partials_.data() + lead->item.query_begin;
     for (int32_t i = 0, queries = queries_of(lead, after); i < queries; ++i) partials[i] += more;
     num_items_ += more * (after - lead);
@@ -164,7 +164,7 @@ void Scheduler::place_combines() {
   plan_.combine_offset[combines] = slots;
 }
 
-// Slots are dealt pack by pack and, in a pack, piece by piece: so a query's slots ascend with its KV positions.
+// Slots are dealt pack by pack and, in a pack, split by split: so a query's slots ascend with its KV positions.
 void Scheduler::take_slots() {
   queue_.make_room(tiling_->size());
   QueuedPack* queued = queue_.data();
@@ -174,15 +174,15 @@ void Scheduler::take_slots() {
   longest_open_tokens_ = 0;
   for (const Tile *lead = tiling_->begin(), *end = tiling_->end(); lead != end;) {
     const Tile* const after = tiling_->pack_end(lead);
-    const int32_t pieces = tiling_->pieces(*lead), begin = lead->item.query_begin;
-    const double key = tiling_->piece_seconds(*lead, pieces);
-    *queued = {lead, key, 0, kWriteThrough, pieces, static_cast<int32_t>(after - lead)};
+    const int32_t splits = tiling_->splits(*lead), begin = lead->item.query_begin;
+    const double key = tiling_->split_seconds(*lead, splits);
+    *queued = {lead, key, 0, kWriteThrough, splits, static_cast<int32_t>(after - lead)};
     if (next[begin] >= 0) {
       queued->slot_begin = num_slots;
-      if (pieces == 1 && lead->item.query_count == 1 && after == lead + 1) {  // most tiles
+      if (splits == 1 && lead->item.query_count == 1 && after == lead + 1) {  // most tiles
         slots[next[begin]++] = num_slots++;
       } else {
-        num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_pieces(*lead, pieces), num_slots);
+        num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_splits(*lead, splits), num_slots);
       }
     }
     ++queued;
@@ -200,10 +200,10 @@ void Scheduler::take_slots() {
   longest_open_ = longest_open;
 }
 
-int32_t Scheduler::fill_slots(int32_t query_begin, int32_t queries, int32_t pieces, int32_t slot) {
+int32_t Scheduler::fill_slots(int32_t query_begin, int32_t queries, int32_t splits, int32_t slot) {
   int32_t* const next = combine_next_.data() + query_begin;
   int32_t* const slots = plan_.combine_slot.data();
-  for (int32_t piece = 0; piece < pieces; ++piece) {
+  for (int32_t split = 0; split < splits; ++split) {
     for (int32_t i = 0; i < queries; ++i) slots[next[i]++] = slot++;
   }
   return slot;
@@ -240,20 +240,20 @@ void Scheduler::list_items() {
   WorkItem* next = plan_.items.data();
   for (size_t i = 0; i < num_queued_; ++i) {
     const QueuedPack& queued = queue_[order_[i]];
-    if (queued.pieces == 1 && queued.tiles == 1) {
+    if (queued.splits == 1 && queued.tiles == 1) {
       *next = queued.lead->item;
       next->slot_begin = queued.slot_begin;
       ++next;
     } else {
-      next = list_pieces(queued, next);
+      next = list_splits(queued, next);
     }
   }
 }
 
 // Tiles of a pack are split as the first of them is, and those that read the same KV stand side by side.
-WorkItem* Scheduler::list_pieces(const QueuedPack& queued, WorkItem* next) {
+WorkItem* Scheduler::list_splits(const QueuedPack& queued, WorkItem* next) {
   const Tile* const lead = queued.lead;
-  const int32_t length = Tiling::piece_length(*lead, queued.pieces);
+  const int32_t length = Tiling::split_length(*lead, queued.splits);
   const int32_t kv_begin = lead->item.kv_begin, kv_end = kv_begin + lead->tokens;
   int32_t slot = queued.slot_begin;
   for (int32_t begin = kv_begin; begin < kv_end; begin += length) {

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/buffer.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
+#include "plan/scratch_buffer.h"
 #include "plan/tiling.h"
 
 namespace prefixpack {
@@ -34,23 +34,23 @@ class Scheduler {
   // Tiles that are split alike, on their way into the queue: those of a pack, or one of a request's own tail.
   struct QueuedPack {
     const Tile* lead;  // the first of them
-    double key;        // seconds of a piece of that tile: what the queue is ordered by
+    double key;        // seconds of a split of that tile: what the queue is ordered by
     int32_t place;
     int32_t slot_begin;  // of its first item, or kWriteThrough
-    int32_t pieces, tiles;
+    int32_t splits, tiles;
   };
 
   void list_queries(const Forest& forest, const BatchLens& lens, const std::vector<int32_t>& request_order);
   void count_tokens(const Forest& forest, const BatchLens& lens);
   void count_partials(const std::vector<Pack>& packs);
   void choose_tiles(const std::vector<Pack>& packs, const BatchLens& lens);
-  void count_pieces();
+  void count_splits();
   void place_combines();
   void take_slots();
-  int32_t fill_slots(int32_t query_begin, int32_t queries, int32_t pieces, int32_t slot);
+  int32_t fill_slots(int32_t query_begin, int32_t queries, int32_t splits, int32_t slot);
   void order_queue();
   void list_items();
-  WorkItem* list_pieces(const QueuedPack& queued, WorkItem* next);
+  WorkItem* list_splits(const QueuedPack& queued, WorkItem* next);
   int32_t growth_limit(int32_t num_requests) const;
 
   const CostModel& cost_;
@@ -59,8 +59,8 @@ class Scheduler {
   std::vector<int32_t> partials_;                // of every query
   std::vector<int32_t> combine_next_;
   int64_t num_partials_ = 0;  // of all queries, by the packs alone
-  Buffer<QueuedPack> queue_;
-  Buffer<int32_t> order_;  // into queue_
+  ScratchBuffer<QueuedPack> queue_;
+  ScratchBuffer<int32_t> order_;  // into queue_
   size_t num_queued_ = 0, num_items_ = 0;
   double longest_ = 0, longest_open_ = 0;
   int32_t longest_open_tokens_ = 0;

@@ -30,7 +30,7 @@ size_t SplitClasses::class_of(uint64_t key, int32_t combine_row_steps) {
 void SplitClasses::finish_adding() {
   for (Class& like : classes_) {
     const double share = 1.0 / static_cast<double>(like.tiles);
-    like.mean.duration = std::min(like.mean.duration * share, like.longest);  // rounding adds no piece
+    like.mean.duration = std::min(like.mean.duration * share, like.longest);  // rounding adds no split
     like.mean.work *= share;
     like.mean.partial *= share;
     like.streaming *= share;
@@ -42,9 +42,9 @@ bool SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const
   bool changed = longest_ < 0;
   longest_ = longest;
   for (Class& like : classes_) {
-    const int32_t pieces = split_pieces(like.mean.duration, like.mean.tokens, longest);
-    changed |= pieces != like.pieces;
-    like.pieces = pieces;
+    const int32_t splits = splits_needed(like.mean.duration, like.mean.tokens, longest);
+    changed |= splits != like.splits;
+    like.splits = splits;
   }
   if (!changed) return false;
   bins_ = others;
@@ -52,9 +52,9 @@ bool SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const
   const int64_t heads = cost.kv_heads();
   for (const Class& like : classes_) {
     const SplittableTile& tile = like.mean;
-    const int32_t pieces = like.pieces;
-    bins_.add(pieces == 1 ? tile.work : like.streaming / pieces + tile.partial, like.tiles * heads * pieces);
-    const int32_t partials = tile.partials + pieces - 1;
+    const int32_t splits = like.splits;
+    bins_.add(splits == 1 ? tile.work : like.streaming / splits + tile.partial, like.tiles * heads * splits);
+    const int32_t partials = tile.partials + splits - 1;
     if (partials > 1) combine_ = std::max(combine_, cost.combine(tile.combine_row_steps, partials, narrow));
   }
   return true;

@@ -1,4 +1,4 @@
-// Tiles that may be split over their KV range, in classes of like tiles, so that every choice of a split is priced
+// Tiles that may be split over their KV range, in classes of like tiles, so that every choice of a split is estimated
 // in the time of the classes, not of the tiles.
 #pragma once
 
@@ -13,21 +13,21 @@
 
 namespace prefixpack {
 
-constexpr int32_t kMinSplitTokens = 128;  // shorter pieces cost more in partials than they give in balance
+constexpr int32_t kMinSplitTokens = 128;  // shorter splits cost more in partials than they give in balance
 
-// Pieces of a tile so that none takes longer than `longest` seconds, if the pieces are long enough for that.
-inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
+// Splits of a tile so that none takes longer than `longest` seconds, unless they would be too short.
+inline int32_t splits_needed(double duration, int32_t tokens, double longest) {
   if (duration <= longest) return 1;
   const double wanted = duration / longest;
-  auto pieces = static_cast<int32_t>(wanted);
-  pieces += pieces < wanted;  // rounded up
-  return std::max(1, std::min(pieces, tokens / kMinSplitTokens));
+  auto splits = static_cast<int32_t>(wanted);
+  splits += splits < wanted;  // rounded up
+  return std::max(1, std::min(splits, tokens / kMinSplitTokens));
 }
 
 // Times in seconds of one worker for one KV head.
 struct SplittableTile {
   double duration;            // from beginning to end
-  double work;                // without the overhead, in one piece
+  double work;                // without the overhead, not split
   double partial;             // of one partial of each of its queries
   int32_t tokens;             // KV positions
   int32_t partials;           // of each query, if it is not split
@@ -55,7 +55,7 @@ class SplitClasses {
   }
   void finish_adding();
 
-  // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Returns whether the pieces are
+  // Cuts them into splits of at most `longest` seconds. bins() has these and `others`. Returns whether the splits are
   // not those of the last cut.
   bool cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
   const WorkTileBins& bins() const { return bins_; }
@@ -67,8 +67,8 @@ class SplitClasses {
     int64_t tiles;
     SplittableTile mean;  // of tokens and partials, the most
     double longest;       // duration
-    double streaming;     // mean work that is divided among pieces
-    int32_t pieces;       // of each tile at the last cut; 0: there was none
+    double streaming;     // mean work that is divided among splits
+    int32_t splits;       // of each tile at the last cut; 0: there was none
   };
   static constexpr size_t kPlaces = 1024, kMostClasses = kPlaces / 2;
 

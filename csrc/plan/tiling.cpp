@@ -11,7 +11,7 @@ namespace {
 constexpr int32_t kSplitAlignment = 16;
 constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
-// Even shares of a warp, or shortest pieces: a combine of so many partials takes a warp too long.
+// Even shares of a warp, or shortest splits: a combine of so many partials takes a warp too long.
 constexpr double kTooLongForWarps = 32;
 constexpr double kLongestCounted = 2;  // even shares of a worker: longer work tiles are counted as one kind
 // Longest work tiles that are tried, in even shares of a worker.
@@ -90,7 +90,7 @@ bool Tiling::choose_again(double worth) {
 }
 
 // Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin
-// and end sooner by kSameTime of the time. More pieces bring as much latency each.
+// and end sooner by kSameTime of the time. More splits bring as much latency each.
 double Tiling::least_finish_without_narrow() const {
   if (any_widened_) return 0;
   const double narrow_tiles = static_cast<double>(narrow_work_tiles_) / cost_->kv_heads();
@@ -201,15 +201,15 @@ void Tiling::widen_narrow_tiles(double longer_than) {
   longest_ = std::max(longest_tile_, longest_narrow);
 }
 
-int32_t Tiling::piece_length(const Tile& tile, int32_t pieces) {
-  if (pieces == 1) return tile.tokens;
-  const int32_t even = (tile.tokens + pieces - 1) / pieces;
+int32_t Tiling::split_length(const Tile& tile, int32_t splits) {
+  if (splits == 1) return tile.tokens;
+  const int32_t even = (tile.tokens + splits - 1) / splits;
   return (even + kSplitAlignment - 1) / kSplitAlignment * kSplitAlignment;
 }
 
-double Tiling::split_seconds(const Tile& tile, int32_t pieces) const {
+double Tiling::seconds_if_split(const Tile& tile, int32_t splits) const {
   const double partial = tile.item.query_count * partial_;
-  return (tile.seconds - tile.overhead - (tile.partials > 1 ? partial : 0.0)) / pieces + tile.overhead + partial;
+  return (tile.seconds - tile.overhead - (tile.partials > 1 ? partial : 0.0)) / splits + tile.overhead + partial;
 }
 
 // Tiles that some split concerns, in classes; the others in bins.
@@ -245,9 +245,9 @@ void Tiling::sort_out_splittable() {
 }
 
 // When the last worker is done and the last partials are combined. From `limit` on, any time that is not later.
-double Tiling::finish_time(const Split& split, double limit) {
-  const bool whole = splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
-  const bool narrow = splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
+double Tiling::finish_time(const SplitLimits& limits, double limit) {
+  const bool whole = splittable_whole_.cut(std::min(limits.whole, longest_tile_), false, *cost_, whole_);
+  const bool narrow = splittable_narrow_.cut(std::min(limits.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
   if (whole || narrow || last_finish_ < limit) {
     const double combine = std::max(splittable_whole_.combine(), splittable_narrow_.combine());
     const double until = (limit - combine) * (1 + kRounding);
@@ -257,10 +257,10 @@ double Tiling::finish_time(const Split& split, double limit) {
   return last_finish_;
 }
 
-// Chooses the split with which the last worker is done first. More pieces bring more partials, and estimates err, so a
+// Chooses the split with which the last worker is done first. More splits bring more partials, and estimates err, so a
 // finer split has to save something.
 void Tiling::choose_split(int32_t nearby) {
-  Split best{longest_, longest_};
+  SplitLimits best{longest_, longest_};
   double finish = finish_time(best, std::numeric_limits<double>::infinity());
   int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
@@ -271,9 +271,9 @@ void Tiling::choose_split(int32_t nearby) {
   for (int32_t i = first; i <= last && finish > kEvenEnough * even(); ++i) {
     const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
-    const Split split{candidate, std::min(best.narrow, candidate)};
-    const double limit = kWorthSplitting * finish, time = finish_time(split, limit);
-    if (time < limit) best = split, finish = time, chosen_share_ = i;
+    const SplitLimits limits{candidate, std::min(best.narrow, candidate)};
+    const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
+    if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {

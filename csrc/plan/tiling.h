@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/buffer.h"
 #include "plan/cost_model.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 #include "plan/queue_model.h"
+#include "plan/scratch_buffer.h"
 #include "plan/split_classes.h"
 
 namespace prefixpack {
@@ -68,22 +68,21 @@ class Tiling {
     while (first != end() && !first->first_of_pack);
     return first;
   }
-  int32_t pieces(const Tile& tile) const { return pieces(tile, is_narrow(tile) ? longest_narrow_ : longest_whole_); }
-  static int32_t piece_length(const Tile& tile, int32_t pieces);
-  // Pieces of that length; at times fewer than were asked for.
-  static int32_t num_pieces(const Tile& tile, int32_t pieces) {
-    return pieces == 1 ? 1 : (tile.tokens - 1) / piece_length(tile, pieces) + 1;
+  int32_t splits(const Tile& tile) const { return splits(tile, is_narrow(tile) ? longest_narrow_ : longest_whole_); }
+  static int32_t split_length(const Tile& tile, int32_t splits);
+  // Splits of that length; at times fewer than were asked for.
+  static int32_t num_splits(const Tile& tile, int32_t splits) {
+    return splits == 1 ? 1 : (tile.tokens - 1) / split_length(tile, splits) + 1;
   }
-  double piece_seconds(const Tile& tile, int32_t pieces) const {
-    return pieces == 1 ? tile.seconds : split_seconds(tile, pieces);
+  double split_seconds(const Tile& tile, int32_t splits) const {
+    return splits == 1 ? tile.seconds : seconds_if_split(tile, splits);
   }
-  double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.stretch; }
   double per_worker() const { return per_worker_; }
   // Whether narrow items are more work than the others.
   bool narrow_prevails() const { return narrow_ > total_ - narrow_; }
 
  private:
-  struct Split {
+  struct SplitLimits {
     double whole, narrow;  // longest work tile of either kind
   };
 
@@ -91,20 +90,20 @@ class Tiling {
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
   void choose(const Tiling* wider);
-  int32_t pieces(const Tile& tile, double longest) const { return split_pieces(tile.duration, tile.tokens, longest); }
+  int32_t splits(const Tile& tile, double longest) const { return splits_needed(tile.duration, tile.tokens, longest); }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
-  double split_seconds(const Tile& tile, int32_t pieces) const;
+  double seconds_if_split(const Tile& tile, int32_t splits) const;
   double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
   void sort_out_splittable();
-  double finish_time(const Split& split, double limit);
+  double finish_time(const SplitLimits& limits, double limit);
   // nearby: of kShares, the one near which splits are tried; -1: all are.
   void choose_split(int32_t nearby);
 
   const CostModel* cost_;
   double per_worker_, longest_overhead_, partial_;
-  Buffer<Tile> tiles_;
+  ScratchBuffer<Tile> tiles_;
   size_t num_tiles_ = 0;
   bool any_widened_ = false;         // of the narrow tiles
   std::vector<int32_t> splittable_;  // tiles that some choice splits

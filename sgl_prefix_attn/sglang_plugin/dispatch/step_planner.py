@@ -175,12 +175,13 @@ class StepPlanner:
                 self._router.stays_packed()
             return last
         paths = handed.step
-        if may_route and not isinstance(paths, str) and self._router.stays_stock(paths):
-            return STOCK_VARIANT if in_packed_graph else STOCK
         outcome: PackedStep | str | None
-        outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
-        if outcome is None and not isinstance(paths, str):
-            outcome = self._plan(paths, handed, forward_batch, in_graph, may_route)
+        if isinstance(paths, str):
+            outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
+        elif may_route and self._router.stays_stock(paths):
+            return STOCK_VARIANT if in_packed_graph else STOCK
+        else:
+            outcome = self._plan(paths, handed, forward_batch, in_graph, in_packed_graph, may_route)
         if isinstance(outcome, PackedStep):
             return StepDecision(Kind.PACKED, step=outcome)
         if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
@@ -198,10 +199,19 @@ class StepPlanner:
         return self.decide(handed, forward_batch, last, in_graph=True)
 
     def _plan(
-        self, paths: StepPaths, handed: Handed, forward_batch: Any, in_graph: bool, may_route: bool
+        self,
+        paths: StepPaths,
+        handed: Handed,
+        forward_batch: Any,
+        in_graph: bool,
+        in_packed_graph: bool,
+        may_route: bool,
     ) -> PackedStep | str | None:
         """The packed step, a reason why there is none, or None for a step routed to the stock backend."""
         executor = self._executor
+        reason = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
+        if reason is not None:
+            return reason
         planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
         size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
