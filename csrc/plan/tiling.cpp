@@ -92,7 +92,8 @@ bool Tiling::choose_again(double worth) {
 // Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin
 // and end sooner by kSameTime of the time. More splits bring as much latency each.
 double Tiling::least_finish_without_narrow() const {
-  if (any_widened_) return 0;
+  const bool any_whole_tile = cost_->share(cost_->narrowest_whole_tile()) == cost_->most_at_a_time();
+  if (any_widened_ || !any_whole_tile) return 0;
   const double narrow_tiles = static_cast<double>(narrow_work_tiles_) / cost_->kv_heads();
   const double whole_tiles = static_cast<double>(num_tiles_) - narrow_tiles;
   const double reread = narrow_tokens_ * cost_->narrow_reread() * per_worker_;
