@@ -249,7 +249,13 @@ def main() -> None:
     from benchmarks.serving.host_cost import machine
 
     commits = {label: checkout.commit for label, checkout in checkouts.items()}
-    results = {"machine": machine(), "commits": commits, "rounds": options.rounds, "rows": rows}
+    results = {
+        "machine": machine(),
+        "commits": commits,
+        "rounds": options.rounds,
+        "seed": "the number of requests of each row",
+        "rows": rows,
+    }
     for checkout in checkouts.values():
         assert checkout.process.stdin is not None
         checkout.process.stdin.close()
