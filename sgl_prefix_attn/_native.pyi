@@ -5,6 +5,7 @@ Errors: ValueError for impossible values; MemoryError, OverflowError and Runtime
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -356,6 +357,18 @@ class Planner:
     plans_reused: int
     plan_seconds: float
     kv_tokens: tuple[int, int, int]  # packed, per request, unique
+
+class BatchIndices:
+    """Batch indices by request object, told apart by identity. Keeps the requests alive."""
+
+    def __init__(self, requests: list[Any]) -> None: ...
+    def find(self, requests: list[Any]) -> _Int64:
+        """Batch index of each request, -1 for those that are not in the batch."""
+
+    def contains_any(self, requests: list[Any]) -> bool: ...
+
+def gather(values: list[Any], indices: _Int64) -> list[Any]:
+    """The values at these indices of the list; None for negative indices."""
 
 def grown_by(seq_lens: _Int64, before: _Int64, growth: int) -> bool:
     """Whether each length is the one before plus `growth` tokens; False if they are not as many."""

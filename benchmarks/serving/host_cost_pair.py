@@ -9,6 +9,9 @@ work on the machine only adds to it. Cases:
 * steady: the requests of a step are those of the step before. Every eighth step asks the planner.
 * change: a request has left, and one has joined.
 * nine plans: the native planner's time for all plans of a run, a part of the decisions of steps with a change.
+* plan, H200 and plan, CPU: the native planner's time for one plan with the figures of these devices, 32 query heads
+  and 8 KV heads of 128. "groups": 64 tokens of all and 32 of each eight requests, as in the steps; "long": 2,048 and
+  512 to 2,048; "rollout": 4,096 of each sixteen. The least of 20 plans in a row, mean over nine batches.
 * stock: a step without paths, as the backend hands it to the stock backend.
 * layer: one packed layer of a batch of one request, SGLang's store of K and V included.
 """
@@ -28,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS, CHANGES, REPEATS = 96, 8, 200
+STEPS, CHANGES, REPEATS, BATCHES, PLANS = 96, 8, 200, 9, 20
 TREES = ("objects", "node_by_id")
 
 
@@ -40,6 +43,20 @@ def module(*names: str) -> Any:
         except ModuleNotFoundError:
             continue
     return importlib.import_module(names[-1])
+
+
+def paths_of(batch: str, count: int, dice: random.Random) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+    """Shared segments (node, begin, end) and length of each request."""
+    paths = []
+    for request in range(count):
+        group = 1 + request // 8
+        if batch == "rollout":
+            paths.append([(1 + request // 16, 0, 4096)])
+        else:
+            begin, size = (64, 32) if batch == "groups" else (2048, 512 * (1 + group % 4))
+            paths.append([(0, 0, begin), (group, begin, begin + size)])
+    own = {"groups": 48, "long": 1500, "rollout": 700}[batch]
+    return paths, [path[-1][2] + 1 + dice.randrange(own) for path in paths]
 
 
 def microseconds(body: Callable[[], Any]) -> float:
@@ -100,6 +117,28 @@ class Worker:
         (record,) = fixture.backend._executor.planners
         took["nine plans"] = [1e6 * record.plan_seconds]
         assert not fixture.fallbacks, fixture.fallbacks
+        return took
+
+    def plans(self, count: int) -> dict[str, list[float]]:
+        """Microseconds of a plan for each batch."""
+        import numpy as np
+
+        core = importlib.import_module("sgl_prefix_attn.core.planner")
+        forest = importlib.import_module("sgl_prefix_attn.core.forest").PrefixForest
+        shape = core.ModelShape(q_heads=32, kv_heads=8, head_dim=128)
+        took: dict[str, list[float]] = {}
+        for device, model in (("H200", core.DeviceModel.gpu(132, group=4)), ("CPU", core.DeviceModel.cpu(2))):
+            for batch in ("groups", "long", "rollout"):
+                dice, planner = random.Random(count), core.Planner(shape, model)
+                drawn = [paths_of(batch, count, dice) for _ in range(BATCHES)]
+                batches = [(forest.from_paths(paths), np.array(lens, dtype=np.int64)) for paths, lens in drawn]
+                least = [float("inf")] * BATCHES
+                for _ in range(PLANS):
+                    for index, (tree, lens) in enumerate(batches):
+                        before = planner.plan_seconds
+                        planner.plan(tree, lens)
+                        least[index] = min(least[index], 1e6 * (planner.plan_seconds - before))
+                took[f"plan, {device}: {batch}"] = least
         return took
 
     def stock(self) -> dict[str, list[float]]:
@@ -168,8 +207,10 @@ def summary(case: list[Any], runs: dict[str, list[dict[str, list[float]]]]) -> l
     rows = []
     for part in runs["before"][0]:
         row: dict[str, Any] = {"case": part}
+        if len(case) > 2:
+            row["tree"] = case[1]
         if len(case) > 1:
-            row.update(tree=case[1], requests=case[2])
+            row["requests"] = case[-1]
         for label in ("before", "after"):
             lists = [run[part] for run in runs[label]]
             if part in ("stock", "layer"):  # all calls are alike
@@ -197,17 +238,24 @@ def main() -> None:
     checkouts = {"before": Checkout(options.before.resolve()), "after": Checkout(Path(__file__).resolve().parents[2])}
     cases: list[list[Any]] = [["steps", kind, count] for count in options.requests for kind in TREES]
     rows: list[dict[str, Any]] = []
-    for case in [["stock"], ["layer"], *cases]:
+    plans = [["plans", count] for count in options.requests]
+    for case in [["stock"], ["layer"], *plans, *cases]:
         runs: dict[str, list[dict[str, list[float]]]] = {"before": [], "after": []}
         for number in range(options.rounds):
             for label in ("before", "after") if number % 2 == 0 else ("after", "before"):
                 runs[label].append(checkouts[label].ask(case))
         rows += summary(case, runs)
-        print(rows[-2:] if len(case) > 1 else rows[-1], file=sys.stderr, flush=True)
+        print(rows[-len(runs["before"][0]) :], file=sys.stderr, flush=True)
     from benchmarks.serving.host_cost import machine
 
     commits = {label: checkout.commit for label, checkout in checkouts.items()}
-    results = {"machine": machine(), "commits": commits, "rounds": options.rounds, "rows": rows}
+    results = {
+        "machine": machine(),
+        "commits": commits,
+        "rounds": options.rounds,
+        "seed": "the number of requests of each row",
+        "rows": rows,
+    }
     for checkout in checkouts.values():
         assert checkout.process.stdin is not None
         checkout.process.stdin.close()

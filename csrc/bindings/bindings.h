@@ -4,6 +4,7 @@
 
 namespace prefixpack {
 
+void bind_batch(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
 void bind_cpu(pybind11::module_& m);

@@ -142,6 +142,8 @@ class CostModel {
             device_.item_overhead,
             device_.narrow_overhead * device_.narrow_per_worker};
   }
+  // Most speed of a whole work tile, see Workers.
+  double most_speed() const { return kMostPairedSpeed * std::max(1.0, device_.lone_speedup); }
   // Seconds per KV position that the work tiles of a narrow item after the first take.
   double narrow_reread() const { return token_seconds_ * device_.narrow_reread * (device_.narrow_parts - 1); }
 

@@ -4,8 +4,9 @@
 #include <limits>
 #include <numeric>
 
-#include "plan/buffer.h"
+#include "plan/packing_nodes.h"
 #include "plan/plan.h"
+#include "plan/scratch_buffer.h"
 
 namespace prefixpack {
 
@@ -14,74 +15,47 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr int32_t kMaxJoined = 16;  // nodes of a path per pack; bounds the program on very deep trees
 
+}  // namespace
+
+// Of one batch. Its memory is that of the packers before it.
 class Packer {
  public:
-  Packer(const Forest& forest, const BatchLens& lens, const CostModel& cost)
-      : forest_(forest), lens_(lens), cost_(cost), nodes_(forest.num_nodes()) {
+  explicit Packer(const CostModel& cost) : cost_(cost) {}
+
+  const Packing& pack(const Forest& forest, const BatchLens& lens) {
+    forest_ = &forest;
+    lens_ = lens;
     lay_out();
     for (int32_t node = forest.num_nodes() - 1; node >= 0; --node) {
       add_tails(node);
       solve(node);
       join_parent(node);
     }
-  }
-
-  Packing emit() {
-    Packing packing;
-    packing.request_order.resize(forest_.num_requests);
-    packs_.make_room(forest_.num_requests + forest_.num_nodes());
-    next_request_ = packing.request_order.data();
-    next_pack_ = packs_.data();
-    int32_t position = 0;
-    for (int32_t node = 0; node < forest_.num_nodes(); node = subtree_end(node)) {
-      for (; position < forest_.node_first[node]; ++position) emit_tail(forest_.order[position], 0);
-      packing.cost += best(node, 0);
-      emit_node(node, node, 0);
-      position = forest_.node_last[node];
-    }
-    for (; position < forest_.num_requests; ++position) emit_tail(forest_.order[position], 0);
-    for (int32_t request = 0; request < forest_.num_requests; ++request) {
-      if (forest_.tail_node[request] < 0) packing.cost += tail_cost(request, 0);
-    }
-    packing.packs.assign(packs_.data(), next_pack_);
-    return packing;
+    emit();
+    return packing_;
   }
 
  private:
-  struct Node {
-    int32_t states;       // 1 + how many nodes above it a pack can have taken along when it gets here
-    int32_t state_begin;  // in best_
-    int32_t queries = 0;  // of its requests
-    int32_t num_children = 0;
-    int32_t children_begin;   // in children_
-    int32_t other_tails;      // tails right below it of more than one token,
-    int32_t single_tails;     // and of one
-    double single_tail_cost;  // of these, if they begin at its end
-
-    bool is_leaf() const { return single_tails == queries; }
-  };
-
-  // What a node's parent needs to know; siblings stand together, in ascending order.
-  struct Child {
-    double apart_cost;    // of its subtree if the pack above ends with the parent
-    int32_t state_begin;  // in best_
-    int32_t queries;
-    int32_t node;
-  };
-
-  // Something below a node that either joins the node's pack or takes the pack's range along.
-  struct Choice {
-    double gain;      // seconds saved by joining, before the pack's own reading
-    int32_t queries;  // of the child or of all these tails
-    int32_t child;    // node, or -1: the node's one-token tails, or -2 - request: one longer tail
-  };
-
-  // Which choices join a pack: the first `joining` by rank; of one-token tails only so many.
-  struct Decision {
-    double cost;  // of the subtree
-    int32_t joining = 0;
-    int32_t joining_tails = 0;
-  };
+  void emit() {
+    packing_.cost = 0;
+    packing_.request_order.resize(forest_->num_requests);
+    packs_.make_room(forest_->num_requests + forest_->num_nodes());
+    next_request_ = packing_.request_order.data();
+    next_pack_ = packs_.data();
+    next_query_ = 0;
+    int32_t position = 0;
+    for (int32_t node = 0; node < forest_->num_nodes(); node = subtree_end(node)) {
+      for (; position < forest_->node_first[node]; ++position) emit_tail(forest_->order[position], 0);
+      packing_.cost += best(node, 0);
+      emit_node(node, node, 0);
+      position = forest_->node_last[node];
+    }
+    for (; position < forest_->num_requests; ++position) emit_tail(forest_->order[position], 0);
+    for (int32_t request = 0; request < forest_->num_requests; ++request) {
+      if (forest_->tail_node[request] < 0) packing_.cost += tail_cost(request, 0);
+    }
+    packing_.packs.assign(packs_.data(), next_pack_);
+  }
 
   static bool saves_more_per_row(const Choice& a, const Choice& b) {
     const double x = a.gain * b.queries, y = b.gain * a.queries;
@@ -94,7 +68,7 @@ class Packer {
   // over std::sort by far. It is at its slowest where they are alike, as in balanced trees: those rank backwards.
   void rank_choices() {
     if (alike_) {
-      rank_ = backwards_.data() + (forest_.num_nodes() - num_choices_);
+      rank_ = backwards_.data() + (forest_->num_nodes() - num_choices_);
       return;
     }
     const Choice* const choice = choices();
@@ -119,7 +93,7 @@ class Packer {
 
   int32_t subtree_end(int32_t node) const {
     int32_t next = node + 1;
-    while (next < forest_.num_nodes() && forest_.node_first[next] < forest_.node_last[node]) ++next;
+    while (next < forest_->num_nodes() && forest_->node_first[next] < forest_->node_last[node]) ++next;
     return next;
   }
 
@@ -128,30 +102,32 @@ class Packer {
   }
 
   void lay_out() {
-    const int32_t num_nodes = forest_.num_nodes();
+    const int32_t num_nodes = forest_->num_nodes();
     int32_t num_states = 0, num_children = 0;
+    nodes_.assign(num_nodes, PackingNode());
+    choices_begin_ = 0;
     for (int32_t node = 0; node < num_nodes; ++node) {
-      const int32_t parent = forest_.node_parent[node];
+      const int32_t parent = forest_->node_parent[node];
       nodes_[node].states = parent < 0 ? 1 : std::min(nodes_[parent].states + 1, kMaxJoined);
       nodes_[node].state_begin = num_states;
       num_states += nodes_[node].states;
       if (parent >= 0) ++nodes_[parent].num_children;
     }
-    for (Node& node : nodes_) {
+    for (PackingNode& node : nodes_) {
       num_children += node.num_children;
       node.children_begin = num_children;  // one is put before it at a time
     }
     best_.make_room(num_states);
     children_.make_room(num_children);
-    choices_.make_room(num_nodes + forest_.num_requests);
-    ranking_.make_room(num_nodes + forest_.num_requests);
+    choices_.make_room(num_nodes + forest_->num_requests);
+    ranking_.make_room(num_nodes + forest_->num_requests);
     backwards_.make_room(num_nodes);
     for (int32_t i = 0; i < num_nodes; ++i) backwards_[i] = num_nodes - 1 - i;
   }
 
   void join_parent(int32_t node) {
-    if (forest_.node_parent[node] < 0) return;
-    Node& parent = nodes_[forest_.node_parent[node]];
+    if (forest_->node_parent[node] < 0) return;
+    PackingNode& parent = nodes_[forest_->node_parent[node]];
     const int32_t queries = nodes_[node].queries;
     const double apart_cost = best(node, 0) + cost_.partial() * queries;
     children_[--parent.children_begin] = {apart_cost, nodes_[node].state_begin, queries, node};
@@ -161,19 +137,19 @@ class Packer {
   void add_tails(int32_t node) {
     // Requests that end at a node stand before those of its first child, which is the next node.
     const bool has_child = nodes_[node].num_children > 0;
-    const int32_t tails_end = has_child ? forest_.node_first[node + 1] : forest_.node_last[node];
+    const int32_t tails_end = has_child ? forest_->node_first[node + 1] : forest_->node_last[node];
     int32_t all = 0, single = 0;
     double single_cost = 0;
-    for (int32_t i = forest_.node_first[node]; i < tails_end; ++i) {
-      const int32_t request = forest_.order[i], queries = lens_.query_len(request);
+    for (int32_t i = forest_->node_first[node]; i < tails_end; ++i) {
+      const int32_t request = forest_->order[i], queries = lens_.query_len(request);
       all += queries;
       if (queries == 1) {
         ++single;
-        single_cost += tail_cost(request, forest_.node_end[node]);
+        single_cost += tail_cost(request, forest_->node_end[node]);
       }
     }
     nodes_[node].queries += all;
-    nodes_[node].other_tails = tails_end - forest_.node_first[node] - single;
+    nodes_[node].other_tails = tails_end - forest_->node_first[node] - single;
     nodes_[node].single_tails = single;
     nodes_[node].single_tail_cost = single_cost;
   }
@@ -182,12 +158,12 @@ class Packer {
   double list_choices(int32_t node, int32_t joined, int32_t begin, bool partial_above) {
     const double partial = cost_.partial();
     const double apart_above = partial_above ? partial : 0.0;
-    const int32_t end = forest_.node_end[node];
+    const int32_t end = forest_->node_end[node];
     Choice* next = choices();
     double apart = 0;
     const int32_t num_single = nodes_[node].single_tails;
-    for (int32_t i = forest_.node_first[node], left = nodes_[node].other_tails; left > 0; ++i) {
-      const int32_t request = forest_.order[i], queries = lens_.query_len(request);
+    for (int32_t i = forest_->node_first[node], left = nodes_[node].other_tails; left > 0; ++i) {
+      const int32_t request = forest_->order[i], queries = lens_.query_len(request);
       if (queries == 1) continue;
       --left;
       const double along = tail_cost(request, begin) + apart_above * queries;
@@ -195,7 +171,7 @@ class Packer {
       *next++ = {along - tail_cost(request, end) - 2 * partial * queries, queries, -2 - request};
     }
     if (num_single > 0) {
-      // The price of a one-token tail is linear in its length, so all gain the same.
+      // The cost of a one-token tail is linear in its length, so all gain the same.
       const double longer = cost_.tile(1).first_read * (end - begin) + apart_above;
       apart += nodes_[node].single_tail_cost + longer * num_single;
       *next++ = {(longer - 2 * partial) * num_single, num_single, -1};
@@ -221,10 +197,10 @@ class Packer {
 
   // Chooses how many of the ranked choices() join the pack.
   Decision choose(int32_t node, int32_t root, int32_t joined) {
-    const int32_t begin = forest_.node_begin[root];
-    const double apart = list_choices(node, joined, begin, forest_.node_parent[root] >= 0);
+    const int32_t begin = forest_->node_begin[root];
+    const double apart = list_choices(node, joined, begin, forest_->node_parent[root] >= 0);
     rank_choices();
-    const PackCost pack(cost_, forest_.node_end[node] - begin);
+    const PackCost pack(cost_, forest_->node_end[node] - begin);
     const Choice* const choices = this->choices();
     const int32_t* const rank = rank_;
     const int32_t num_choices = num_choices_;
@@ -260,7 +236,7 @@ class Packer {
   }
 
   // What choose() does for a node that has nothing but one-token tails below: most nodes, most of the time.
-  Decision choose_in_leaf(const Node& leaf, int32_t begin, int32_t end, bool partial_above) const {
+  Decision choose_in_leaf(const PackingNode& leaf, int32_t begin, int32_t end, bool partial_above) const {
     const double tokens = end - begin, partial = cost_.partial();
     const double longer = cost_.tile(1).first_read * tokens + (partial_above ? partial : 0.0);
     const double gain = longer - 2 * partial;
@@ -280,22 +256,23 @@ class Packer {
   }
 
   void solve(int32_t node) {
-    const Node& solved = nodes_[node];
+    const PackingNode& solved = nodes_[node];
     double* const costs = best_.data() + solved.state_begin;
     if (solved.is_leaf()) {
       solve_leaf(solved, node, costs);
       return;
     }
     const int32_t states = solved.states;
-    for (int32_t joined = 0, root = node; joined < states; ++joined, root = forest_.node_parent[root]) {
-      costs[joined] = choose(node, root, joined).cost;
+    for (int32_t joined = 0, root = node; joined < states; ++joined, root = forest_->node_parent[root]) {
+      solved_last_ = choose(node, root, joined);
+      costs[joined] = solved_last_.cost;
     }
   }
 
-  void solve_leaf(const Node& leaf, int32_t node, double* costs) const {
-    const int32_t states = leaf.states, end = forest_.node_end[node];
-    const int32_t* const parent = forest_.node_parent.data();
-    const int32_t* const begin = forest_.node_begin.data();
+  void solve_leaf(const PackingNode& leaf, int32_t node, double* costs) const {
+    const int32_t states = leaf.states, end = forest_->node_end[node];
+    const int32_t* const parent = forest_->node_parent.data();
+    const int32_t* const begin = forest_->node_begin.data();
     for (int32_t joined = 0, root = node; joined < states; ++joined) {
       const int32_t above = parent[root];
       costs[joined] = choose_in_leaf(leaf, begin[root], end, above >= 0).cost;
@@ -320,16 +297,17 @@ class Packer {
       emit_leaf(node, root);
       return;
     }
-    const Decision decision = choose(node, root, joined);
+    // PackingNode 0, which is a root, was solved last: its choices() still stand there.
+    const Decision decision = node == 0 ? solved_last_ : choose(node, root, joined);
     const Choice* const choices = this->choices();
     const int32_t* const rank = rank_;
     const int32_t num_choices = num_choices_;
     choices_begin_ += num_choices;
-    const int32_t begin = forest_.node_begin[root], end = forest_.node_end[node];
-    int32_t single_tail = forest_.node_first[node];
+    const int32_t begin = forest_->node_begin[root], end = forest_->node_end[node];
+    int32_t single_tail = forest_->node_first[node];
     const auto emit_single_tails = [&](int32_t count, int32_t tail_begin) {
       for (; count > 0; ++single_tail) {
-        const int32_t request = forest_.order[single_tail];
+        const int32_t request = forest_->order[single_tail];
         if (lens_.query_len(request) != 1) continue;
         emit_tail(request, tail_begin);
         --count;
@@ -339,7 +317,7 @@ class Packer {
     for (int32_t i = 0; i < decision.joining; ++i) {
       joining_queries += choices[rank[i]].child == -1 ? decision.joining_tails : choices[rank[i]].queries;
     }
-    if (joining_queries > 0) emit_pack(joining_queries, forest_.node_request[node], begin, end);
+    if (joining_queries > 0) emit_pack(joining_queries, forest_->node_request[node], begin, end);
     int32_t tails_along = 0;
     for (int32_t i = 0; i < num_choices; ++i) {
       const bool joins = i < decision.joining;
@@ -358,11 +336,11 @@ class Packer {
   }
 
   void emit_leaf(int32_t node, int32_t root) {
-    const int32_t begin = forest_.node_begin[root], end = forest_.node_end[node];
-    const bool partial_above = forest_.node_parent[root] >= 0;
+    const int32_t begin = forest_->node_begin[root], end = forest_->node_end[node];
+    const bool partial_above = forest_->node_parent[root] >= 0;
     const int32_t joining_tails = choose_in_leaf(nodes_[node], begin, end, partial_above).joining_tails;
-    if (joining_tails > 0) emit_pack(joining_tails, forest_.node_request[node], begin, end);
-    const int32_t* const requests = forest_.order.data() + forest_.node_first[node];
+    if (joining_tails > 0) emit_pack(joining_tails, forest_->node_request[node], begin, end);
+    const int32_t* const requests = forest_->order.data() + forest_->node_first[node];
     const int32_t tails = nodes_[node].single_tails;
     for (int32_t i = 0; i < tails; ++i) {
       next_pack_[i] = {next_query_ + i, 1, requests[i], i < joining_tails ? end : begin, kOpenEnd};
@@ -373,28 +351,32 @@ class Packer {
     next_query_ += tails;
   }
 
-  const Forest& forest_;
-  const BatchLens lens_;
   const CostModel& cost_;
-  std::vector<Node> nodes_;
-  Buffer<Child> children_;
-  Buffer<double> best_;            // cost of every node in every state
-  Buffer<Choice> choices_;         // a stack: those of the node at hand begin at choices_begin_
-  Buffer<int32_t> ranking_;        // of choices_, in a stack of the same shape
-  Buffer<int32_t> backwards_;      // num_nodes - 1 .. 0: its ends are the rankings of alike choices
-  const int32_t* rank_ = nullptr;  // ranking of choices()
+  const Forest* forest_ = nullptr;
+  BatchLens lens_{};
+  std::vector<PackingNode> nodes_;
+  ScratchBuffer<Child> children_;
+  ScratchBuffer<double> best_;        // cost of every node in every state
+  ScratchBuffer<Choice> choices_;     // a stack: those of the node at hand begin at choices_begin_
+  ScratchBuffer<int32_t> ranking_;    // of choices_, in a stack of the same shape
+  ScratchBuffer<int32_t> backwards_;  // num_nodes - 1 .. 0: its ends are the rankings of alike choices
+  const int32_t* rank_ = nullptr;     // ranking of choices()
   int32_t choices_begin_ = 0, num_choices_ = 0;
   bool alike_ = false;  // choices() are children with the same gain and number of queries
-  Buffer<Pack> packs_;
+  ScratchBuffer<Pack> packs_;
   Pack* next_pack_ = nullptr;
   int32_t* next_request_ = nullptr;
   int32_t next_query_ = 0;
+  Decision solved_last_;
+  Packing packing_;
 };
 
-}  // namespace
+ForestPacker::ForestPacker(const CostModel& cost) : packer_(std::make_unique<Packer>(cost)) {}
+ForestPacker::~ForestPacker() = default;
+const Packing& ForestPacker::pack(const Forest& forest, const BatchLens& lens) { return packer_->pack(forest, lens); }
 
 Packing pack_forest(const Forest& forest, const BatchLens& lens, const CostModel& cost) {
-  return Packer(forest, lens, cost).emit();
+  return ForestPacker(cost).pack(forest, lens);
 }
 
 }  // namespace prefixpack

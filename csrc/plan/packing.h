@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "plan/cost_model.h"
@@ -34,8 +35,22 @@ struct BatchLens {
 };
 
 // Dynamic program over (node, first node of the pack that reaches it), children chosen by saving per row.
-// PAT's algorithm 1 decides the same question greedily with a constant price of a partial.
+// PAT's algorithm 1 decides the same question greedily with a constant cost of a partial.
 Packing pack_forest(const Forest& forest, const BatchLens& lens, const CostModel& cost);
+
+class Packer;
+
+// As pack_forest(). Keeps its memory from one packing to the next.
+class ForestPacker {
+ public:
+  explicit ForestPacker(const CostModel& cost);
+  ~ForestPacker();
+
+  const Packing& pack(const Forest& forest, const BatchLens& lens);  // until the next one
+
+ private:
+  std::unique_ptr<Packer> packer_;
+};
 
 // What packs cost, added up from the packs alone; the check on pack_forest's own sum.
 double packs_cost(const std::vector<Pack>& packs, int32_t num_queries, const BatchLens& lens, const CostModel& cost);

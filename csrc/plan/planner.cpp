@@ -5,8 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "plan/schedule.h"
-
 namespace prefixpack {
 
 namespace {
@@ -63,7 +61,7 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
 }
 
 Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth)
-    : cost_(checked(shape), checked(device)), max_growth_(max_growth) {
+    : cost_(checked(shape), checked(device)), packer_(cost_), scheduler_(cost_), max_growth_(max_growth) {
   require(max_growth >= 0, "max_growth " + std::to_string(max_growth) + " is negative");
 }
 
@@ -96,7 +94,7 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   check_lens(*forest, lens);
   require(forest->depth <= kMaxDepth, "the forest is " + std::to_string(forest->depth) +
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
-  Schedule schedule = make_schedule(*forest, lens, pack_forest(*forest, lens, cost_), cost_);
+  Schedule schedule = scheduler_.make(*forest, lens, packer_.pack(*forest, lens));
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
   forest_ = forest;
   planned_query_lens_.clear();

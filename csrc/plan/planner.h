@@ -8,6 +8,7 @@
 #include "plan/forest.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
+#include "plan/schedule.h"
 
 namespace prefixpack {
 
@@ -39,6 +40,8 @@ class Planner {
   bool reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens, const int64_t* query_lens);
 
   CostModel cost_;
+  ForestPacker packer_;
+  Scheduler scheduler_;
   int32_t max_growth_;
   std::shared_ptr<const Forest> forest_;
   std::shared_ptr<const Plan> plan_;

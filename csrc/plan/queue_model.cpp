@@ -9,7 +9,6 @@ namespace prefixpack {
 namespace {
 
 constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more count as one
-constexpr double kSameTime = 0.02;    // events this share of the time so far apart are one event
 
 // Work tiles that began together.
 struct Group {
@@ -122,11 +121,13 @@ class Kind {
 }  // namespace
 
 double finish_of(const Workers& workers, const WorkTileBins& whole_bins, const WorkTileBins& narrow_bins,
-                 bool narrow_prevails) {
+                 bool narrow_prevails, double limit) {
   const bool paired = whole_bins.work_tiles() > workers.count / 2;
   Kind whole(whole_bins, paired ? workers.paired_speed : workers.lone_speed, workers.whole_latency);
   Kind narrow(narrow_bins, workers.narrow_speed, workers.narrow_latency);
   const auto bandwidth = static_cast<double>(workers.count);
+  // So many or fewer work tiles do not fill the bandwidth, whatever is rounded.
+  const double few = bandwidth * (1 - 1e-9) / narrow.most_speed();
   int64_t free = narrow_prevails ? workers.count / 2 : workers.count;
   int64_t narrow_free = (workers.count - free) * workers.narrow_per_worker;
   double now = 0;
@@ -139,12 +140,13 @@ double finish_of(const Workers& workers, const WorkTileBins& whole_bins, const W
     narrow_free = narrow.start(now, narrow_free);
     const auto wholes = static_cast<double>(whole.streaming()), narrows = static_cast<double>(narrow.streaming());
     if (wholes + narrows > 0) {
-      const double narrow_speed = std::min(narrow.most_speed(), bandwidth / (wholes + narrows));
+      double narrow_speed = narrow.most_speed();
+      if (wholes + narrows > few) narrow_speed = std::min(narrow_speed, bandwidth / (wholes + narrows));
       narrow.set_speed(narrow_speed);
       if (wholes > 0) whole.set_speed(std::min(whole.most_speed(), (bandwidth - narrows * narrow_speed) / wholes));
     }
     const double next = std::min(whole.next(now), narrow.next(now));
-    if (next == std::numeric_limits<double>::infinity()) return now;
+    if (next == std::numeric_limits<double>::infinity() || now >= limit) return now;
     const double seconds = std::max(0.0, next - now);
     whole.advance(seconds);
     narrow.advance(seconds);

@@ -7,6 +7,8 @@
 
 namespace prefixpack {
 
+constexpr double kSameTime = 0.02;  // events this share of the time so far apart are one event
+
 // Work tiles of similar work, counted in bins by work. Work is in seconds of a worker that has an even share of the
 // bandwidth.
 class WorkTileBins {
@@ -55,7 +57,8 @@ struct Workers {
 
 // Seconds until the last work tile is done. Workers take whole work tiles first, the longest first, then narrow ones.
 // Work tiles that stream share the bandwidth equally, none faster than its most. narrow_prevails: half of the workers
-// take narrow work tiles from the start. O(bins^2) at worst.
-double finish_of(const Workers& workers, const WorkTileBins& whole, const WorkTileBins& narrow, bool narrow_prevails);
+// take narrow work tiles from the start. From `limit` on, any time that is not later. O(bins^2) at worst.
+double finish_of(const Workers& workers, const WorkTileBins& whole, const WorkTileBins& narrow, bool narrow_prevails,
+                 double limit);
 
 }  // namespace prefixpack

@@ -97,8 +97,8 @@ void RadixMirror::clear() {
 }
 
 int32_t RadixMirror::end_of(int64_t id) const {
-  const auto found = slot_of_.find(id);
-  return found == slot_of_.end() ? -1 : nodes_[found->second].end;
+  const int32_t slot = slot_of_.find(id);
+  return slot < 0 ? -1 : nodes_[slot].end;
 }
 
 void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_t>& ids,
@@ -109,12 +109,11 @@ void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_
   }
   int32_t parent = -1;
   if (parent_id != -1) {
-    const auto found = slot_of_.find(parent_id);
-    if (found == slot_of_.end()) {
+    parent = slot_of_.find(parent_id);
+    if (parent < 0) {
       throw std::invalid_argument("radix node " + std::to_string(ids[0]) + ": unknown parent " +
                                   std::to_string(parent_id));
     }
-    parent = found->second;
   }
   const int32_t expected = parent < 0 ? 0 : nodes_[parent].end;
   if (begin != expected) {
@@ -130,8 +129,7 @@ void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_
       throw std::invalid_argument(what + std::to_string(ids[i]) + ": [" + std::to_string(begin) + ", " +
                                   std::to_string(ends[i]) + ") is no range of positions");
     }
-    const auto [entry, inserted] = slot_of_.try_emplace(ids[i], static_cast<int32_t>(nodes_.size()));
-    const int32_t slot = entry->second;
+    const auto [slot, inserted] = slot_of_.insert(ids[i], static_cast<int32_t>(nodes_.size()));
     if (inserted) {
       nodes_.emplace_back();
     } else if (nodes_[slot].end != ends[i]) {  // also keeps cycles out: ends ascend along every path
@@ -176,7 +174,7 @@ void RadixMirror::mark_used(int32_t slot) {
 
 std::vector<std::pair<int64_t, int32_t>> RadixMirror::take_stale() {
   for (const auto& stale : stale_) {
-    Node& node = nodes_[slot_of_.at(stale.first)];
+    Node& node = nodes_[slot_of_.find(stale.first)];
     node.checked = splits_below(node.parent);
   }
   return std::exchange(stale_, {});
@@ -194,12 +192,11 @@ std::vector<int32_t> RadixMirror::count_requests(const int64_t* last_nodes, cons
                                   std::to_string(prefix_lens[request]) + " is negative");
     }
     if (last_nodes[request] == -1 || (live != nullptr && live[request] == 0)) continue;
-    const auto found = slot_of_.find(last_nodes[request]);
-    if (found == slot_of_.end()) {
+    int32_t slot = slot_of_.find(last_nodes[request]);
+    if (slot < 0) {
       throw std::invalid_argument("request " + std::to_string(request) + ": unknown radix node " +
                                   std::to_string(last_nodes[request]));
     }
-    int32_t slot = found->second;
     mark_used(slot);
     while (slot >= 0 && nodes_[slot].end > prefix_lens[request]) slot = nodes_[slot].parent;
     deepest[request] = slot;
@@ -290,7 +287,7 @@ void RadixMirror::sweep() {
   slot_of_.clear();
   for (size_t slot = 0; slot < kept.size(); ++slot) {
     if (kept[slot].parent >= 0) kept[slot].parent = moved[kept[slot].parent];
-    slot_of_.emplace(kept[slot].id, static_cast<int32_t>(slot));
+    slot_of_.insert(kept[slot].id, static_cast<int32_t>(slot));
   }
   nodes_ = std::move(kept);
   for (auto splits = splits_.begin(); splits != splits_.end();) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plan/forest.h"
+#include "plan/id_map.h"
 
 namespace prefixpack {
 
@@ -15,7 +16,7 @@ namespace prefixpack {
 // The copy can lack a node that a split has inserted above a known one. It never claims sharing that is not there.
 class RadixMirror {
  public:
-  bool known(int64_t id) const { return slot_of_.count(id) != 0; }
+  bool known(int64_t id) const { return slot_of_.find(id) >= 0; }
   // One past the last position of a node, or -1 if it is not known.
   int32_t end_of(int64_t id) const;
   size_t size() const { return slot_of_.size(); }
@@ -65,7 +66,7 @@ class RadixMirror {
   void sweep();
 
   std::vector<Node> nodes_;
-  std::unordered_map<int64_t, int32_t> slot_of_;
+  IdMap slot_of_;
   std::vector<std::pair<int64_t, int32_t>> stale_;
   // Splits right below a node, by its id (-1: a root), in their order. A later split with the same end or a smaller one
   // replaces those before it, so ends ascend.

@@ -1,10 +1,11 @@
-// Tiles that may be split over their KV range, in classes of like tiles, so that every choice of a split is priced
+// Tiles that may be split over their KV range, in classes of like tiles, so that every choice of a split is estimated
 // in the time of the classes, not of the tiles.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "plan/cost_model.h"
@@ -12,21 +13,21 @@
 
 namespace prefixpack {
 
-constexpr int32_t kMinSplitTokens = 128;  // shorter pieces cost more in partials than they give in balance
+constexpr int32_t kMinSplitTokens = 128;  // shorter splits cost more in partials than they give in balance
 
-// Pieces of a tile so that none takes longer than `longest` seconds, if the pieces are long enough for that.
-inline int32_t split_pieces(double duration, int32_t tokens, double longest) {
+// Splits of a tile so that none takes longer than `longest` seconds, unless they would be too short.
+inline int32_t splits_needed(double duration, int32_t tokens, double longest) {
   if (duration <= longest) return 1;
   const double wanted = duration / longest;
-  auto pieces = static_cast<int32_t>(wanted);
-  pieces += pieces < wanted;  // rounded up
-  return std::max(1, std::min(pieces, tokens / kMinSplitTokens));
+  auto splits = static_cast<int32_t>(wanted);
+  splits += splits < wanted;  // rounded up
+  return std::max(1, std::min(splits, tokens / kMinSplitTokens));
 }
 
 // Times in seconds of one worker for one KV head.
 struct SplittableTile {
   double duration;            // from beginning to end
-  double work;                // without the overhead, in one piece
+  double work;                // without the overhead, not split
   double partial;             // of one partial of each of its queries
   int32_t tokens;             // KV positions
   int32_t partials;           // of each query, if it is not split
@@ -36,11 +37,27 @@ struct SplittableTile {
 class SplitClasses {
  public:
   void clear();
-  void add(const SplittableTile& tile);
+  void add(const SplittableTile& tile) {
+    const uint64_t key = key_of(tile);
+    if (key != last_key_ || last_class_ == kMostClasses) {  // like tiles often follow each other
+      last_class_ = class_of(key, tile.combine_row_steps);
+      last_key_ = key;
+    }
+    Class& like = classes_[last_class_];
+    ++like.tiles;
+    like.mean.duration += tile.duration;
+    like.mean.work += tile.work;
+    like.mean.partial += tile.partial;
+    like.mean.tokens = std::max(like.mean.tokens, tile.tokens);
+    like.mean.partials = std::max(like.mean.partials, tile.partials);
+    like.longest = std::max(like.longest, tile.duration);
+    like.streaming += tile.work - (tile.partials > 1 ? tile.partial : 0.0);
+  }
   void finish_adding();
 
-  // Cuts them into pieces of at most `longest` seconds. bins() has these and `others`. Free with the last `longest`.
-  void cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
+  // Cuts them into splits of at most `longest` seconds. bins() has these and `others`. Returns whether the splits are
+  // not those of the last cut.
+  bool cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
   const WorkTileBins& bins() const { return bins_; }
   double combine() const { return combine_; }  // seconds of the longest
 
@@ -50,14 +67,24 @@ class SplitClasses {
     int64_t tiles;
     SplittableTile mean;  // of tokens and partials, the most
     double longest;       // duration
-    double streaming;     // mean work that is divided among pieces
+    double streaming;     // mean work that is divided among splits
+    int32_t splits;       // of each tile at the last cut; 0: there was none
   };
   static constexpr size_t kPlaces = 1024, kMostClasses = kPlaces / 2;
 
-  static uint64_t key_of(const SplittableTile& tile);
-  Class& class_of(const SplittableTile& tile);
+  static constexpr int32_t kLikeBits = 47;  // low bits of a duration that like tiles may differ in: up to 3 %
+
+  static uint64_t key_of(const SplittableTile& tile) {
+    uint64_t bits;
+    std::memcpy(&bits, &tile.duration, sizeof bits);
+    return (bits >> kLikeBits << kLikeBits) | static_cast<uint64_t>(tile.combine_row_steps) << 1 |
+           static_cast<uint64_t>(tile.partials > 1);
+  }
+  size_t class_of(uint64_t key, int32_t combine_row_steps);
 
   std::vector<Class> classes_;
+  uint64_t last_key_ = 0;                  // of the tile that was added last,
+  size_t last_class_ = kMostClasses;       // and its class; kMostClasses: there is none
   std::array<int16_t, kPlaces> places_{};  // of the classes by hash of their keys; -1: none
   double longest_ = -1, combine_ = 0;      // of the last cut
   WorkTileBins bins_;

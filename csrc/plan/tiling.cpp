@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 namespace prefixpack {
 
@@ -10,11 +11,12 @@ namespace {
 constexpr int32_t kSplitAlignment = 16;
 constexpr double kWorthSplitting = 0.97;  // of the time with fewer partials
 constexpr double kEvenEnough = 1.02;      // of the time if all workers were done at once
-// Even shares of a warp, or shortest pieces: a combine of so many partials takes a warp too long.
+// Even shares of a warp, or shortest splits: a combine of so many partials takes a warp too long.
 constexpr double kTooLongForWarps = 32;
 constexpr double kLongestCounted = 2;  // even shares of a worker: longer work tiles are counted as one kind
 // Longest work tiles that are tried, in even shares of a worker.
 constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.33, 0.2};
+constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
 
@@ -26,10 +28,9 @@ Tiling::Tiling(const CostModel& cost)
       longest_overhead_(cost.longest_overhead() * per_worker_),
       partial_(cost.partial() * per_worker_) {}
 
-void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-                  int32_t step, bool with_narrow, const Tiling* wider) {
-  tiles_.make_room(packs.size() + num_partials / step);
-  list(packs, lens, partials, step);
+void Tiling::make(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling* wider) {
+  tiles_.make_room(queries.packs.size() + queries.num_partials / step);
+  list(queries, step);
   if (!with_narrow) {
     widen_narrow_tiles(-1);
   } else if (narrow_work_tiles_ > 0) {
@@ -39,54 +40,115 @@ void Tiling::make(const std::vector<Pack>& packs, const BatchLens& lens, const i
     const double too_long = kTooLongForWarps * std::max(even, shortest);
     if (longest_narrow_tile_ > too_long) widen_narrow_tiles(too_long);
   }
+  choose(wider);
+}
+
+void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow) {
+  if (with_narrow.any_widened_) {
+    make(queries, step, false);
+    return;
+  }
+  tiles_.make_room(with_narrow.num_tiles_);
+  std::copy(with_narrow.begin(), with_narrow.end(), tiles_.data());
+  num_tiles_ = with_narrow.num_tiles_;
+  tokens_ = with_narrow.tokens_;
+  total_ = with_narrow.total_;
+  narrow_ = with_narrow.narrow_;
+  largest_pack_ = with_narrow.largest_pack_;
+  longest_tile_ = with_narrow.longest_tile_;
+  narrow_work_tiles_ = with_narrow.narrow_work_tiles_;
+  whole_work_tiles_ = with_narrow.whole_work_tiles_;
+  widen_narrow_tiles(-1);
+  choose(nullptr);
+}
+
+void Tiling::choose(const Tiling* wider) {
+  splittable_.clear();
+  chosen_share_ = -1;
+  finish_ = 0;
   if (num_tiles_ == 0) return;
   if (longest_ <= (kEvenEnough - 1) * even()) {  // no work tile keeps the others waiting
-    splittable_.clear();
-    chosen_share_ = -1;
     longest_whole_ = longest_narrow_ = longest_;
     finish_ = even();
     return;
   }
-  list_splittable();
-  count_unsplit();
-  choose_split(wider);
+  sort_out_splittable();
+  choose_split(wider == nullptr ? -1 : wider->chosen_share_);
 }
 
-void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step) {
+bool Tiling::choose_again(double worth) {
+  if (chosen_share_ < 0) return false;  // all splits were tried
+  const double longest_whole = longest_whole_, longest_narrow = longest_narrow_, finish = finish_;
+  const int32_t chosen_share = chosen_share_;
+  choose_split(chosen_share);
+  if (finish_ <= worth * finish) return true;
+  longest_whole_ = longest_whole;
+  longest_narrow_ = longest_narrow;
+  finish_ = finish;
+  chosen_share_ = chosen_share;
+  return false;
+}
+
+// Every work tile takes a worker for its latency and for its work at the most speed. The queue model lets each begin
+// and end sooner by kSameTime of the time. More splits bring as much latency each.
+double Tiling::least_finish_without_narrow() const {
+  const bool any_whole_tile = cost_->share(cost_->narrowest_whole_tile()) == cost_->most_at_a_time();
+  if (any_widened_ || !any_whole_tile) return 0;
+  const double narrow_tiles = static_cast<double>(narrow_work_tiles_) / cost_->kv_heads();
+  const double whole_tiles = static_cast<double>(num_tiles_) - narrow_tiles;
+  const double reread = narrow_tokens_ * cost_->narrow_reread() * per_worker_;
+  const double narrow_overhead = cost_->tile(1).overhead * per_worker_;
+  const double work = total_ - whole_tiles * longest_overhead_ - narrow_tiles * narrow_overhead - reread;
+  const double tiles = static_cast<double>(num_tiles_), twice = 2 * kSameTime;
+  const double unsplit = (work / cost_->most_speed() + tiles * longest_overhead_) / (per_worker_ + twice * tiles);
+  return std::min(unsplit, longest_overhead_ / twice);
+}
+
+void Tiling::list(const PackedQueries& queries, int32_t step) {
+  const BatchLens& lens = queries.lens;
+  const int32_t* const partials = queries.partials;
+  const int32_t whole_share = cost_->most_at_a_time();
+  int32_t largest_pack = 0;
+  int64_t narrow_tokens = 0;
+  const double per_worker = per_worker_, of_partial = partial_;
   int64_t tokens_read = 0, narrow = 0;
   double total = 0, longest = 0, longest_narrow = 0, narrow_seconds = 0;
   Tile* tile = tiles_.data();
   const auto add = [&](const Pack& pack, int32_t first, int32_t count, int32_t tokens, const TileClass& kind) {
     const int32_t query_begin = pack.query_begin + first;
     const int32_t of_query = partials[query_begin];
-    tile->item = {query_begin, count, pack.request, pack.kv_begin, pack.kv_end, kWriteThrough, kind.rows};
-    tile->tokens = tokens;
-    tile->stretch = kind.stretch;
-    tile->share = kind.share;
-    tile->partials = of_query;
-    tile->overhead = kind.overhead * per_worker_;
-    tile->first_of_pack = first == 0 || pack.kv_end == kOpenEnd;
-    tile->seconds = cost_->item(kind, tokens, first > 0) * per_worker_ + (of_query > 1 ? count * partial_ : 0.0);
-    tile->computing = tokens * kind.computing * per_worker_;
-    tile->duration = tile->seconds * kind.stretch;
+    const double read = first > 0 ? kind.second_read : kind.first_read;
+    const double seconds = (kind.overhead + tokens * read) * per_worker + (of_query > 1 ? count * of_partial : 0.0);
+    const double duration = seconds * kind.stretch;
+    *tile++ = {{query_begin, count, pack.request, pack.kv_begin, pack.kv_end, kWriteThrough, kind.rows},
+               tokens,
+               kind.stretch,
+               kind.share,
+               of_query,
+               first == 0 || pack.kv_end == kOpenEnd,
+               kind.overhead * per_worker,
+               seconds,
+               tokens * kind.computing * per_worker,
+               duration};
     tokens_read += tokens;
-    total += tile->seconds;
-    if (kind.share < cost_->most_at_a_time()) {
+    total += seconds;
+    if (kind.share < whole_share) {
       ++narrow;
-      narrow_seconds += tile->seconds;
-      longest_narrow = std::max(longest_narrow, tile->duration);
+      narrow_tokens += tokens;
+      narrow_seconds += seconds;
+      longest_narrow = std::max(longest_narrow, duration);
     } else {
-      longest = std::max(longest, tile->duration);
+      longest = std::max(longest, duration);
     }
-    ++tile;
   };
-  for (const Pack& pack : packs) {
+  for (const Pack& pack : queries.packs) {
     const bool open = pack.kv_end == kOpenEnd;
     const int32_t tokens = (open ? static_cast<int32_t>(lens.seq_lens[pack.request]) : pack.kv_end) - pack.kv_begin;
     if (pack.query_count == 1) {  // most packs
       add(pack, 0, 1, tokens, cost_->tile(1, tokens));
       continue;
     }
+    largest_pack = std::max(largest_pack, pack.query_count);
     for (int32_t first = 0; first < pack.query_count; first += step) {
       const int32_t count = std::min(step, pack.query_count - first);
       const int32_t hidden = open ? pack.query_count - first - count : 0;  // tokens behind this tile
@@ -102,12 +164,17 @@ void Tiling::list(const std::vector<Pack>& packs, const BatchLens& lens, const i
   longest_tile_ = longest;
   longest_narrow_tile_ = longest_narrow;
   longest_ = std::max(longest, longest_narrow);
+  narrow_tokens_ = narrow_tokens;
+  largest_pack_ = largest_pack;
+  any_widened_ = false;
   narrow_work_tiles_ = narrow * cost_->kv_heads();
   whole_work_tiles_ = (static_cast<int64_t>(num_tiles_) - narrow) * cost_->kv_heads();
 }
 
 void Tiling::widen_narrow_tiles(double longer_than) {
-  const int32_t rows = cost_->narrowest_whole_tile();
+  any_widened_ = true;
+  const int32_t rows = cost_->narrowest_whole_tile(), stretch = cost_->stretch(rows), share = cost_->share(rows);
+  const double overhead = cost_->overhead(rows) * per_worker_;
   const double reread = cost_->narrow_reread() * per_worker_, computing = cost_->whole_computing() * per_worker_;
   double longest_narrow = 0;
   for (size_t i = 0; i < num_tiles_; ++i) {
@@ -118,9 +185,8 @@ void Tiling::widen_narrow_tiles(double longer_than) {
       continue;
     }
     tile.item.tile_rows = rows;
-    tile.stretch = cost_->stretch(rows);
-    tile.share = cost_->share(rows);
-    const double overhead = cost_->overhead(rows) * per_worker_;
+    tile.stretch = stretch;
+    tile.share = share;
     const double added = overhead - tile.overhead - tile.tokens * reread;
     total_ += added;
     narrow_ -= tile.seconds;
@@ -136,104 +202,91 @@ void Tiling::widen_narrow_tiles(double longer_than) {
   longest_ = std::max(longest_tile_, longest_narrow);
 }
 
-int32_t Tiling::piece_length(const Tile& tile, int32_t pieces) {
-  if (pieces == 1) return tile.tokens;
-  const int32_t even = (tile.tokens + pieces - 1) / pieces;
+int32_t Tiling::split_length(const Tile& tile, int32_t splits) {
+  if (splits == 1) return tile.tokens;
+  const int32_t even = (tile.tokens + splits - 1) / splits;
   return (even + kSplitAlignment - 1) / kSplitAlignment * kSplitAlignment;
 }
 
-double Tiling::split_seconds(const Tile& tile, int32_t pieces) const {
+double Tiling::seconds_if_split(const Tile& tile, int32_t splits) const {
   const double partial = tile.item.query_count * partial_;
-  return (tile.seconds - tile.overhead - (tile.partials > 1 ? partial : 0.0)) / pieces + tile.overhead + partial;
+  return (tile.seconds - tile.overhead - (tile.partials > 1 ? partial : 0.0)) / splits + tile.overhead + partial;
 }
 
-void Tiling::list_splittable() {
+// Tiles that some split concerns, in classes; the others in bins.
+void Tiling::sort_out_splittable() {
   const double whole = kShares.back() * share();
   const double narrow = std::min(whole, kNarrowShares.back() * narrow_ / per_worker_ / cost_->narrow_speedup());
-  splittable_.clear();
   splittable_whole_.clear();
   splittable_narrow_.clear();
+  whole_.reset(std::min(longest_tile_, kLongestCounted * even()));
+  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even()));
+  const int64_t heads = cost_->kv_heads();
+  double all_work = 0, computing = 0;
   for (const Tile& tile : *this) {
     const bool is_narrow = this->is_narrow(tile);
-    if (tile.duration <= (is_narrow ? narrow : whole)) continue;
+    const double work = tile.seconds - tile.overhead;
+    if (!is_narrow) {
+      all_work += work;
+      computing += tile.computing;
+    }
+    if (tile.duration <= (is_narrow ? narrow : whole)) {
+      (is_narrow ? narrow_bins_ : whole_).add(work, heads);
+      continue;
+    }
     splittable_.push_back(static_cast<int32_t>(&tile - begin()));
     const int32_t queries = tile.item.query_count;
     (is_narrow ? splittable_narrow_ : splittable_whole_)
-        .add({tile.duration, tile.seconds - tile.overhead, queries * partial_, tile.tokens, tile.partials,
+        .add({tile.duration, work, queries * partial_, tile.tokens, tile.partials,
               cost_->combine_row_steps(queries, is_narrow)});
   }
   splittable_whole_.finish_adding();
   splittable_narrow_.finish_adding();
+  workers_ = cost_->queue_workers(all_work > 0 ? computing / all_work : 1.0);
 }
 
-// Of the tiles that no split concerns.
-void Tiling::count_unsplit() {
-  whole_.reset(std::min(longest_tile_, kLongestCounted * even()));
-  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even()));
-  size_t next = 0;
-  double work = 0, computing = 0;
-  for (const Tile& tile : *this) {
-    if (is_narrow(tile)) continue;
-    work += tile.seconds - tile.overhead;
-    computing += tile.computing;
+// When the last worker is done and the last partials are combined. From `limit` on, any time that is not later.
+double Tiling::finish_time(const SplitLimits& limits, double limit) {
+  const bool whole = splittable_whole_.cut(std::min(limits.whole, longest_tile_), false, *cost_, whole_);
+  const bool narrow = splittable_narrow_.cut(std::min(limits.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
+  if (whole || narrow || last_finish_ < limit) {
+    const double combine = std::max(splittable_whole_.combine(), splittable_narrow_.combine());
+    const double until = (limit - combine) * (1 + kRounding);
+    last_finish_ =
+        combine + finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails(), until);
   }
-  workers_ = cost_->queue_workers(work > 0 ? computing / work : 1.0);
-  const int64_t heads = cost_->kv_heads();
-  for (size_t i = 0; i < num_tiles_; ++i) {
-    if (next < splittable_.size() && splittable_[next] == static_cast<int32_t>(i)) {
-      ++next;
-      continue;
-    }
-    const Tile& tile = tiles_[i];
-    (is_narrow(tile) ? narrow_bins_ : whole_).add(tile.seconds - tile.overhead, heads);
-  }
+  return last_finish_;
 }
 
-// When the last worker is done and the last partials are combined.
-double Tiling::finish_time(const Split& split) {
-  splittable_whole_.cut(std::min(split.whole, longest_tile_), false, *cost_, whole_);
-  splittable_narrow_.cut(std::min(split.narrow, longest_narrow_tile_), true, *cost_, narrow_bins_);
-  return finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails()) +
-         std::max(splittable_whole_.combine(), splittable_narrow_.combine());
-}
-
-// Chooses the split with which the last worker is done first. More pieces bring more partials, and estimates err, so a
+// Chooses the split with which the last worker is done first. More splits bring more partials, and estimates err, so a
 // finer split has to save something.
-void Tiling::choose_split(const Tiling* wider) {
-  Split best{longest_, longest_};
-  double finish = finish_time(best);
+void Tiling::choose_split(int32_t nearby) {
+  SplitLimits best{longest_, longest_};
+  double finish = finish_time(best, std::numeric_limits<double>::infinity());
   int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
-  if (wider != nullptr && wider->chosen_share_ >= 0) {
-    first = std::max(first, wider->chosen_share_ - kNearbyShares);
-    last = std::min(last, wider->chosen_share_ + kNearbyShares);
+  if (nearby >= 0) {
+    first = std::max(first, nearby - kNearbyShares);
+    last = std::min(last, nearby + kNearbyShares);
   }
   chosen_share_ = -1;
   for (int32_t i = first; i <= last && finish > kEvenEnough * even(); ++i) {
     const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
-    const Split split{candidate, std::min(best.narrow, candidate)};
-    const double time = finish_time(split);
-    if (time < kWorthSplitting * finish) best = split, finish = time, chosen_share_ = i;
+    const SplitLimits limits{candidate, std::min(best.narrow, candidate)};
+    const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
+    if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
     if (finish <= kEvenEnough * even()) break;
     const double candidate = narrow_even * part;
     if (candidate >= std::min(best.narrow, longest_narrow_tile_)) continue;
-    const double time = finish_time({best.whole, candidate});
-    if (time < kWorthSplitting * finish) best.narrow = candidate, finish = time;
+    const double limit = kWorthSplitting * finish, time = finish_time({best.whole, candidate}, limit);
+    if (time < limit) best.narrow = candidate, finish = time;
   }
   longest_whole_ = best.whole;
   longest_narrow_ = best.narrow;
   finish_ = finish;
-}
-
-std::vector<int32_t> Tiling::long_tiles() const {
-  std::vector<int32_t> found;
-  for (int32_t i : splittable_) {
-    if (tiles_[i].first_of_pack && pieces(tiles_[i]) > 1) found.push_back(i);
-  }
-  return found;
 }
 
 }  // namespace prefixpack

@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/buffer.h"
 #include "plan/cost_model.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 #include "plan/queue_model.h"
+#include "plan/scratch_buffer.h"
 #include "plan/split_classes.h"
 
 namespace prefixpack {
@@ -28,69 +28,84 @@ struct Tile {
   double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 };
 
+// Queries of a batch in packed order, with the packs that read them. Partials are those of the packs alone.
+struct PackedQueries {
+  const std::vector<Pack>& packs;
+  const BatchLens& lens;
+  const int32_t* partials;  // of every query
+  int64_t num_partials;     // of all queries together
+};
+
 class Tiling {
  public:
   explicit Tiling(const CostModel& cost);
 
-  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. `partials`: of every query, by
-  // the packs alone; `num_partials`: of all queries together. Without narrow items, all take a whole worker. Near the
-  // choice of a `wider` tiling, if it is given, fewer splits are tried.
-  void make(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int64_t num_partials,
-            int32_t step, bool with_narrow, const Tiling* wider = nullptr);
+  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. Without narrow items, all take a
+  // whole worker. Near the choice of a `wider` tiling, if it is given, fewer splits are tried.
+  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true, const Tiling* wider = nullptr);
+  // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
+  void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
+  // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
+  double least_finish_without_narrow() const;
+  // What make(queries, step, with_narrow, this) would choose if its tiles were these. Keeps it if it is done in `worth`
+  // of the time; returns whether.
+  bool choose_again(double worth);
 
   const Tile* begin() const { return tiles_.data(); }
   const Tile* end() const { return tiles_.data() + num_tiles_; }
   size_t size() const { return num_tiles_; }
+  int32_t largest_pack() const { return largest_pack_; }          // queries
   int64_t tokens() const { return tokens_; }                      // KV positions that the tiles read
   int64_t whole_work_tiles() const { return whole_work_tiles_; }  // that take a whole worker, before they are split
   int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
   double finish() const { return finish_; }  // when the last worker is done
 
-  // Tiles that lead a pack and are split, in ascending order.
-  std::vector<int32_t> long_tiles() const;
+  // Tiles that some choice splits, in ascending order.
+  const std::vector<int32_t>& splittable() const { return splittable_; }
   // Past the last tile of the pack that `first` is the first tile of.
   const Tile* pack_end(const Tile* first) const {
     do ++first;
     while (first != end() && !first->first_of_pack);
     return first;
   }
-  int32_t pieces(const Tile& tile) const { return pieces(tile, is_narrow(tile) ? longest_narrow_ : longest_whole_); }
-  static int32_t piece_length(const Tile& tile, int32_t pieces);
-  // Pieces of that length; at times fewer than were asked for.
-  static int32_t num_pieces(const Tile& tile, int32_t pieces) {
-    return pieces == 1 ? 1 : (tile.tokens - 1) / piece_length(tile, pieces) + 1;
+  int32_t splits(const Tile& tile) const { return splits(tile, is_narrow(tile) ? longest_narrow_ : longest_whole_); }
+  static int32_t split_length(const Tile& tile, int32_t splits);
+  // Splits of that length; at times fewer than were asked for.
+  static int32_t num_splits(const Tile& tile, int32_t splits) {
+    return splits == 1 ? 1 : (tile.tokens - 1) / split_length(tile, splits) + 1;
   }
-  double piece_seconds(const Tile& tile, int32_t pieces) const {
-    return pieces == 1 ? tile.seconds : split_seconds(tile, pieces);
+  double split_seconds(const Tile& tile, int32_t splits) const {
+    return splits == 1 ? tile.seconds : seconds_if_split(tile, splits);
   }
-  double piece_duration(const Tile& tile, int32_t pieces) const { return piece_seconds(tile, pieces) * tile.stretch; }
   double per_worker() const { return per_worker_; }
   // Whether narrow items are more work than the others.
   bool narrow_prevails() const { return narrow_ > total_ - narrow_; }
 
  private:
-  struct Split {
+  struct SplitLimits {
     double whole, narrow;  // longest work tile of either kind
   };
 
-  void list(const std::vector<Pack>& packs, const BatchLens& lens, const int32_t* partials, int32_t step);
+  void list(const PackedQueries& queries, int32_t step);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
-  int32_t pieces(const Tile& tile, double longest) const { return split_pieces(tile.duration, tile.tokens, longest); }
+  void choose(const Tiling* wider);
+  int32_t splits(const Tile& tile, double longest) const { return splits_needed(tile.duration, tile.tokens, longest); }
   bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
-  double split_seconds(const Tile& tile, int32_t pieces) const;
+  double seconds_if_split(const Tile& tile, int32_t splits) const;
   double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
-  void list_splittable();
-  void count_unsplit();
-  double finish_time(const Split& split);
-  void choose_split(const Tiling* wider);
+  void sort_out_splittable();
+  double finish_time(const SplitLimits& limits, double limit);
+  // nearby: of kShares, the one near which splits are tried; -1: all are.
+  void choose_split(int32_t nearby);
 
   const CostModel* cost_;
   double per_worker_, longest_overhead_, partial_;
-  Buffer<Tile> tiles_;
+  ScratchBuffer<Tile> tiles_;
   size_t num_tiles_ = 0;
+  bool any_widened_ = false;         // of the narrow tiles
   std::vector<int32_t> splittable_;  // tiles that some choice splits
   SplitClasses splittable_whole_, splittable_narrow_;
   Workers workers_{};
@@ -98,7 +113,9 @@ class Tiling {
   int32_t chosen_share_ = -1;         // of kShares; -1: no split
   double narrow_ = 0, total_ = 0;
   double longest_ = 0, longest_tile_ = 0, longest_narrow_tile_ = 0;
-  double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0;
+  double longest_whole_ = 1, longest_narrow_ = 1, finish_ = 0, last_finish_ = 0;
+  int64_t narrow_tokens_ = 0;
+  int32_t largest_pack_ = 0;
   int64_t narrow_work_tiles_ = 0, whole_work_tiles_ = 0, tokens_ = 0;
 };
 

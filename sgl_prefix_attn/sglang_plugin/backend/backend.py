@@ -16,7 +16,7 @@ from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepPlanner
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepDecision, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -131,39 +131,41 @@ class PrefixPackBackend(AttentionBackend):
             self._handover.prepare(batch)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._decide(forward_batch, in_graph=False)
-        if self._needs_stock_metadata():
+        step = self._decide(forward_batch, in_graph=False).step
+        if step is None:
+            self.stock.init_forward_metadata(forward_batch)
+            self._has_stock_metadata = True
+        elif self._layers.has_stock_layers:
             self._init_stock(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self._decide(forward_batch, in_graph=True, in_capture=in_capture)
-        if self._needs_stock_metadata():
+        decision = self._decide(forward_batch, in_graph=True, in_capture=in_capture)
+        if decision.step is None or self._layers.has_stock_layers:
             self.stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             self._has_stock_metadata = True
 
-    def _decide(self, forward_batch: Any, *, in_graph: bool, in_capture: bool = False) -> None:
-        """Every step pays for this on the scheduler's thread."""
+    def _decide(self, forward_batch: Any, *, in_graph: bool, in_capture: bool = False) -> StepDecision:
+        """Every step pays for this on the scheduler's thread. Loads of attributes of `self` are slow: `__getattr__`."""
         start = time.perf_counter()
         # Taken in any case, so that it does not stay for a later forward.
         handed = self._handover.take()
+        record, state = self._record, self._state
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
         if in_capture:
-            decision = self._planner.decide_capture(handed, forward_batch, last)
+            decision = record.planner.decide_capture(handed, forward_batch, last)
         else:
-            decision = self._planner.decide(handed, forward_batch, last, in_graph)
-            if self._record.router.recording is not None:
-                self._record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
+            decision = record.planner.decide(handed, forward_batch, last, in_graph)
+            if record.router.recording is not None:
+                record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         self.decision = decision
         if decision.step is not None and decision.kind is Kind.PACKED:
-            self._record.last_packed = handed
-        self._counters.host_seconds += time.perf_counter() - start
-        if self._state.exporter is not None:
-            self._state.step_done()
-        if decision.reason is not None and decision.reason == self._layers.never_packed:
-            self._state.stop_if_nothing_packs()
-
-    def _needs_stock_metadata(self) -> bool:
-        return self.decision.step is None or self._layers.has_stock_layers
+            record.last_packed = handed
+        state.counters.host_seconds += time.perf_counter() - start
+        if state.exporter is not None:
+            state.step_done()
+        if decision.reason is not None and decision.reason == record.layers.never_packed:
+            state.stop_if_nothing_packs()
+        return decision
 
     def _init_stock(self, forward_batch: Any) -> None:
         step = self.decision.step

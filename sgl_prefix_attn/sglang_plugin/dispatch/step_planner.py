@@ -174,9 +174,14 @@ class StepPlanner:
             if may_route:
                 self._router.stays_packed()
             return last
-        if may_route and self._router.stays_stock(handed.step):
+        paths = handed.step
+        outcome: PackedStep | str | None
+        if isinstance(paths, str):
+            outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
+        elif may_route and self._router.stays_stock(paths):
             return STOCK_VARIANT if in_packed_graph else STOCK
-        outcome = self._plan(handed, forward_batch, in_graph, in_packed_graph, may_route)
+        else:
+            outcome = self._plan(paths, handed, forward_batch, in_graph, in_packed_graph, may_route)
         if isinstance(outcome, PackedStep):
             return StepDecision(Kind.PACKED, step=outcome)
         if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
@@ -194,13 +199,19 @@ class StepPlanner:
         return self.decide(handed, forward_batch, last, in_graph=True)
 
     def _plan(
-        self, handed: Handed, forward_batch: Any, in_graph: bool, in_packed_graph: bool, may_route: bool
+        self,
+        paths: StepPaths,
+        handed: Handed,
+        forward_batch: Any,
+        in_graph: bool,
+        in_packed_graph: bool,
+        may_route: bool,
     ) -> PackedStep | str | None:
         """The packed step, a reason why there is none, or None for a step routed to the stock backend."""
         executor = self._executor
-        paths = self._supported(handed.step, forward_batch, in_graph and not in_packed_graph)
-        if isinstance(paths, str):
-            return paths
+        reason = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)
+        if reason is not None:
+            return reason
         planners, mode, query_lens = executor.planners, paths.mode, paths.query_lens
         size, drafts = forward_batch.batch_size, None
         if size < paths.num_requests or (size > paths.num_requests and not in_graph):
@@ -234,8 +245,8 @@ class StepPlanner:
         self._counters.packed(mode, step.kv_tokens)
         return step
 
-    def _supported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> StepPaths | str:
-        """The paths if the step can run packed, else the reason why not."""
+    def _unsupported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> str | None:
+        """The reason why the step cannot run packed, None if it can."""
         if forward_batch.forward_mode.is_idle():
             return fallback_reasons.IDLE
         layers = self._layers
@@ -249,8 +260,8 @@ class StepPlanner:
                 layers.scan_model()
             elif not layers.some_packed:
                 layers.conclude()
-            reason = layers.never_packed
-        return paths if reason is None else reason
+            return layers.never_packed
+        return reason
 
     def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> str | None:
         if getattr(forward_batch, "tbo_parent_token_range", None) is not None:

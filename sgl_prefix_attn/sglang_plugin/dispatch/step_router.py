@@ -223,9 +223,9 @@ class StepRouter:
         if self._router is not None or self._arm is not None:
             self._count(Route.PACKED)
 
-    def stays_stock(self, paths: StepPaths | str) -> bool:
+    def stays_stock(self, paths: StepPaths) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
-        if isinstance(paths, str) or paths.mode not in ("decode", "verify"):
+        if paths.mode not in ("decode", "verify"):
             return False
         if not self.always_stock:
             if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:

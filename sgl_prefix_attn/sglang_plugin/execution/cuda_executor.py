@@ -209,7 +209,7 @@ class CudaExecutor:
     # Every step -----------------------------------------------------------------------------------------------------
 
     def host_lens(self, forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
-        return _lens_of_batch(forward_batch, handed, count)
+        return _matching_host_lens(forward_batch, handed, count)
 
     def unshared(self, host_lens: Int64Array, query_lens: Int64Array | None = None) -> list[Plan]:
         forest = self._unshared_forest(len(host_lens))
@@ -301,7 +301,7 @@ class CudaExecutor:
         return out
 
 
-def _lens_of_batch(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
+def _matching_host_lens(forward_batch: Any, handed: Handed, count: int) -> Int64Array | None:
     """Host lengths of the first `count` requests without a device access; None if the batch is another one.
 
     Lengths identify the requests, unless they are bounds. The ForwardBatch is a copy of the batch that was handed over,

@@ -12,12 +12,13 @@ import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from sgl_prefix_attn._native import BatchIndices, gather
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest, int64_array
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import Known, TreeMirror
@@ -65,7 +66,7 @@ class _DecodeState:
 
     Attributes:
         drafts: draft tokens of each request in a verify batch; None in a decode batch.
-        places: batch index by request.
+        indices: batch index by request.
         finished: each request's finish reason; None if no request has one.
         nodes: [num_requests] int64 node of each request in the mirror.
         joined: requests that joined or moved lately, with the number of steps for which to scan them.
@@ -77,7 +78,7 @@ class _DecodeState:
 
     requests: list[Any]
     drafts: int | None
-    places: dict[Any, int]
+    indices: BatchIndices
     handles: list[Any]
     finished: list[Any] | None
     nodes: Int64Array
@@ -204,7 +205,7 @@ class BatchTracker:
             requests == last.requests
             and drafts == last.drafts
             and len(batch.seq_lens) == len(requests)
-            and (not self._prefilled or last.places.keys().isdisjoint(self._prefilled))
+            and (not self._prefilled or not last.indices.contains_any(list(self._prefilled)))
             and not last.moved()
         )
 
@@ -236,18 +237,18 @@ class BatchTracker:
         handles = list(map(_LAST_NODE, requests))
         finished = _finished(requests)
         forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
-        place_of = dict(zip(requests, range(len(requests)), strict=True))
+        indices = BatchIndices(requests)
         last = self._decode
         if last is None:
             joined = dict.fromkeys(requests, _JOIN_STEPS)
-            return _decode_state(requests, drafts, place_of, handles, finished, nodes, forest, joined)
+            return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
         lately = self._lately(last)
         joined = {
             request: lately.get(request, _JOIN_STEPS)
-            for request in requests
-            if request not in last.places or request in lately
+            for request, before in zip(requests, last.indices.find(requests).tolist(), strict=True)
+            if before < 0 or request in lately
         }
-        return _decode_state(requests, drafts, place_of, handles, finished, nodes, forest, joined)
+        return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
 
     def _continued(
         self, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
@@ -259,22 +260,22 @@ class BatchTracker:
         last = self._decode
         if last is None or last.finished is not None or not mirror.follows_root():
             return None
-        places = np.fromiter(map(last.places.get, requests, repeat(-1)), np.int64, len(requests))
+        before = last.indices.find(requests)
+        indices = BatchIndices(requests)
+        joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(before < 0).tolist()}
         lately = self._lately(last)
-        joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(places < 0).tolist()}
         if lately:
-            joined.update((request, lately[request]) for request in requests if request in lately)
+            joined.update(compress(lately.items(), indices.find(list(lately)) >= 0))
         begin, end, turn = _turn(last.turn, len(requests))
         changed = [*requests[begin:end], *joined]
         if 2 * len(changed) > len(requests) or any(map(_FINISHED, changed)):
             return None
-        handles = list(map(last.handles.__getitem__, places.tolist()))
-        place_of = dict(zip(requests, range(len(requests)), strict=True))
-        indices = list(map(place_of.__getitem__, changed))
-        for index, request in zip(indices, changed, strict=True):
+        handles = gather(last.handles, before)
+        changed_indices = indices.find(changed).tolist()
+        for index, request in zip(changed_indices, changed, strict=True):
             handles[index] = request.last_node
-        forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[places], indices))
-        state = _decode_state(requests, drafts, place_of, handles, None, nodes, forest, joined, turn)
+        forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[before], changed_indices))
+        state = _decode_state(requests, drafts, indices, handles, None, nodes, forest, joined, turn)
         return None if any(map(_FINISHED, state.representatives)) else state
 
     def _lately(self, last: _DecodeState) -> dict[Any, int]:
@@ -323,7 +324,7 @@ def _stays_prefill(batch: Any) -> bool:
 def _decode_state(
     requests: list[Any],
     drafts: int | None,
-    places: dict[Any, int],
+    indices: BatchIndices,
     handles: list[Any],
     finished: list[Any] | None,
     nodes: Int64Array,
@@ -339,7 +340,7 @@ def _decode_state(
     return _DecodeState(
         requests=requests,
         drafts=drafts,
-        places=places,
+        indices=indices,
         handles=handles,
         finished=finished,
         nodes=nodes,

@@ -8,7 +8,7 @@ namespace prefixpack {
 
 // Unlike a vector's, its elements are not initialised, and it does not grow while it is filled.
 template <class T>
-class Buffer {
+class ScratchBuffer {
  public:
   // What was in it is lost.
   void make_room(size_t size) {
