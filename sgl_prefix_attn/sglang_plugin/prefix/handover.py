@@ -137,23 +137,27 @@ class HandoverHooks:
     def __init__(self) -> None:
         self.active: Handover | None = None
 
-    def after_forward_batch_init(
-        self, result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """AFTER hook on the classmethod `ForwardBatch.init_new`."""
-        if self.active is None or model_runner.is_draft_worker:
-            return
-        self.active.one_token_step(batch, result)
-        if self.active.kind == "hooks":
-            setattr(result, _ATTRIBUTE, self.active.read(batch))
+    def after_forward_batch_init(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER hook on the classmethod `ForwardBatch.init_new`. Arguments by name would cost refused servers time."""
+        if self.active is not None:
+            self._read_batch(self.active, result, *args, **kwargs)
 
-    def around_forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def _read_batch(
+        self, active: Handover, result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if model_runner.is_draft_worker:
+            return
+        active.one_token_step(batch, result)
+        if active.kind == "hooks":
+            setattr(result, _ATTRIBUTE, active.read(batch))
+
+    def around_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """AROUND hook on `ModelRunner.forward` and `DecodeCudaGraphRunner.load_batch`."""
         if self.active is None:
-            return original(runner, *args, **kwargs)
-        forward_batch = args[0] if args else kwargs.get("forward_batch")
+            return original(*args, **kwargs)
+        forward_batch = args[1] if len(args) > 1 else kwargs.get("forward_batch")
         handed = getattr(forward_batch, _ATTRIBUTE, None)
         if handed is None:
-            return original(runner, *args, **kwargs)
+            return original(*args, **kwargs)
         with self.active.handed_over(handed):
-            return original(runner, *args, **kwargs)
+            return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Deployments around the backend: linear hybrids, a hierarchical cache, disaggregated decode."""
+"""Deployments around the backend: linear hybrids, data parallel attention, HiCache, disaggregated decode."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import packing_backend
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import ObjectReader, reader_for
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.backend.test_backend import assert_same, decode, extend
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.prefix.sharing import check
@@ -68,6 +69,20 @@ class TestLinearHybrids:
         assert outer.needs_cpu_seq_lens is fixture.backend.needs_cpu_seq_lens
         assert outer.token_to_kv_pool is fixture.runner.token_to_kv_pool
         assert fixture.backend.req_to_token_pool is fixture.runner.req_to_token_pool, "read from every backend"
+
+
+def test_a_rank_that_data_parallel_attention_pads() -> None:
+    """Without graphs, SGLang pads all ranks to the largest batch. Padding is no request: the step runs stock."""
+    fixture = decode()
+    fixture.run()
+    assert fixture.fallbacks == {}
+    padded, requests = fixture.batch, fixture.batch.batch_size
+    padded.positions = padded.seq_lens - 1
+    padded.batch_size = requests + 2
+    fixture.runner.attn_backend = SimpleNamespace(get_cpu_graph_seq_len_fill_value=lambda: 1)
+    padded._pad_inputs_to_size(fixture.runner, requests + 2, requests + 2)
+    assert_same(fixture.run(), fixture.run_stock())
+    assert fixture.fallbacks == {reasons.ROW_MISMATCH: 1}
 
 
 class TestHierarchicalCache:
