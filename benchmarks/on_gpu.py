@@ -90,7 +90,7 @@ JOBS = (
         "--pool 0.1 1 --out {out}.json --resume",
     ),
     Job("refused", 6, "-m benchmarks.serving.refused --device cuda --backend triton --starts 2 --out {out}.json"),
-    Job("life_cycle", 8, "-m pytest -v -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
     Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
 )

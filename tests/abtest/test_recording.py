@@ -39,7 +39,7 @@ def recorded(steps: int, plan: RecordPlan) -> StepRecording:
     forest = PrefixForest.from_paths(PATHS)
     made = StepRecording(plan, StepClock(cuda=False))
     for index in range(steps):
-        no_paths = SimpleNamespace(step="no_cached_prefix", seq_lens=None)
+        no_paths = SimpleNamespace(step="no_paths", seq_lens=None)
         step = no_paths if index % 3 == 2 else handed([201 + index, 205 + index, 9 + index], forest)
         made.step(True, step, 3)
         made.ran("stock" if index % 3 == 2 else "packed")

@@ -30,7 +30,7 @@ STOCK = "torch_native"
 CONTEXT_LENGTH = 4096
 POOL_TOKENS = 16384
 # Such steps read no KV twice, so there is nothing to pack.
-NOTHING_TO_PACK = {"no_cached_prefix", "idle"}
+NOTHING_TO_PACK = {"idle"}
 
 Tokens = list[list[list[int]]]  # of each request, of each sample
 

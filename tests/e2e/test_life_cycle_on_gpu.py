@@ -1,6 +1,6 @@
 """A rollout engine's life on a GPU whose memory is really released: graphs, KV and weights, in any order.
 
-    python -m pytest -v -m gpu tests/e2e/test_life_cycle_on_gpu.py
+    python -m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py
 
 Needs torch_memory_saver. Two servers, one after the other: under our name, and in wrap mode under the name that SGLang
 chooses. A failed sequence costs its server; the next sequence gets a new one. Tokens are judged by transformers in
@@ -16,7 +16,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import torch
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e.conftest import packing
 from tests.e2e.life_cycle import TAGS, Engine, Judge, other_weights, prompts, update_from_disk
 from tests.e2e.reference import Reference
@@ -50,6 +50,7 @@ POOL = 65536  # tokens; with two layers of two heads of 128 in bf16: 128 MiB
 # SGLang's breakable graphs of prefill refuse a memory saver of graphs.
 ARGUMENTS = ("--enable-memory-saver", "--dtype", "bfloat16", "--disable-prefill-cuda-graph")
 SIZES = ("--max-total-tokens", str(POOL), "--context-length", "4096", "--max-running-requests", "64")
+REQUESTS = prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
 KINDS = {"prefixpack": ("prefixpack", {}), "wrapped": (None, {"PREFIXPACK_WRAP": "1"})}
 
 
@@ -112,21 +113,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
+def judges(models: tuple[Path, Path]) -> tuple[Judge, Judge]:
+    return near(Reference(models[0])), near(Reference(models[1]))
 
 
-@pytest.fixture(scope="module")
-def judges(models: tuple[Path, Path], requests: list[Request]) -> tuple[Judge, Judge]:
-    return near(Reference(models[0]), requests), near(Reference(models[1]), requests)
-
-
-def near(reference: Reference, requests: list[Request]) -> Judge:
+def near(reference: Reference) -> Judge:
     """Accepts tokens whose logits are near the best one's."""
 
     def judge(which: int, tokens: list[int]) -> None:
         if tokens:
-            deficits = reference.deficits(requests[which], tokens)
+            deficits = reference.deficits(REQUESTS[which], tokens)
             assert deficits.max() < TOLERANCE, f"prompt {which}, token {int(deficits.argmax())}: {deficits.max()}"
 
     return judge
@@ -149,38 +145,18 @@ def servers(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterat
     made.close()
 
 
-Say = Callable[[str], None]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Prints a line at once."""
-
-    def print_now(line: str) -> None:
-        with capsys.disabled():
-            print(f"\n{line}", end=" ", flush=True)
-
-    return print_now
-
-
 @pytest.mark.parametrize(
     ("tags", "least"),
     [(["weights"], 0), (["cuda_graph"], 0), (["kv_cache", "cuda_graph"], 128 * MIB), (list(TAGS), 128 * MIB)],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )
 def test_a_steady_group_after_a_release(
-    servers: Servers,
-    models: tuple[Path, Path],
-    requests: list[Request],
-    judges: tuple[Judge, Judge],
-    tags: list[str],
-    least: int,
-    say: Say,
+    servers: Servers, models: tuple[Path, Path], judges: tuple[Judge, Judge], tags: list[str], least: int
 ) -> None:
     """The same requests before and after, so that plans and graphs are those from before the release."""
     with servers.running() as server:
         for _ in range(2):
-            for which, answer in enumerate(replay(server.url, requests, timeout_seconds=60)):
+            for which, answer in enumerate(replay(server.url, REQUESTS, timeout_seconds=60)):
                 judges[0](which, answer.samples[0].tokens)
             server.flush_cache()
             before = free_bytes()
@@ -189,7 +165,7 @@ def test_a_steady_group_after_a_release(
             server.post("/resume_memory_occupation", {"tags": tags}, 60)
             if "weights" in tags:
                 update_from_disk(server, models[0], flush=False)
-            say(f"released {released / MIB:.0f} MiB")
+            print(f"released {released / MIB:.0f} MiB", end=" ", flush=True)
             assert released > least, "nothing was unmapped"
 
 
@@ -199,16 +175,11 @@ def free_bytes() -> int:
 
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 def test_random_sequence_with_released_memory(
-    servers: Servers,
-    models: tuple[Path, Path],
-    requests: list[Request],
-    judges: tuple[Judge, Judge],
-    seed: int,
-    say: Say,
+    servers: Servers, models: tuple[Path, Path], judges: tuple[Judge, Judge], seed: int
 ) -> None:
     start = time.monotonic()
     with ThreadPoolExecutor(64) as pool, servers.running() as server:
-        engine = Engine(server, requests, models, judges, pool, random.Random(seed), releases=RELEASES)
+        engine = Engine(server, REQUESTS, models, judges, pool, random.Random(seed), releases=RELEASES)
         try:
             engine.live(CALLS)
             server.flush_cache()
@@ -218,12 +189,12 @@ def test_random_sequence_with_released_memory(
     servers.free.append(free_bytes())
     released = [call[len("release(") : -1] for call in engine.done if call.startswith("release(")]
     servers.released.update(released)
-    say(f"{time.monotonic() - start:.1f} s, released {', '.join(released) or 'nothing'}")
+    print(f"{time.monotonic() - start:.1f} s, released {', '.join(released) or 'nothing'}", end=" ", flush=True)
 
 
-def test_what_the_sequences_were(servers: Servers, say: Say) -> None:
+def test_what_the_sequences_were(servers: Servers) -> None:
     """After the sequences: all kinds of memory were released, decode steps ran packed, and nothing leaked."""
-    say(f"{dict(servers.released)}, steps {dict(servers.steps)}, fallbacks {dict(servers.fallbacks)}")
+    print(f"{dict(servers.released)}, steps {dict(servers.steps)}, fallbacks {dict(servers.fallbacks)}")
     assert {tag for tags in servers.released for tag in tags.split("+")} == set(TAGS)
     assert servers.released.total() >= SEQUENCES // 2
     assert servers.steps["decode"] > SEQUENCES
