@@ -46,6 +46,7 @@ from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 
@@ -314,7 +315,10 @@ def main(argv: list[str] | None = None) -> int:
     begin, device, results = time.monotonic(), torch.device("cuda", 0), []
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
-    header = {"machine": machine_of(device), "commit": args.commit, "seed": args.seed, "verify": args.verify}
+    header = {
+        "machine": machine_of(device), "commit": args.commit, "kernels_version": KERNELS_VERSION,
+        "seed": args.seed, "verify": args.verify,
+    }  # fmt: skip
     with torch.inference_mode():
         for step in steps:
             if time.monotonic() - begin > args.seconds:

@@ -87,7 +87,7 @@ def test_a_router_predicts_verify_steps_between_the_measured_ones(profile_path: 
         assert routed(profile_path, drafts, 0)[0] is Route.STOCK
     assert routed(profile_path, 16, 8192) == (Route.STOCK, None)  # by the rule: too few requests
     assert routed(profile_path, 16, 8192, requests=64) == (Route.PACKED, None)
-    assert routed(None, 4, 8192) == (Route.STOCK, None)
+    assert routed(None, 16, 8192) == (Route.STOCK, None)  # as with the shipped profile
 
 
 def test_an_unknown_term_of_verify_steps_is_refused(profile_path: Path) -> None:

@@ -178,7 +178,8 @@ def test_reading_one_by_one_always_fits_the_buffers() -> None:
 
 
 def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixture = Verify(4, settings=Settings(metrics=False, pack_verify=True), stock_backend="fa3")
+    settings = Settings(metrics=False, pack_verify=True, route="conservative")
+    fixture = Verify(4, settings=settings, stock_backend="fa3")
     # torch_native has no verify steps.
     monkeypatch.setattr(fixture.stock, "forward", lambda **call: torch.zeros_like(call["q"]))
     fixture.graphs = DecodeGraphs(fixture, 4)
