@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.provenance import git_commit
 from benchmarks.serving.provenance import machine_name, package_versions
 
@@ -44,12 +46,14 @@ class Job:
         minutes: that it usually takes.
         command: arguments; {out} is the path of its results without suffix, {model} the model's folder.
         environment: variables to add.
+        gpus: that it needs.
     """
 
     name: str
     minutes: float
     command: str
     environment: tuple[tuple[str, str], ...] = ()
+    gpus: int = 1
 
     def arguments(self, out: Path, model: Path | None) -> list[str]:
         return shlex.split(self.command.format(out=shlex.quote(str(out / self.name)), model=shlex.quote(str(model))))
@@ -61,13 +65,10 @@ class Job:
 
 JOBS = (
     Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),
-    Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
+    Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
-    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
-    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json"),
+    Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
     Job("mixed_steps", 3, "-m benchmarks.kernel.mixed_steps --seed 2 --cases 90 --out {out}.json"),
-    Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
-    Job("rollout_4k", 6, f"{_ROLLOUT} --prompt-tokens 4096 --out {{out}}.json"),
     Job("rollout_16k", 7, f"{_ROLLOUT} --prompt-tokens 16384 --out {{out}}.json"),
     Job(
         "rollout_mixed_4k",
@@ -75,6 +76,29 @@ JOBS = (
         f'{_ROLLOUT[:-1]} --enable-mixed-chunk" --prompt-tokens 4096 --out {{out}}.json',
         (("PREFIXPACK_ONE_TOKEN_STEPS", "1"), ("PREFIXPACK_PACK_MIXED", "1")),
     ),
+    Job("rollout_4k", 6, f"{_ROLLOUT} --prompt-tokens 4096 --out {{out}}.json"),
+    Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
+    Job(
+        "offline",
+        9,
+        "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
+        "--pool 0.1 1 --out {out}.json --resume",
+    ),
+    Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
+    Job(
+        "tp2",
+        7,
+        "-m benchmarks.serving --model {model} --load-format dummy --tp 2 --backends prefixpack,fa3 "
+        "--workload rl:16 no-sharing:8 --output-tokens 160 --server-args "
+        '"--cuda-graph-bs-decode 1 8 32 64 256 --disable-prefill-cuda-graph --disable-custom-all-reduce" '
+        "--out {out}.json",
+        (("NCCL_NVLS_ENABLE", "0"),),
+        gpus=2,
+    ),
+    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
+    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
+    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json"),
     Job(
         "live_abtest",
         8,
@@ -83,16 +107,7 @@ JOBS = (
     ),
     Job("calibrate_32_8", 6, "-m sgl_prefix_attn calibrate --heads 32/8 --kv-dtype bf16 --minutes 4 --out {out}.json"),
     Job("calibrate_64_4", 6, "-m sgl_prefix_attn calibrate --heads 64/4 --kv-dtype bf16 --minutes 4 --out {out}.json"),
-    Job(
-        "offline",
-        9,
-        "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
-        "--pool 0.1 1 --out {out}.json --resume",
-    ),
     Job("refused", 6, "-m benchmarks.serving.refused --device cuda --backend triton --starts 2 --out {out}.json"),
-    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
-    Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
-    Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
 )
 
 
@@ -188,6 +203,10 @@ def main() -> int:
         jobs = [job for job in jobs if not job.needs_model]
     elif not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} has no config.json")
+    gpus = max(1, torch.cuda.device_count())
+    for job in (job for job in jobs if job.gpus > gpus):
+        print(f"skipped with one GPU: {job.name} needs {job.gpus}", file=sys.stderr)
+    jobs = [job for job in jobs if job.gpus <= gpus]
     out = args.out / (git_commit() or "unknown")[:10]
     out.mkdir(parents=True, exist_ok=True)
     return run_all(jobs, out, args.model, args.minutes, State(out))
