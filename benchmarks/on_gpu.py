@@ -35,6 +35,7 @@ _ROLLOUT = (
     f"-m benchmarks.serving.rollout --model {{model}} --load-format dummy --groups 96 --running 256 --window 12 "
     f"--context-length 20480 {_SERVER}"
 )
+_SHARED = "--backends 'prefixpack[shared_prefill=1],prefixpack,fa3,flashinfer'"
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,21 @@ JOBS = (
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
     Job("mixed_steps", 3, "-m benchmarks.kernel.mixed_steps --seed 2 --cases 90 --out {out}.json"),
-    Job("rollout_16k", 7, f"{_ROLLOUT} --prompt-tokens 16384 --out {{out}}.json"),
+    Job(
+        "rollout_start",
+        7,
+        "-m benchmarks.serving.rollout_start --model {model} --load-format dummy --context-length 20480 "
+        "--backends 'prefixpack[shared_prefill=1],prefixpack,fa3' --prompt-tokens 1024 4096 "
+        f"{_SERVER} --out {{out}}.json --resume",
+    ),
+    Job("rollout_16k", 9, f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --out {{out}}.json"),
     Job(
         "rollout_mixed_4k",
         6,
         f'{_ROLLOUT[:-1]} --enable-mixed-chunk" --prompt-tokens 4096 --out {{out}}.json',
         (("PREFIXPACK_ONE_TOKEN_STEPS", "1"), ("PREFIXPACK_PACK_MIXED", "1")),
     ),
-    Job("rollout_4k", 6, f"{_ROLLOUT} --prompt-tokens 4096 --out {{out}}.json"),
+    Job("rollout_4k", 8, f"{_ROLLOUT} {_SHARED} --prompt-tokens 4096 --out {{out}}.json"),
     Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
     Job(
         "offline",

@@ -80,8 +80,7 @@ class Settings(BaseModel):
         "the stock kernels are better at it.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
-        "auto",
-        description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only.",
+        "auto", description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only."
     )
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
@@ -93,6 +92,10 @@ class Settings(BaseModel):
         False,
         description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
         "graphs, and packed. Such steps start requests whose prompt is cached. Best with --enable-mixed-chunk.",
+    )
+    shared_prefill: bool = Field(
+        False,
+        description="Requests wait while another one computes a prefix of their prompt, instead of computing it too.",
     )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -27,7 +28,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import CUSTOM_PARAMETER, GroupScheduler
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # SGLang's defaults for the share of max_new_tokens that is reserved for running requests (schedule_conservativeness 1).
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
@@ -86,6 +89,7 @@ class Replay:
         pool: KV tokens.
         max_running: most requests that run at once.
         grouped: with the hooks of group scheduling.
+        shared_prefill: with the hook of that setting.
         window: how many requests are handed to the queue at once; None: all.
         queue_policy: SGLang's --schedule-policy.
         eviction: SGLang's --radix-eviction-policy.
@@ -99,6 +103,7 @@ class Replay:
         *,
         max_running: int = 256,
         grouped: bool = False,
+        shared_prefill: bool = False,
         window: int | None = None,
         context: int = 32_768,
         queue_policy: str = "fcfs",
@@ -129,6 +134,12 @@ class Replay:
         self.full = False
         self.result = Result()
         self.group_scheduler = GroupScheduler()
+        self.shared_prefill = SharedPrefill(Counters())
+        self._add: Callable[..., AddReqResult] = PrefillAdder.add_one_req
+        if shared_prefill:
+            self._add = partial(self.shared_prefill.around_add_one_req, self._add)
+        if grouped:
+            self._add = partial(self.group_scheduler.around_add_one_req, self._add)
 
     def run(self, jobs: Sequence[Job]) -> Result:
         """Runs all jobs. Raises ReplayError when nothing can be admitted any more, or KV is lost."""
@@ -182,12 +193,11 @@ class Replay:
         if self.grouped:
             self.group_scheduler.after_calc_priority(None, self.policy, self.waiting)
         adder = PrefillAdder(1, self.tree, self.allocator, self.running, self.ratio, _MAX_PREFILL_TOKENS, None, 0)
-        add = self.group_scheduler.around_add_one_req if self.grouped else lambda original, *args: original(*args)
         for request in self.waiting:
             if len(adder.can_run_list) + len(self.running.reqs) >= self.max_running:
                 break
             request.init_next_round_input(self.tree)
-            verdict = add(PrefillAdder.add_one_req, adder, request, False, None)
+            verdict = self._add(adder, request, False, None)
             if verdict is not AddReqResult.CONTINUE:
                 self.full = verdict is AddReqResult.NO_TOKEN
                 break

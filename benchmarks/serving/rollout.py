@@ -7,9 +7,9 @@ Groups of --samples requests share a prompt. Prompt lengths are log-normal aroun
 lengths exponential with mean --output-tokens. More requests wait than --running allows, so the server refills. What
 is measured is a window of --window seconds of the steady state: it begins when as many samples have ended as the
 server runs at a time. Reported are tokens per second in that window, decode step time by number of running requests,
-the share of time in gaps with a prefill step, tokens a request and step (more than 1 with speculation), and packed and
-stock decode steps. The file is rewritten after every run; --resume skips what it has. Without --model a tiny model on
-the CPU is used, to try the command.
+the share of time in gaps with a prefill step, how often the prompt of a group was computed, tokens a request and step
+(more than 1 with speculation), and packed and stock decode steps. The file is rewritten after every run; --resume skips
+what it has. Without --model a tiny model on the CPU is used, to try the command.
 
 Speculation over random weights accepts nothing. SGLANG_SIMULATE_ACC_LEN=2.5 makes SGLang accept so many tokens a step:
 
@@ -110,6 +110,7 @@ class Window:
         begin_after: ended samples with which the window begins.
         seconds: its length.
         tail_seconds: how long requests go on after it, for the profile.
+        prompt_tokens, computed_tokens: of the requests that ended since the window began.
     """
 
     begin_after: int
@@ -117,6 +118,8 @@ class Window:
     tail_seconds: float = 0.0
     ended: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
     begun: float | None = None
     over: float | None = None
     begun_wall: float = 0.0
@@ -127,6 +130,9 @@ class Window:
         self.ended += len(answer.samples)
         if self.begun is None and self.ended >= self.begin_after:
             self.begun, self.begun_wall = time.perf_counter(), time.time()
+        if self.begun is not None:
+            self.prompt_tokens += len(answer.request.prompt) * len(answer.samples)
+            self.computed_tokens += sum(len(answer.request.prompt) - sample.cached_tokens for sample in answer.samples)
 
     def on_token(self, request: Request, sample: Sample) -> None:
         if id(sample) not in self._seen:
@@ -187,6 +193,7 @@ def measure(server: Server, requests: Sequence[Request], running: int, args: arg
         "window_seconds": round(window.measured_seconds, 2),
         "seconds": round(time.perf_counter() - begun, 1),
         "ended_samples": window.ended,
+        "prompts_computed": round(args.samples * window.computed_tokens / max(1, window.prompt_tokens), 2),
         "steps": summary(steps),
         "routed_steps": grown.get("routed_steps", {}),
         "steps_packed": grown.get("steps_packed", {}),

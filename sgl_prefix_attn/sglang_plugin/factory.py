@@ -8,6 +8,8 @@ from typing import Any
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import hook_table
+from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, gemma3_image_mask, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
@@ -132,6 +134,8 @@ def connect(
         if packs and settings.one_token_steps and runs_one_token_steps(runner):
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
+        if settings.shared_prefill and shares_prefills(runner):
+            wanted += hook_table.shared_prefill_hooks(state.own(SharedPrefill, state.counters))
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True
@@ -183,6 +187,14 @@ def runs_one_token_steps(runner: Any) -> bool:
     why_not = one_token.unsupported_server(runner)
     if why_not is not None:
         logger.warning("prefixpack: one_token_steps has no effect on this server: %s", why_not)
+    return why_not is None
+
+
+def shares_prefills(runner: Any) -> bool:
+    """Whether requests of the server may wait for each other's prefills; else logs why not."""
+    why_not = shared_prefill.unsupported_server(runner)
+    if why_not is not None:
+        logger.warning("prefixpack: shared_prefill has no effect on this server: %s", why_not)
     return why_not is None
 
 

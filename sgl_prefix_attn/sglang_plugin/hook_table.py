@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import gemma3_image_mask, memory_release, server_info
 from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
@@ -76,6 +77,11 @@ def group_hooks(scheduler: GroupScheduler) -> tuple[Hook, ...]:
         Hook(targets.CALC_PRIORITY, scheduler.after_calc_priority, "AFTER", "offline jobs run as they come"),
         Hook(targets.ADD_ONE_REQ, scheduler.around_add_one_req, "AROUND", "offline jobs run as they come"),
     )
+
+
+def shared_prefill_hooks(prefills: SharedPrefill) -> tuple[Hook, ...]:
+    """Hooks for servers with the setting shared_prefill."""
+    return (Hook(targets.ADD_ONE_REQ, prefills.around_add_one_req, "AROUND", "requests compute shared prefixes again"),)
 
 
 def cpu_hooks(fallbacks: CpuFallbacks) -> tuple[Hook, ...]:

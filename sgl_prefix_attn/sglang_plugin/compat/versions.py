@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from importlib import metadata
 from typing import Any, Final
 
@@ -274,3 +274,23 @@ def has_other_layers(runner: Any) -> bool:
     hf_config = getattr(runner.model_config, "hf_config", None)
     sparse = hf_config is not None and is_minimax_sparse(hf_config)
     return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
+
+
+def argument_in_use(arguments: Any, off: Mapping[str, Any]) -> str | None:
+    """The first of these server arguments that is on, as `name=value`; None if all are off.
+
+    Args:
+        arguments: SGLang's ServerArgs. An SGLang without an argument lacks the feature.
+        off: values of the arguments when off.
+    """
+    for name, value_off in off.items():
+        value = getattr(arguments, name, value_off)
+        if value != value_off and value:
+            return f"{name}={value!r}"
+    return None
+
+
+def matched_tokens(request: Any) -> int:
+    """Tokens of a waiting request that SGLang has found in its radix tree."""
+    indices = getattr(request, "prefix_indices", None)  # up to 0.5.21
+    return int(request.prefix_len) if indices is None else len(indices)

@@ -31,6 +31,7 @@ from sgl_prefix_attn.offline.queue_order import (
     Turn,
     Waiting,
 )
+from sgl_prefix_attn.sglang_plugin.compat import versions
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class GroupScheduler:
         turn = self._turns.get(request)
         if turn is None or not (adder.can_run_list or _anything_runs(adder)):
             return False
-        matched = _matched_tokens(request)
+        matched = versions.matched_tokens(request)
         if matched + WORTH_WAITING_FOR < turn.coming:
             self.held_back["prefix"] += 1
             return True
@@ -209,8 +210,3 @@ def _first_come_first_served(policy: Any) -> bool:
 
 def _anything_runs(adder: Any) -> bool:
     return adder.running_batch is not None and not adder.running_batch.is_empty()
-
-
-def _matched_tokens(request: Any) -> int:
-    indices = getattr(request, "prefix_indices", None)
-    return int(request.prefix_len) if indices is None else len(indices)

@@ -54,10 +54,9 @@ def unsupported_server(runner: Any) -> str | None:
         runner: SGLang's ModelRunner.
     """
     arguments, model = runner.server_args, runner.model_config
-    for name, off in _ARGUMENTS.items():
-        value = getattr(arguments, name, off)
-        if value != off and value:
-            return f"{name}={value!r}"
+    argument = versions.argument_in_use(arguments, _ARGUMENTS)
+    if argument is not None:
+        return argument
     if not model.is_generation:
         return "the model generates no text"
     if model.is_encoder_decoder:

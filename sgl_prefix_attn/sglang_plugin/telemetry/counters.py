@@ -23,6 +23,7 @@ class Counters:
             request-wise attention would have read for them, `_unique` each position once.
         steps_packed: packed steps by mode (decode, extend, mixed, verify).
         one_token_steps: prefill (extend) and mixed steps with one token a request that ran as decode steps.
+        shared_prefill_waits: how often a waiting request was passed over while another one computed its prefix.
         routed_steps: decode steps that could run packed or on the stock backend, by where they were sent (packed,
             stock). Those sent to the stock backend are no fallbacks.
         arm_steps: routed decode steps of live A/B tests, by arm (A, B).
@@ -37,6 +38,7 @@ class Counters:
     kv_tokens_unique: int = 0
     steps_packed: Counter[str] = field(default_factory=lambda: Counter(decode=0, extend=0, mixed=0, verify=0))
     one_token_steps: Counter[str] = field(default_factory=lambda: Counter(extend=0, mixed=0))
+    shared_prefill_waits: int = 0
     routed_steps: Counter[str] = field(default_factory=lambda: Counter(packed=0, stock=0))
     arm_steps: Counter[str] = field(default_factory=Counter)
     arm_step_seconds: dict[str, float] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Counters:
             "kv_tokens_unique": self.kv_tokens_unique,
             "steps_packed": dict(self.steps_packed),
             "one_token_steps": dict(self.one_token_steps),
+            "shared_prefill_waits": self.shared_prefill_waits,
             "routed_steps": dict(self.routed_steps),
             "arm_steps": dict(self.arm_steps),
             "arm_step_seconds": dict(self.arm_step_seconds),

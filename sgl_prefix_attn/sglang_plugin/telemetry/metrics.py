@@ -100,6 +100,7 @@ TOTALS = {
     "plan_seconds": "Seconds of planning.",
     "host_seconds": "Seconds of host work before forwards: paths, forest, plan.",
     "kv_tokens_read": "KV tokens read by packed steps, per layer and KV head.",
+    "shared_prefill_waits": "Times a waiting request was passed over while another one computed its prefix.",
     "kv_tokens_saved": "KV tokens that request-wise attention would have read in addition.",
 }
 METRICS = (

@@ -1,0 +1,1 @@
+"""Which waiting request SGLang admits to its next prefill."""

@@ -1,0 +1,213 @@
+"""Computes a prefix that several waiting requests share once.
+
+A prompt's KV is in the radix tree when its prefill has been launched, or, with overlap scheduling, one step later.
+SGLang admits the other samples of the prompt before that, and each of them computes the whole prompt again. A hook
+AROUND `PrefillAdder.add_one_req` passes over such a request while another one computes its prefix. The request keeps
+its place in the queue, and requests behind it may be admitted. It finds the prefix in the tree a round or two later.
+
+What is lost by waiting is a prefill step. So a few recomputed tokens beside each prefill are allowed (`WORTH_WAITING`).
+A request waits only for a prefill that is under way, and never while nothing runs. Decisions depend on the queue, the
+tree and the requests' tokens, so all ranks take the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+# Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
+LEAST_COMMON: Final = 32
+# Tokens that may be computed twice beside one prefill before requests wait for it: about what a prefill step costs.
+WORTH_WAITING: Final = 256
+# Requests that are passed over in one round of admission. Each costs SGLang a match with its tree.
+MOST_PASSED_OVER: Final = 256
+# Rounds after which a prefill without progress counts as lost. A prefill ends within two.
+_ROUNDS: Final = 3
+
+# Server arguments with which admission of a request has other effects, and their values when off.
+_ARGUMENTS: Final[dict[str, Any]] = {
+    "disable_radix_cache": False,
+    "disaggregation_mode": "null",
+    "dllm_algorithm": None,
+    "enable_flexkv": False,
+    "enable_hierarchical_cache": False,
+    "enable_hisparse": False,
+    "enable_lmcache": False,
+    "enable_lora": False,
+    "enable_priority_scheduling": False,
+}
+
+
+def unsupported_server(runner: Any) -> str | None:
+    """The reason why requests of a server do not wait for each other, None if they may.
+
+    Args:
+        runner: SGLang's ModelRunner.
+    """
+    argument = versions.argument_in_use(runner.server_args, _ARGUMENTS)
+    if argument is not None:
+        return argument
+    if versions.has_other_layers(runner):
+        return "a model with layers of linear or sparse attention"
+    return None
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """A prefill under way.
+
+    Attributes:
+        node, depth: end of what its request found in the tree, and the tokens up to there.
+        outputs: tokens that the request had generated when it was admitted.
+        recomputed: tokens of it that other requests compute beside it.
+        rounds: rounds of admission until it counts as lost.
+    """
+
+    request: Any
+    node: Any
+    depth: int
+    outputs: int
+    recomputed: int = 0
+    rounds: int = _ROUNDS
+
+    def ended(self) -> bool:
+        return len(self.request.output_ids) > self.outputs or self.request.finished()
+
+
+class SharedPrefill:
+    """The prefills under way in one scheduler process, with the body of the hook.
+
+    Args:
+        counters: totals of the process.
+
+    Attributes:
+        failures: exceptions of ours; after the first one admission is SGLang's alone.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self.failures = 0
+        self._counters = counters
+        self._prefills: list[_Prefill] = []
+        # By node, namespace and the first tokens behind the node. A prefill holds its node, so no other has its id.
+        self._by_key: dict[tuple[Any, ...], list[_Prefill]] = {}
+        self._adder: Any = None  # SGLang makes one for each round of admission
+        self._passed_over = 0
+        self._beside: tuple[_Prefill, int] | None = None
+
+    def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND hook on `PrefillAdder.add_one_req`."""
+        if self.failures:
+            return original(adder, req, *args, **kwargs)
+        try:
+            waits = self.should_wait(adder, req)
+        except Exception:  # the one guard of the decision
+            self._failed()
+            waits = False
+        if waits:
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            # CONTINUE without an admission passes over the request; OTHER ends the round.
+            return AddReqResult.CONTINUE if self._passed_over < MOST_PASSED_OVER else AddReqResult.OTHER
+        result = original(adder, req, *args, **kwargs)
+        try:
+            self.note_admitted(adder, req)
+        except Exception:  # the one guard of the bookkeeping
+            self._failed()
+        return result
+
+    def should_wait(self, adder: Any, request: Any) -> bool:
+        """Whether a request that has just been matched with the tree is better admitted in a later round."""
+        if adder is not self._adder:
+            self._begin_round(adder)
+        self._beside = None
+        if not self._by_key:
+            return False
+        tokens, depth = request.origin_input_ids, versions.matched_tokens(request)
+        last = len(tokens) - 1  # one token of a prompt is always computed
+        if last - depth < LEAST_COMMON:
+            return False
+        for prefill in self._by_key.get(_key(request, request.last_node, depth), ()):
+            if prefill.request is request:  # SGLang took it back: it waits again
+                self._by_key[_key(request, request.last_node, depth)].remove(prefill)
+                self._prefills.remove(prefill)
+                return False
+            other = prefill.request.origin_input_ids
+            common = _common_end(other, tokens, depth, min(last, len(other), depth + WORTH_WAITING)) - depth
+            if prefill.recomputed + common < WORTH_WAITING:
+                self._beside = prefill, common
+                return False
+            if not _can_use(request, depth + common) or not (adder.can_run_list or _anything_runs(adder)):
+                return False
+            self._passed_over += 1
+            self._counters.shared_prefill_waits += 1
+            return True
+        return False
+
+    def note_admitted(self, adder: Any, request: Any) -> None:
+        """To be called after admission was tried."""
+        if not adder.can_run_list or adder.can_run_list[-1] is not request:
+            return
+        if self._beside is not None:
+            prefill, tokens = self._beside
+            prefill.recomputed += tokens
+        depth = versions.matched_tokens(request)
+        if len(request.origin_input_ids) - depth > LEAST_COMMON:
+            self._add(_Prefill(request, request.last_node, depth, len(request.output_ids)))
+
+    def _begin_round(self, adder: Any) -> None:
+        self._adder, self._passed_over = adder, 0
+        running, self._prefills = self._prefills, []
+        self._by_key.clear()
+        for prefill in running:
+            request = prefill.request
+            if prefill.ended():
+                continue
+            if any(admitted is request for admitted in adder.can_run_list):  # its next chunk
+                depth = versions.matched_tokens(request)
+                prefill.node, prefill.depth = request.last_node, depth - depth % adder.page_size
+                prefill.rounds = _ROUNDS
+            else:
+                prefill.rounds -= 1
+            if prefill.rounds > 0:
+                self._add(prefill)
+
+    def _add(self, prefill: _Prefill) -> None:
+        self._prefills.append(prefill)
+        self._by_key.setdefault(_key(prefill.request, prefill.node, prefill.depth), []).append(prefill)
+
+    def _failed(self) -> None:
+        """Counts an exception, to be called while it is handled; the first is logged, and the hook ends with it."""
+        if not self.failures:
+            logger.exception("prefixpack: shared_prefill failed; from now on admission is SGLang's own")
+        self.failures += 1
+        self._prefills, self._by_key, self._adder = [], {}, None
+
+
+def _key(request: Any, node: Any, depth: int) -> tuple[Any, ...]:
+    salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.20 on
+    return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + LEAST_COMMON])
+
+
+def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: int) -> int:
+    """Where the tokens of two prompts, alike up to `begin`, differ; at most `end`."""
+    if first[begin:end] == second[begin:end]:
+        return end
+    return next(at for at in range(begin, end) if first[at] != second[at])
+
+
+def _can_use(request: Any, tokens: int) -> bool:
+    """Whether a request can take so many tokens of its prompt from the tree."""
+    if getattr(request, "input_embeds", None) is not None:  # its token ids are placeholders
+        return False
+    return not request.return_logprob or request.logprob_start_len < 0 or request.logprob_start_len >= tokens
+
+
+def _anything_runs(adder: Any) -> bool:
+    return adder.running_batch is not None and not adder.running_batch.is_empty()

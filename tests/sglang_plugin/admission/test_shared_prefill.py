@@ -1,0 +1,163 @@
+"""Requests that wait while another one computes their prefix, over SGLang's real admission, pools and radix cache."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from benchmarks.offline.replay import Job, Replay
+from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import WORTH_WAITING, SharedPrefill
+from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
+
+# Other releases are covered by the real server (tests/e2e/test_shared_prefill.py).
+needs_replay = pytest.mark.skipif(
+    not hasattr(Req, "set_extend_range"), reason="the replay is written for sglang 0.5.20"
+)
+
+
+def groups(draw: random.Random) -> tuple[list[Job], int]:
+    """Samples of prompts in a drawn order, some prompts below a system prompt; and the tokens of the distinct ones."""
+    system = [draw.randrange(1 << 20) for _ in range(draw.choice([0, 40, 700]))]
+    prompts = [
+        system * draw.randrange(2) + [draw.randrange(1 << 20) for _ in range(draw.randrange(1, 600))] for _ in range(8)
+    ]
+    jobs = [Job(prompt, draw.randrange(1, 40)) for prompt in prompts for _ in range(draw.randrange(1, 9))]
+    if draw.random() < 0.5:
+        draw.shuffle(jobs)
+    return jobs, sum(map(len, prompts)) + len(system)
+
+
+@needs_replay
+@pytest.mark.parametrize("seed", range(8))
+def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> None:
+    draw = random.Random(seed)
+    jobs, distinct = groups(draw)
+    tight = draw.random() < 0.4
+    pool = 4_000 if tight else 200_000
+    both = {"max_running": draw.choice([8, 256]), "window": draw.choice([None, 30])}
+    replay = Replay(pool, shared_prefill=True, **both)
+    result = replay.run(jobs)
+    assert replay.shared_prefill.failures == 0
+    assert result.finished == len(jobs)
+    plain = Replay(pool, **both).run(jobs)
+    if not tight:  # else prompts are evicted and computed again
+        # One token of each request, and what is not worth waiting for.
+        assert result.computed_tokens <= distinct + len(jobs) + 8 * WORTH_WAITING + 33 * len(jobs)
+        assert result.computed_tokens <= plain.computed_tokens
+
+
+class Admission:
+    """Admits every request that reaches it, as SGLang does with room for all."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.hook = SharedPrefill(self.counters)
+        self.node, self.running = object(), SimpleNamespace(is_empty=lambda: False)
+
+    def request(self, tokens: list[int], depth: int = 0, **fields: Any) -> Any:
+        usual = {"extra_key": None, "return_logprob": False, "logprob_start_len": -1, "finished": lambda: False}
+        ids = {"origin_input_ids": tokens, "output_ids": [], "prefix_indices": range(depth), "last_node": self.node}
+        return SimpleNamespace(**{**usual, **ids, **fields})
+
+    def round(self, *requests: Any, chunked: Any = None) -> list[str]:
+        adder = SimpleNamespace(can_run_list=[chunked] if chunked else [], running_batch=self.running, page_size=1)
+
+        def add(adder: Any, request: Any) -> AddReqResult:
+            adder.can_run_list.append(request)
+            return AddReqResult.CONTINUE
+
+        verdicts = []
+        for request in requests:
+            verdict = self.hook.around_add_one_req(add, adder, request)
+            verdicts.append("admitted" if adder.can_run_list[-1:] == [request] else verdict.name)
+        return verdicts
+
+
+PROMPT = list(range(1000))
+
+
+def test_samples_wait_for_the_first_and_others_pass_them() -> None:
+    world = Admission()
+    other = [-token for token in PROMPT]
+    first, *rest = (world.request(PROMPT) for _ in range(4))
+    assert world.round(first, *rest, world.request(other)) == ["admitted", *["CONTINUE"] * 3, "admitted"]
+    assert world.round(*rest) == ["CONTINUE"] * 3  # overlap scheduling: the result has not come yet
+    first.output_ids.append(1)
+    assert world.round(*rest[:1]) == ["admitted"]
+    assert world.counters.shared_prefill_waits == 6
+
+
+def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
+    world = Admission()
+    first, second = world.request(PROMPT), world.request(PROMPT)
+    assert world.round(first, second) == ["admitted", "CONTINUE"]
+    for depth in (300, 600, 900):
+        first.last_node = second.last_node = object()
+        first.prefix_indices = second.prefix_indices = range(depth)
+        # The rest of the last chunk is shorter than what is worth waiting for.
+        assert world.round(second, chunked=first) == ["CONTINUE" if depth < 900 else "admitted"]
+
+
+def test_some_tokens_are_computed_twice_before_others_wait() -> None:
+    world = Admission()
+    short = PROMPT[:101]
+    assert world.round(*(world.request(short) for _ in range(5))) == ["admitted"] * 3 + ["CONTINUE"] * 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_key": "another adapter"},
+        {"cache_salt": "another user"},
+        {"return_logprob": True, "logprob_start_len": 0},
+        {"input_embeds": [[0.0]]},
+        {"last_node": object()},
+    ],
+)
+def test_requests_that_cannot_use_the_prefix_do_not_wait(fields: dict[str, Any]) -> None:
+    world = Admission()
+    assert world.round(world.request(PROMPT), world.request(PROMPT, **fields)) == ["admitted", "admitted"]
+
+
+def test_nobody_waits_for_a_prefill_that_is_lost_or_while_nothing_runs() -> None:
+    world = Admission()
+    first, second = world.request(PROMPT), world.request(PROMPT)
+    assert world.round(first) == ["admitted"]
+    assert [world.round(second)[0] for _ in range(3)] == ["CONTINUE", "CONTINUE", "admitted"]
+    world = Admission()
+    world.running.is_empty = lambda: True
+    assert world.round(first) == ["admitted"]
+    assert world.round(second) == ["admitted"]
+
+
+def test_a_prefill_that_was_taken_back_waits_for_nobody() -> None:
+    world = Admission()
+    first, second = world.request(PROMPT), world.request(PROMPT)
+    assert world.round(first, second) == ["admitted", "CONTINUE"]
+    assert world.round(first, second) == ["admitted", "CONTINUE"]
+
+
+def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefill, "MOST_PASSED_OVER", 3)
+    world = Admission()
+    requests = [world.request(PROMPT) for _ in range(4)]
+    assert world.round(*requests) == ["admitted", "CONTINUE", "CONTINUE", "OTHER"]
+
+
+def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:
+    world = Admission()
+    broken = world.request(PROMPT)
+    del broken.last_node
+    assert world.round(broken, world.request(PROMPT), world.request(PROMPT)) == ["admitted"] * 3
+    assert world.hook.failures == 1
+    assert [record.message for record in caplog.records] == [
+        "prefixpack: shared_prefill failed; from now on admission is SGLang's own"
+    ]
