@@ -144,8 +144,8 @@ class PluginState:
     def own(self, kind: type[_Owned], *arguments: Any) -> _Owned:
         """The one object of a type in this process, made with `arguments` by the first call.
 
-        For state of packages that must not import this one (admission, compat, offline, pinning): their hooks are bound methods
-        of the object, and `hook_table` puts them into its tables.
+        For state of packages that must not import this one (admission, compat, offline, pinning): their hooks are
+        bound methods of the object, and `hook_table` puts them into its tables.
         """
         found = self._owned.get(kind)
         if found is None:
