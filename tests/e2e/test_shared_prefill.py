@@ -18,6 +18,7 @@ SHARED = {"PREFIXPACK_SHARED_PREFILL": "1", "PREFIXPACK_ONE_TOKEN_STEPS": "1"}
 SAMPLES = 8
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "arguments",
     [
