@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 LEAST_COMMON: Final = 32
 # Tokens that may be computed twice beside one prefill before requests wait for it: about what a prefill step costs.
 WORTH_WAITING: Final = 256
-# Requests that are passed over in one round of admission. Each costs SGLang a match with its tree.
-MOST_PASSED_OVER: Final = 256
+# Tokens of requests that are passed over in one round of admission, each with so many more for itself. SGLang matches
+# each of them with its tree.
+MOST_PASSED_OVER: Final = 1 << 18
+PASSED_OVER: Final = 1 << 10
 # Rounds after which a prefill without progress counts as lost. A prefill ends within two.
 _ROUNDS: Final = 3
 
@@ -145,7 +147,7 @@ class SharedPrefill:
                 return False
             if not _can_use(request, depth + common) or not (adder.can_run_list or _anything_runs(adder)):
                 return False
-            self._passed_over += 1
+            self._passed_over += PASSED_OVER + len(tokens)
             self._counters.shared_prefill_waits += 1
             return True
         return False

@@ -146,7 +146,7 @@ def test_a_prefill_that_was_taken_back_waits_for_nobody() -> None:
 
 
 def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefill, "MOST_PASSED_OVER", 3)
+    monkeypatch.setattr(shared_prefill, "MOST_PASSED_OVER", 3 * (shared_prefill.PASSED_OVER + len(PROMPT)))
     world = Admission()
     requests = [world.request(PROMPT) for _ in range(4)]
     assert world.round(*requests) == ["admitted", "CONTINUE", "CONTINUE", "OTHER"]
