@@ -20,7 +20,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import FLUSH, RUN_BATCH
-from sgl_prefix_attn.sglang_plugin.compat.targets import CALC_PRIORITY
+from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, Target
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import client, registration
 from sgl_prefix_attn.sglang_plugin.pinning import state as pinning_state
@@ -31,20 +31,25 @@ from tests.pinning.small_server import SmallServer
 from tests.sglang_plugin.fixture import Fixture
 from tests.support.caches import CACHES
 
+PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {CALC_PRIORITY, ADD_ONE_REQ}
+
 
 @pytest.mark.parametrize(
-    ("settings", "hooked"),
-    [(Settings(), False), (Settings(pin_budget_percent=10), True), (Settings(retention="reuse"), True)],
-)
+    ("asked", "hooked"),
+    [
+        ({}, set()), ({"pin_budget_percent": 10}, PINNING), ({"retention": "reuse"}, PINNING),
+        ({"group_scheduling": True}, GROUPS),
+    ],
+)  # fmt: skip
 def test_what_is_asked_for_is_hooked_in_schedulers(
-    settings: Settings, hooked: bool, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], hooked: set[Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[Hook] = []
     monkeypatch.setattr(compat_hooks, "register", registered.extend)
-    entry.register_hooks(settings, "0.5.20")
+    entry.register_hooks(Settings(**asked), "0.5.20")
     plugin_state.reset()
     assert registered
-    assert {hook.target for hook in registered} & {RUN_BATCH, FLUSH} == ({RUN_BATCH, FLUSH} if hooked else set())
+    assert {hook.target for hook in registered} & PINNING == hooked
 
 
 @pytest.fixture

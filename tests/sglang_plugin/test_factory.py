@@ -92,40 +92,31 @@ class TestFactory:
             speculates = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
             assert factory.handover_kind(Settings(), "0.5.20", speculates) == "hooks"
 
-    @pytest.mark.parametrize("patched", [False, True])
-    def test_with_linear_attention_layers_paths_go_through_hooks(
-        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("layers", ["linear", "sparse"])
+    def test_where_other_layers_hide_what_the_patch_shows_paths_go_through_hooks(
+        self, layers: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """SGLang's backend for both kinds of layers does not pass on what the patch shows it."""
-        from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+        """SGLang's backends for several kinds of layers do not pass it on."""
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        assert "prepare_schedule_batch" not in vars(HybridLinearAttnBackend)
-        if patched:
-            monkeypatch.setattr(AttentionBackend, "prepare_schedule_batch", lambda self, batch: None, raising=False)
+        for kind in (HybridLinearAttnBackend, MiniMaxHybridAttnBackend):
+            assert "prepare_schedule_batch" not in vars(kind)
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
         runner = new_runner()
-        pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
-        pool.__dict__.update(vars(runner.req_to_token_pool))
-        runner.req_to_token_pool = pool
+        if layers == "linear":
+            pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+            pool.__dict__.update(vars(runner.req_to_token_pool))
+            runner.req_to_token_pool = pool
+        else:
+            runner.model_config.hf_config = SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])
         create_backend(runner, Settings(metrics=False))
         current = plugin_state.active()
         assert current is not None
         assert current.handover.kind == "hooks"
         assert set(factory.hook_table.handover_hooks(current.handover_hooks)) <= set(asked)
-        if patched:
-            with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
-                factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
-
-    def test_with_sparse_layers_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
-
-        assert "prepare_schedule_batch" not in vars(MiniMaxHybridAttnBackend)
-        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
-        runner = new_runner()
-        runner.model_config = gpu_runner("MiniMaxM3SparseForCausalLM").model_config
-        assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
-        with pytest.raises(ValueError, match=r"handover='patch', but this model has layers .* or sparse ones"):
+        with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
             factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
 
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
@@ -155,14 +146,16 @@ class TestFactory:
         assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
 
     @pytest.mark.usefixtures("no_stock")
-    @pytest.mark.parametrize(("stock", "hooked"), [("triton", True), ("fa3", False)])
+    @pytest.mark.parametrize(
+        ("family", "stock", "hooked"),
+        [("Gemma3", "triton", True), ("Gemma3", "fa3", False), ("X", "triton", False)],
+    )
     def test_image_masks_are_hooked_where_the_stock_backend_reads_them(
-        self, stock: Any, hooked: bool, asked: list[Any]
+        self, family: str, stock: Any, hooked: bool, asked: list[Any]
     ) -> None:
-        gemma = SimpleNamespace(
-            is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
-        )
-        runner = draft_on_gpu(draft_attention_backend=None, model_config=gemma)
+        architectures = [f"{family}ForConditionalGeneration"]
+        model = SimpleNamespace(is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=architectures))
+        runner = draft_on_gpu(draft_attention_backend=None, model_config=model)
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 

@@ -14,11 +14,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory, hook_table
+from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
-from sgl_prefix_attn.sglang_plugin.compat import hooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels
@@ -76,30 +75,8 @@ def test_other_backends_are_left_alone() -> None:
     assert prepare(ours(SimpleNamespace(forward_metadata=SimpleNamespace(custom_mask=None)))) is None
 
 
-def test_the_hook_sits_where_the_model_calls() -> None:
-    (hook,) = hook_table.IMAGE_MASK_HOOKS
-    original = Gemma3ForConditionalGeneration.prepare_attn_masks
-    try:
-        assert hooks.ensure_applied(hook_table.IMAGE_MASK_HOOKS) == []
-        assert hooks.is_applied(hook)
-    finally:
-        Gemma3ForConditionalGeneration.prepare_attn_masks = original
-
-
 def runner(architecture: str) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "stock", "wanted"),
-    [
-        ("Gemma3ForConditionalGeneration", "triton", True),
-        ("Gemma3ForConditionalGeneration", "fa3", False),
-        ("LlamaForCausalLM", "triton", False),
-    ],
-)
-def test_it_is_wanted_for_that_model_and_backend(architecture: str, stock: str, wanted: bool) -> None:
-    assert factory.masks_images(runner(architecture), stock, Settings()) == wanted
 
 
 def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
