@@ -6,10 +6,9 @@ import importlib.metadata
 
 import pytest
 
-from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, STOCK, Launch, packing, tokens_of
+from tests.e2e.conftest import Launch, compared
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("sglang").split(".")[:3] if part.isdigit())
 pytestmark = [
@@ -17,25 +16,11 @@ pytestmark = [
     pytest.mark.versions,
     pytest.mark.skipif(VERSION >= (0, 5, 20), reason="this SGLang wants AMX and its own backend for fp8 KV on a CPU"),
 ]
-FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 
 
 @pytest.mark.parametrize("name", ["three_levels", "ragged"])
 def test_tokens_are_those_of_the_stock_backend_over_the_same_kind_of_cache(
     launch: Launch, vocabulary: Vocabulary, name: str
 ) -> None:
-    requests = getattr(workloads, name)(vocabulary)
-    tokens = {}
-    for backend in (STOCK, BACKEND):
-        with launch(backend, *FP8) as server:
-            replay(server.url, workloads.level_seeds(requests))
-            if backend == STOCK:
-                tokens[backend] = tokens_of(replay(server.url, requests))
-                continue
-            with packing(server) as done:
-                tokens[backend] = tokens_of(replay(server.url, requests))
-            state = server.packing_state()
-    done.assert_packed("decode", "extend")
-    assert state is not None
+    _, state, _ = compared(launch, [getattr(workloads, name)(vocabulary)], "--kv-cache-dtype", "fp8_e4m3")
     assert state["shape"]["kv_bytes"] == 1
-    assert tokens[BACKEND] == tokens[STOCK]

@@ -14,10 +14,11 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import factory
+from sgl_prefix_attn.sglang_plugin import factory, hook_table
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.gemma3_image_mask import around_prepare_attn_masks
+from sgl_prefix_attn.sglang_plugin.compat import hooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import Fixture
 from tests.sglang_plugin.gpu_fixture import host_kernels
@@ -73,6 +74,15 @@ def test_other_backends_are_left_alone() -> None:
     stock = triton_backend()
     assert prepare(stock) is not None
     assert prepare(ours(SimpleNamespace(forward_metadata=SimpleNamespace(custom_mask=None)))) is None
+
+
+def test_the_hook_sits_where_the_model_calls() -> None:
+    original = Gemma3ForConditionalGeneration.prepare_attn_masks
+    try:
+        assert hooks.ensure_applied(hook_table.IMAGE_MASK_HOOKS) == []
+        assert Gemma3ForConditionalGeneration.prepare_attn_masks is not original
+    finally:
+        Gemma3ForConditionalGeneration.prepare_attn_masks = original
 
 
 def runner(architecture: str) -> Any:

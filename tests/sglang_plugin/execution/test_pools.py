@@ -182,6 +182,7 @@ class TestRefusedPools:
             (pool_named("MHATokenToKVPool", kv_cache_layout="vectorized_5d"), reasons.KV_LAYOUT),
             (pool_named("MHATokenToKVPoolFP4", k_scale_buffer=[]), reasons.KV_DTYPE),
             (pool_named("SWAKVPool", full_kv_pool=pool_named("MHATokenToKVPool", k_scale_buffer=[])), reasons.KV_DTYPE),
+            (pool_named("MHATokenToKVPool", is_quantized_kv_cache=True), reasons.KV_DTYPE),
             (pool_named("SomebodysPool"), reasons.KV_LAYOUT),
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, SimpleNamespace) else str(value),
