@@ -42,7 +42,7 @@ class StepByStep(QueueOrder[int]):
         return turns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_it_is_as_if_every_number_were_walked_over(data):
     """Requests come in any order, with gaps and equal numbers, are admitted, end, fail, and are retracted."""

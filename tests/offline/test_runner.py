@@ -196,7 +196,7 @@ def repeated(source: Path, output: Path) -> set[str]:
     return again
 
 
-@pytest.mark.parametrize(("count", "kills", "engines"), [(200, 4, 1), (200, 4, 2)])
+@pytest.mark.parametrize(("count", "kills", "engines"), [(120, 2, 1), (120, 3, 2)])
 def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(tmp_path, count, kills, engines):
     _kill_test(tmp_path, count, kills, engines)
 
