@@ -29,7 +29,7 @@ from sgl_prefix_attn.sglang_plugin.compat import launchers, versions, wrap_targe
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import Fixture, active_state
 from tests.sglang_plugin.gpu_fixture import host_kernels
 
 PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
@@ -75,8 +75,7 @@ class TestWrapped:
     def test_the_wrapped_backend_computes_what_stock_does_and_packs(self) -> None:
         fixture = new_fixture()
         fixture.backend = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
-        state = plugin_state.active()
-        assert state is not None
+        state = active_state()
         fixture.state = state
         expected = fixture.run_stock()
         for ours, stock in zip(fixture.run(), expected, strict=True):
