@@ -114,17 +114,34 @@ MISTAKES = [
     ("abtest steps nowhere.json packed", "nowhere.json: cannot read the results"),
     ("abtest steps RESULTS shipped --packed cpu", "no cost of packed kernels 'cpu'; it has triton, native"),
     ("abtest steps RESULTS packed --packed cpu", "no measured step has both times"),
+    ("abtest record nowhere --out x", "server 'nowhere': expected http://HOST:PORT"),
+    ("abtest record http://127.0.0.1:9 --out x", "/prefixpack/record: no answer"),
+    ("abtest record http://a --out x --steps 100", "steps: Input should be greater than or equal to 512"),
+    ("abtest record http://a --out x --steps 70000", "steps: Input should be less than or equal to 65536"),
+    ("abtest servers http://a http://a/ --block 1 --requests THREE", "both addresses are http://a: the second sending"),
+    ("abtest servers a http://b --requests THREE", "server 'a': expected http://HOST:PORT"),
+    ("abtest servers http://a http://b --block 2 --requests THREE", "3 requests are fewer than two blocks of 2"),
+    ("abtest servers http://a http://b --block 0 --requests THREE", "--block 0: expected 1 to 4096 requests"),
+    ("abtest servers http://127.0.0.1:9 http://b --block 1 --seed 5 --requests THREE", "Cannot connect to host"),
+    ("abtest servers http://a http://b --out no/where --requests THREE", "there is no folder no"),
+    ("abtest servers http://a http://b --requests nowhere", "nowhere: cannot read the requests"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "THREE" in words:
+        Path("THREE").write_text(3 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
     try:
         status = main(words.replace("RESULTS", RESULTS).split())
     except SystemExit as left:  # how argparse reports
         status = left.code  # type: ignore[assignment]
     assert status == 2
     assert message in capsys.readouterr().err
+    assert not Path("x").exists()
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

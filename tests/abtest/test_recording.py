@@ -193,20 +193,3 @@ def test_unusable_recordings_are_named(
     path.write_text(f'{{"format": "{recording.FORMAT}",{content[1:]}'.replace(",}", "}"))
     assert main(["abtest", "steps", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "server 'nowhere': expected http://HOST:PORT"),
-        (["http://127.0.0.1:9"], "/prefixpack/record: no answer"),
-        (["http://127.0.0.1:9", "--steps", "100"], "steps: Input should be greater than or equal to 512"),
-        (["http://127.0.0.1:9", "--steps", "70000"], "steps: Input should be less than or equal to 65536"),
-    ],
-)
-def test_mistakes_of_record_are_named(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["abtest", "record", *words, "--out", str(tmp_path / "x.json")]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
