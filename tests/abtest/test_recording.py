@@ -193,3 +193,14 @@ def test_unusable_recordings_are_named(
     path.write_text(f'{{"format": "{recording.FORMAT}",{content[1:]}'.replace(",}", "}"))
     assert main(["abtest", "steps", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ["packed", "conservative", "shipped@5"]
+    results = str(Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json")
+    assert main(["abtest", "steps", results, *policies, "--stock", "fa3", "--families"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    families = ["pat", "fasttree", "random", "rl", "agents", "chat", "none"]
+    assert [row[0] for row in rows] == [name for policy in policies for name in (policy, *families)]
+    steps, packed = rows[0][1:3]
+    assert steps == packed

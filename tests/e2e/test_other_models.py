@@ -1,6 +1,8 @@
-"""Models whose attention is not plain: tokens as transformers or the stock backend computes them."""
+"""Models and KV caches that are not plain: tokens as transformers or the stock backend computes them."""
 
 from __future__ import annotations
+
+import importlib.metadata
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.e2e.conftest import BACKEND, Launch, compared, packing
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
+VERSION = tuple(int(part) for part in importlib.metadata.version("sglang").split(".")[:3] if part.isdigit())
 
 
 def test_layers_with_a_sliding_window(launch: Launch, vocabulary: Vocabulary) -> None:
@@ -40,3 +43,11 @@ def test_window_layers_with_kv_slots_of_their_own(launch: Launch, vocabulary: Vo
     assert "SWAKVPool" in log
     assert done.kv.saved > 0.6
     assert state["layers"] == {"packed": 2, "stock": {"hybrid_swa": 2}}
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(VERSION >= (0, 5, 20), reason="this SGLang wants AMX and its own backend for fp8 KV on a CPU")
+def test_fp8_kv_without_scales(launch: Launch, vocabulary: Vocabulary) -> None:
+    workload = [workloads.three_levels(vocabulary), workloads.ragged(vocabulary)]
+    _, state, _ = compared(launch, workload, "--kv-cache-dtype", "fp8_e4m3")
+    assert state["shape"]["kv_bytes"] == 1
