@@ -45,14 +45,7 @@ def head_splits(group: int) -> int:
     """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
 
 def serialize_plan(
-    plan: Plan,
-    seq_lens: _Int64,
-    *,
-    growth: int,
-    group: int,
-    kv_heads: int = 1,
-    warp_ctas: int = 0,
-    cta_warps: int = 8,
+    plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0, cta_warps: int = 8
 ) -> tuple[_Int32, int]:
     """The plan as one block of words for the device, and the KV slots that it needs room for.
 

@@ -20,6 +20,8 @@ SHARED_FIXTURES = {
     "stock_server": ("tests/e2e/", re.compile(r"\b(stock_server|packed|expected): ")),
     "emulation": ("tests/cuda/", re.compile(r"\bemulation: ")),
 }
+# Files of half a minute or more by a few tests, which would keep one worker busy at the end.
+LONG = re.compile(r"tests/(test_package|cuda/test_triton_interpreter|pinning/test_(schedules|ranks)|offline/test_real)")
 ROOT = Path(__file__).parents[1]
 
 # SGLang reads it at import.
@@ -71,4 +73,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = {item: group_of(item.nodeid.partition("::")[0]) for item in items}
     servers = {groups[item] for item in items if item.get_closest_marker("e2e") is not None}
     first = {name: place for place, name in enumerate(SHARED_FIXTURES)}
-    items.sort(key=lambda item: first.get(groups[item], len(first) + (groups[item] not in servers)))
+    others = {item: len(first) + (LONG.match(group) is None) + (group not in servers) for item, group in groups.items()}
+    items.sort(key=lambda item: first.get(groups[item], others[item]))

@@ -114,17 +114,34 @@ MISTAKES = [
     ("abtest steps nowhere.json packed", "nowhere.json: cannot read the results"),
     ("abtest steps RESULTS shipped --packed cpu", "no cost of packed kernels 'cpu'; it has triton, native"),
     ("abtest steps RESULTS packed --packed cpu", "no measured step has both times"),
+    ("abtest record nowhere --out x", "server 'nowhere': expected http://HOST:PORT"),
+    ("abtest record http://127.0.0.1:9 --out x", "/prefixpack/record: no answer"),
+    ("abtest record http://a --out x --steps 100", "steps: Input should be greater than or equal to 512"),
+    ("abtest record http://a --out x --steps 70000", "steps: Input should be less than or equal to 65536"),
+    ("abtest servers http://a http://a/ --block 1 --requests THREE", "both addresses are http://a: the second sending"),
+    ("abtest servers a http://b --requests THREE", "server 'a': expected http://HOST:PORT"),
+    ("abtest servers http://a http://b --block 2 --requests THREE", "3 requests are fewer than two blocks of 2"),
+    ("abtest servers http://a http://b --block 0 --requests THREE", "--block 0: expected 1 to 4096 requests"),
+    ("abtest servers http://127.0.0.1:9 http://b --block 1 --seed 5 --requests THREE", "Cannot connect to host"),
+    ("abtest servers http://a http://b --out no/where --requests THREE", "there is no folder no"),
+    ("abtest servers http://a http://b --requests nowhere", "nowhere: cannot read the requests"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_mistakes_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "THREE" in words:
+        Path("THREE").write_text(3 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
     try:
         status = main(words.replace("RESULTS", RESULTS).split())
     except SystemExit as left:  # how argparse reports
         status = left.code  # type: ignore[assignment]
     assert status == 2
     assert message in capsys.readouterr().err
+    assert not Path("x").exists()
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
@@ -132,3 +149,28 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert result.stdout == "tree 64,4096/10,10\n"
     assert result.stderr == ""
+
+
+def test_route_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "explain", "--tree", "1,10/4096,416", "--heads", "32/8", "--stock", "flashinfer"]) == 0
+    out = capsys.readouterr().out
+    assert "packed (native): " in out
+    assert "stock (flashinfer_tc): " in out
+    assert "unique_mb: MB of KV, each position once" in out
+    assert "\nroute:   " in out
+
+
+class TestDeprecatedOptions:
+    @pytest.mark.parametrize("option", [["--inner", "triton"], ["--inner=triton"]])
+    def test_an_option_is_read_with_a_warning(
+        self, option: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert main(["route", "explain", "--tree", "4/8", *option]) == 0
+        assert "stock (triton_gqa): " in capsys.readouterr().out
+        assert "--inner is deprecated and will not be read by the next release; use --stock" in caplog.text
+
+    def test_old_and_new_together_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as left:
+            main(["route", "explain", "--tree", "4/8", "--inner", "fa3", "--stock=triton"])
+        assert left.value.code == 2
+        assert "--inner is the deprecated name of --stock, and both are given" in capsys.readouterr().err

@@ -306,6 +306,20 @@ def test_the_requests_of_the_offline_page_are_accepted() -> None:
         assert isinstance(parse_line(1, line.encode()), BatchRequest)
 
 
+def test_what_to_change_where_names_what_there_is() -> None:
+    """A file without a folder is beside the one before it."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    of_plugin, elsewhere = page.partition("## Where to change what")[2].partition("\n## ")[0].split("Elsewhere.")
+    for part, base in ((of_plugin, ROOT / "sgl_prefix_attn" / "sglang_plugin"), (elsewhere, ROOT)):
+        for row in re.findall(r"^\|[^|]*\|(.*`.*)\|$", part, re.MULTILINE):
+            folder = base
+            for name in re.findall(r"`([\w*/]+\.\w+)`", row):
+                folder = folder if "/" not in name else (base / name).parent
+                assert list(folder.glob(Path(name).name)), name
+            for symbol, owner, file in re.findall(r"`(\w+)`(?: of `(\w+)`)? in `([^`]+)`", row):
+                assert {symbol, owner} - {""} <= set(re.findall(r"\w+", (base / file).read_text())), row
+
+
 def test_troubleshooting_has_every_reason() -> None:
     """`python -m sgl_prefix_attn doctor --reasons` prints them."""
     listed = [name for names in reference.SECTIONS.values() for name in names]

@@ -78,18 +78,11 @@ def test_build_variables_are_not_settings() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("stock_backend", "flash"),
-        ("handover", "magic"),
-        ("pack_decode", "maybe"),
-        ("cpu_threads", "0"),
-        ("workers", "-1"),
-        ("workers", "many"),
-        ("max_tile_rows", "48"),
-        ("max_tile_rows", "256"),
-        ("replan_growth", "none"),
-        ("metrics_flush_steps", "1.5"),
+        ("stock_backend", "flash"), ("handover", "magic"), ("pack_decode", "maybe"), ("cpu_threads", "0"),
+        ("workers", "-1"), ("workers", "many"), ("max_tile_rows", "48"), ("max_tile_rows", "256"),
+        ("replan_growth", "none"), ("metrics_flush_steps", "1.5"),
     ],
-)
+)  # fmt: skip
 def test_bad_variable_is_named_with_value_and_accepted_values(key: str, value: str) -> None:
     assert message({variable_name(key): value}) == (
         f"{variable_name(key)}={value!r} is not usable: accepted is {accepted_values(key)}"

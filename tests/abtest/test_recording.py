@@ -195,18 +195,12 @@ def test_unusable_recordings_are_named(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "server 'nowhere': expected http://HOST:PORT"),
-        (["http://127.0.0.1:9"], "/prefixpack/record: no answer"),
-        (["http://127.0.0.1:9", "--steps", "100"], "steps: Input should be greater than or equal to 512"),
-        (["http://127.0.0.1:9", "--steps", "70000"], "steps: Input should be less than or equal to 65536"),
-    ],
-)
-def test_mistakes_of_record_are_named(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["abtest", "record", *words, "--out", str(tmp_path / "x.json")]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ["packed", "conservative", "shipped@5"]
+    results = str(Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json")
+    assert main(["abtest", "steps", results, *policies, "--stock", "fa3", "--families"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    families = ["pat", "fasttree", "random", "rl", "agents", "chat", "none"]
+    assert [row[0] for row in rows] == [name for policy in policies for name in (policy, *families)]
+    steps, packed = rows[0][1:3]
+    assert steps == packed

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import servers
 from sgl_prefix_attn.abtest.servers import BlockTimes, compare_servers, read_requests
 from sgl_prefix_attn.demo.workload import Request
@@ -65,23 +64,3 @@ def test_unusable_lines_are_named(line: str, message: str, tmp_path: Path) -> No
     path.write_text(json.dumps({"input_ids": [5, 6], "max_new_tokens": 4, "n": 2}) + "\n" + line + "\n\n")
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         read_requests(path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["http://a", "http://a/", "--block", "1"], "both addresses are http://a: the second sending"),
-        (["a", "http://b"], "server 'a': expected http://HOST:PORT"),
-        (["http://a", "http://b", "--block", "2"], "3 requests are fewer than two blocks of 2"),
-        (["http://a", "http://b", "--block", "0"], "--block 0: expected 1 to 4096 requests"),
-        (["http://127.0.0.1:9", "http://b", "--block", "1", "--seed", "5"], "Cannot connect to host"),
-        (["http://a", "http://b", "--out", "no/where"], "there is no folder no"),
-        (["http://a", "http://b", "--requests", "nowhere"], "nowhere: cannot read the requests"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text(3 * (json.dumps({"input_ids": [5, 6], "max_new_tokens": 4}) + "\n"))
-    given = [] if "--requests" in words else ["--requests", str(path)]
-    assert main(["abtest", "servers", *words, *given]) == 2
-    assert message in capsys.readouterr().err

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,9 @@ import pytest
 import torch
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.calibration import cli, command
+from sgl_prefix_attn.calibration import cli, command, run
 from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways
-from sgl_prefix_attn.calibration.command import CPU_COUNTS, FIT_SEEDS, Counts, calibrate
+from sgl_prefix_attn.calibration.command import Counts, calibrate
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
@@ -34,7 +30,10 @@ COUNTS = Counts(fit=27, check=9)
 
 
 class MadeUpBench:
-    """Kernels with known costs and some noise. stop_after: the device is lost at this batch."""
+    """Kernels with known costs and some noise.
+
+    stop_after: the device is lost at this batch. steps: the file that has to hold all batches measured before.
+    """
 
     most_unique_bytes = 1e9
     draw_kv_dtype = "bf16"
@@ -42,8 +41,8 @@ class MadeUpBench:
     packed = CostModel("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
     stock = CostModel("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
 
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.left = stop_after
+    def __init__(self, stop_after: int | None = None, steps: Path | None = None) -> None:
+        self.left, self.steps = stop_after, steps
         self.measured: list[str] = []
 
     def machine(self) -> dict[str, Any]:
@@ -54,6 +53,9 @@ class MadeUpBench:
             self.left -= 1
             if self.left < 0:
                 raise DeviceLostError("prefixpack: an illegal access")
+        if self.steps is not None and self.measured:
+            rows = json.loads(self.steps.read_text())["rows"]
+            assert len(rows) == len(self.measured), "a killed run would lose some"
         self.measured.append(case.key)
         step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)
         rng = np.random.default_rng(len(case.key) + step.tokens)
@@ -74,6 +76,7 @@ def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pyt
     args = arguments("--out", str(tmp_path / "p.json"))
     profile = calibrate(MadeUpBench(), SHAPE, args, ALL_FAMILIES, COUNTS)
     assert load_profile(tmp_path / "p.json") == profile
+    assert {path.name for path in tmp_path.iterdir()} == {"p.json", "p.steps.json", "p.report.json", "p.png"}
     assert (profile.machine, profile.capability, profile.head_shapes) == ("Made Up GPU", "9.0", ["8/2/64"])
     assert list(profile.stock) == ["fa3"]
     assert profile.stock["fa3"].error < 0.03
@@ -92,9 +95,10 @@ def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pyt
     assert not fitted & {row["key"].split(".")[0] for row in steps["rows"] if row["set"] == "check"}, "unseen"
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WRITTEN_SECONDS", -1.0)
     args = arguments("--out", str(tmp_path / "p.json"))
-    stopped, again = MadeUpBench(stop_after=40), MadeUpBench()
+    stopped, again = MadeUpBench(stop_after=40, steps=tmp_path / "p.steps.json"), MadeUpBench()
     with pytest.raises(DeviceLostError):
         calibrate(stopped, SHAPE, args, ALL_FAMILIES, COUNTS)
     seeds = json.loads((tmp_path / "p.steps.json").read_text())["check_seeds"]
@@ -106,27 +110,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
     with pytest.raises(ValueError, match="other arguments, another machine or other kernels; --fresh drops them"):
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
-
-
-def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path) -> None:
-    out, steps = tmp_path / "p.json", tmp_path / "p.steps.json"
-    words = ["calibrate", "--device", "cpu", "--families", "rollouts", "few_shot", "--heads", "4/2", "--out", str(out)]
-
-    def rows() -> list[dict[str, Any]]:
-        return list(json.loads(steps.read_text())["rows"]) if steps.exists() else []
-
-    with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", *words]) as killed:
-        while killed.poll() is None and len(rows()) < 3:
-            time.sleep(0.05)
-        killed.send_signal(signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL, "it ended before it was killed"
-    had = rows()
-    assert main(words) == 0
-    assert rows()[: len(had)] == had
-    assert len(rows()) >= FIT_SEEDS * CPU_COUNTS.fit + 5 * CPU_COUNTS.check
-    assert load_profile(out).source == "p.part.steps.json"
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"p.json", "p.steps.json", "p.report.json", "p.png"}
 
 
 def test_both_kv_types_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("sglang")
 from sgl_prefix_attn.calibration.bench import DeviceLostError, cuda_kernels, measured_ways
 from sgl_prefix_attn.calibration.kernels import fixture, packed, stock, timing
 from sgl_prefix_attn.core.gpu import H200
+from sgl_prefix_attn.testing.reference import reference_attention
 from sgl_prefix_attn.workloads import draw
 from tests.sglang_plugin.gpu_fixture import HostStep
 
@@ -161,6 +162,18 @@ def test_all_kernels_compute_the_same_batch(family: str, kv_dtype: str, page_siz
     facts = kernels[0].facts()
     assert sum(facts["tile_rows"].values()) == facts["items"] > 0
     assert case.unique_tokens // 2 < facts["kv_tokens_packed"] <= sum(case.seq_lens)
+
+
+@pytest.mark.parametrize("kv_dtype", fixture.KV_DTYPES.values())
+def test_dense_attention_of_a_batch_is_the_reference(kv_dtype: torch.dtype) -> None:
+    case = draw(3, "ragged", (8, 2), 64, most_unique_bytes=1e5)
+    tensors = fixture.Fixture(case, fixture.KvPool(case.slots(1) * 2 * 64, CPU, kv_dtype), CPU)
+    expected, _ = reference_attention(
+        tensors.q, tensors.k, tensors.v, req_to_token=tensors.table, req_pool_indices=tensors.rows,
+        seq_lens=tensors.lens64, query_lens=torch.ones_like(tensors.lens64), scale=tensors.scale,
+    )  # fmt: skip
+    found = torch.stack([tensors.dense(request, block=7) for request in range(len(case.paths))])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_fails_or_computes_something_else_has_no_time(gpu: pytest.MonkeyPatch) -> None:

@@ -117,22 +117,6 @@ def test_scores_of_any_size(factor: float) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-5 * max(1.0, factor))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_request_does_not_see_the_slots_of_others(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    batch = random_batch(rng, 12, [1, 20][seed % 2])
-    expected, _ = batch.expected()
-    k_cache, v_cache = batch.pool.k_cache.clone(), batch.pool.v_cache.clone()
-    first = np.concatenate([[0], np.cumsum(batch.query_lens)])
-    for request in range(len(batch.query_lens)):
-        batch.pool.k_cache.copy_(k_cache)
-        batch.pool.v_cache.copy_(v_cache)
-        batch.pool.poison_all_but(batch.pool.slots_of(request))
-        rows = slice(int(first[request]), int(first[request + 1]))
-        out, _ = batch.run()
-        torch.testing.assert_close(out[rows].double(), expected[rows], rtol=2e-5, atol=2e-5)
-
-
 def test_nan_in_the_cache_reaches_the_output() -> None:
     rng = np.random.default_rng(0)
     for requests in (1, 20):  # both kernels

@@ -216,16 +216,10 @@ def test_bad_shapes_and_devices_are_named(shape: ModelShape, device: DeviceModel
 @pytest.mark.parametrize(
     ("after", "growth", "grown"),
     [
-        ([8, 10, 12], 3, True),
-        ([5, 7, 9], 0, True),
-        ([8, 10, 12], 2, False),
-        ([8, 10, 13], 3, False),
-        ([7, 10, 12], 3, False),
-        ([8, 10], 3, False),
-        ([8, 10, 12, 14], 3, False),
-        ([], 3, False),
+        ([8, 10, 12], 3, True), ([5, 7, 9], 0, True), ([8, 10, 12], 2, False), ([8, 10, 13], 3, False),
+        ([7, 10, 12], 3, False), ([8, 10], 3, False), ([8, 10, 12, 14], 3, False), ([], 3, False),
     ],
-)
+)  # fmt: skip
 def test_all_lengths_have_grown_alike(after: list[int], growth: int, grown: bool) -> None:
     before = np.array([5, 7, 9], dtype=np.int64)
     assert grown_by(np.array(after, dtype=np.int64), before, growth) is grown

@@ -38,14 +38,9 @@ def test_the_example_computes_attention_with_fewer_reads() -> None:
     torch.manual_seed(0)
     exec(compile(example(), str(PAGE), "exec"), names)
     expected, _ = reference_attention(
-        names["q"],
-        *names["kv_cache"],
-        req_to_token=names["req_to_token"],
-        req_pool_indices=torch.arange(3),
-        seq_lens=names["seq_lens"],
-        query_lens=[1, 1, 1],
-        scale=0.125,
-    )
+        names["q"], *names["kv_cache"], req_to_token=names["req_to_token"], req_pool_indices=torch.arange(3),
+        seq_lens=names["seq_lens"], query_lens=[1, 1, 1], scale=0.125,
+    )  # fmt: skip
     torch.testing.assert_close(names["out"].double(), expected, rtol=2e-5, atol=2e-5)
     assert names["planner"].kv_tokens.packed < names["planner"].kv_tokens.per_request
 

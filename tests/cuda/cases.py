@@ -93,16 +93,9 @@ def make_case(
     }
     visible = torch.cat([random_tree(rng, int(count)) for count in query_lens]) if trees else None
     expected = reference_attention(
-        q,
-        pool.k_cache,
-        pool.v_cache,
-        req_to_token=pool.req_to_token,
-        req_pool_indices=pool.req_pool_indices,
-        seq_lens=pool.seq_lens,
-        query_lens=torch.from_numpy(query_lens),
-        visible=visible,
-        **variant,
-    )
+        q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
+        seq_lens=pool.seq_lens, query_lens=torch.from_numpy(query_lens), visible=visible, **variant,
+    )  # fmt: skip
     return Case(plan, shape, q, pool, planned_lens, variant, expected, visible)
 
 

@@ -46,26 +46,14 @@ def emulation_of(capability: int) -> ModuleType:
         partial = built.with_suffix(f".{os.getpid()}")
         subprocess.run(
             [
-                os.environ.get("CXX", "g++"),
-                "-O2",
+                os.environ.get("CXX", "g++"), "-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas",
                 "-U_FORTIFY_SOURCE",  # its longjmp knows one stack only
-                "-std=c++17",
-                "-shared",
-                "-fPIC",
-                "-Wall",
-                *F16C,
-                "-Wno-unknown-pragmas",
-                f"-DPREFIXPACK_EMULATED_CAPABILITY={capability}",
-                *(f"-I{path}" for path in includes),
-                str(EMULATION / "module.cpp"),
-                str(ROOT / "csrc/cuda/serialize_plan.cpp"),
-                str(ROOT / "csrc/cuda/combine_lists.cpp"),
-                str(ROOT / "csrc/plan/deferral.cpp"),
-                "-o",
-                str(partial),
+                *F16C, f"-DPREFIXPACK_EMULATED_CAPABILITY={capability}", *(f"-I{path}" for path in includes),
+                str(EMULATION / "module.cpp"), str(ROOT / "csrc/cuda/serialize_plan.cpp"),
+                str(ROOT / "csrc/cuda/combine_lists.cpp"), str(ROOT / "csrc/plan/deferral.cpp"), "-o", str(partial),
             ],
             check=True,
-        )
+        )  # fmt: skip
         partial.rename(built)
     spec = importlib.util.spec_from_file_location("cuda_emulation", built)
     assert spec is not None

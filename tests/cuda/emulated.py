@@ -43,25 +43,11 @@ def emulate(
         for name, tensor in (("sinks", case.variant["sinks"]), ("visible", case.visible))
     }
     emulation.attention(
-        case.plan,
-        bits(case.q),
-        bits(pool.k_cache),
-        bits(pool.v_cache),
-        bits(out),
-        lse.numpy(),
-        pool.req_to_token.numpy(),
-        pool.req_pool_indices.numpy(),
-        case.planned_lens,
-        pool.seq_lens.numpy(),
-        growth=GROWTH,
-        bfloat16=case.q.dtype == torch.bfloat16,
-        ctas=ctas,
-        late_copies=late_copies,
-        warps_first=warps_first,
-        fan_in=fan_in,
-        warp_ctas=warp_ctas,
-        **{**case.variant, **of_arrays},
-    )
+        case.plan, bits(case.q), bits(pool.k_cache), bits(pool.v_cache), bits(out), lse.numpy(),
+        pool.req_to_token.numpy(), pool.req_pool_indices.numpy(), case.planned_lens, pool.seq_lens.numpy(),
+        growth=GROWTH, bfloat16=case.q.dtype == torch.bfloat16, ctas=ctas, late_copies=late_copies,
+        warps_first=warps_first, fan_in=fan_in, warp_ctas=warp_ctas, **{**case.variant, **of_arrays},
+    )  # fmt: skip
     return out, lse
 
 

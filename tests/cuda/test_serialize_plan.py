@@ -25,16 +25,8 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     # What takes a CTA comes before what takes a warp.
     items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
     assert header_cta_items == (items[:, 6] > rows_of_warps).sum()
-    arrays = [
-        items.ravel(),
-        None,
-        plan.query_token,
-        plan.query_request,
-        plan.query_back,
-        plan.combine_query,
-        plan.combine_offset,
-        plan.combine_slot,
-    ]
+    queries = plan.query_token, plan.query_request, plan.query_back
+    arrays = [items.ravel(), None, *queries, plan.combine_query, plan.combine_offset, plan.combine_slot]
     for offset, array in zip(at, arrays, strict=False):
         if array is not None:
             np.testing.assert_array_equal(words[offset : offset + len(array)], array)

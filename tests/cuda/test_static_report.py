@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernel.waits import disassembler, listing, waits_of
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,3 +40,16 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     at_once = [row for row in kernels if row["arch"] == "90a" and row["function"].endswith(ends)]
     assert len(at_once) == 16
     assert all(0 < row["code_bytes"] <= 64 << 10 for row in at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["hdim128_bf16", "hdim64_fp16", "hdim128_bf16_fp8_kv"])
+def test_no_addition_is_made_for_a_whole_warp(source: str) -> None:
+    """As the compiler would make one of what it takes for an addition by every lane: all would wait for its sum."""
+    nvcc, cuobjdump = shutil.which("nvcc"), disassembler()
+    if nvcc is None or cuobjdump is None:
+        pytest.skip("nvcc or cuobjdump is missing")
+    waits = list(waits_of(listing(nvcc, cuobjdump, ROOT / "csrc" / "cuda" / "instantiations" / f"{source}.cu", "90a")))
+    additions = [wait for wait in waits if "ATOM" in wait.read]
+    assert len(additions) >= 6, "tile indices, semaphores and the last CTA's, of both kernels"
+    assert not [wait for wait in additions if wait.distance is not None and wait.distance <= 8 and "SHFL" in wait.user]

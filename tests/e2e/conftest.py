@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,20 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
         return serve(options)
 
     return start
+
+
+def compared(launch: Launch, workload: Sequence[list[Request]], *extra: str, **options: Any) -> tuple[Any, ...]:
+    """Compares the tokens of a stock server and of ours: what ours packed, its state, and its log."""
+    tokens = []
+    for backend in (STOCK, BACKEND):
+        with launch(backend, *extra, **options) as server:
+            replay(server.url, workloads.level_seeds(workload[0]))
+            with packing(server) if backend == BACKEND else contextlib.nullcontext() as done:
+                tokens.append([tokens_of(replay(server.url, requests)) for requests in workload])
+            state = server.packing_state()
+    assert tokens[0] == tokens[1]
+    done.assert_packed("decode", "extend")
+    return done, state, server.log_text()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from sgl_prefix_attn.sglang_plugin import entry
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
+from tests.sglang_plugin.fixture import active_state
 
 kit = pytest.importorskip("sglang.test.kits.attention_unittest.attention_methods.dense_attention")
 
@@ -84,8 +85,7 @@ def run_packed(
     except unittest.SkipTest as reason:  # the kit skips if the backend cannot be built
         pytest.fail(str(reason))
     share_beginning(fixture, shared)
-    current = plugin_state.active()
-    assert current is not None
+    current = active_state()
     assert current.handover is not None
     steps, fallbacks = sum(current.counters.steps_packed.values()), dict(current.counters.fallbacks)
     with current.handover.handed_over(Handed(paths_of(case, shared), fixture.forward_batch.req_pool_indices)):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from examples.rollout_client import rollout
-from sgl_prefix_attn.demo.client import Sample, replay
+from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
@@ -79,38 +75,6 @@ def test_a_late_request_splits_a_node_that_others_run_on(
     assert tokens_of(answers) == expected(running + late)
     assert answers[-1].samples[0].cached_tokens == 250
     done.assert_packed("decode", "extend")
-
-
-def test_server_info_shows_what_was_packed(server: Server, vocabulary: Vocabulary) -> None:
-    requests = [dataclasses.replace(request, max_new_tokens=900) for request in workloads.samples(vocabulary)]
-    all_together = threading.Event()
-    tokens = Counter[str]()
-
-    def note(request: Request, sample: Sample) -> None:
-        tokens[sample.request_id] = len(sample.tokens)
-        if len(tokens) == 16 and min(tokens.values()) >= 4:
-            all_together.set()
-
-    with ThreadPoolExecutor(1) as meanwhile:
-        replayed = meanwhile.submit(replay, server.url, requests, on_token=note)
-        assert all_together.wait(60)
-        states = [server.packing_state() for _ in range(5)]
-        server.post("/abort_request", {"abort_all": True})
-        replayed.result()
-    for state in states:
-        assert state is not None
-        assert len(state["batch"]["seq_lens"]) == len(state["batch"]["paths"]) == 16
-    assert state["version"] == 1
-    assert state["stock_backend"] == "torch_native"
-    assert state["shape"] == {"q_heads": 8, "kv_heads": 2, "head_dim": 32, "kv_bytes": 4, "partial_bytes": 4}
-    counters = state["counters"]
-    assert counters["plans_made"] + counters["plans_reused"] == sum(counters["steps_packed"].values())
-    assert counters["plans_reused"] > counters["plans_made"]
-    assert 0 < counters["plan_seconds"] < counters["host_seconds"]
-    batch = state["batch"]
-    assert batch["mode"] == "decode"
-    assert {path[0][0] for path in batch["paths"]} == {batch["paths"][0][0][0]}, "16 samples share their first node"
-    json.dumps(state)
 
 
 def test_the_rollout_client_of_the_examples(server: Server, vocabulary: Vocabulary) -> None:

@@ -136,8 +136,8 @@ def test_other_launchers(
     task = tmp_path / "task.json"
     prompts = [list(request.prompt) for request in requests]
     task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))
-    # Forks start in a fraction of the time. The other ways show that fresh processes do as well.
-    start = forked_server.start if way in ("serve", "verl", "areal") else start_process
+    # Forks start in a fraction of the time. One way shows that fresh processes do as well.
+    start = start_process if way == "engine" else forked_server.start
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.launchers", way, str(task)]
     with log.open("wb") as output:

@@ -55,13 +55,6 @@ def test_the_state_of_the_previous_release_is_read_with_a_warning(
     assert "'inner_backend' is deprecated" in caplog.text
 
 
-def test_each_data_parallel_rank_has_a_state_before_its_first_packed_batch(serve: Serve, server_info: Info) -> None:
-    server_info["internal_states"].append(copy.deepcopy(server_info["internal_states"][0]))
-    own_state(server_info)["batch"] = None
-    states = read_states(serve({"/get_server_info": (200, server_info)}))  # the path of older servers
-    assert [state.described_batch("last") is None for state in states] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -185,7 +178,7 @@ def test_explain_of_two_ranks(serve: Serve, server_info: Info, capsys: Capture, 
     idle = copy.deepcopy(server_info["internal_states"][0])
     idle["prefixpack"]["batch"] = None
     server_info["internal_states"].append(idle)
-    url = serve({"/server_info": (200, server_info)})
+    url = serve({"/get_server_info": (200, server_info)})  # the path of older servers
     assert explain(url, "--json", "--rank", "1") == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert (rank["rank"], rank["last_packed_batch"]) == (1, None)

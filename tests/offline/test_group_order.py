@@ -24,18 +24,7 @@ def order_of(prompts: list[list[int]], decode: list[float] | None = None) -> lis
 
 @settings(max_examples=200, deadline=None)
 @given(BATCHES, st.data())
-def test_every_prompt_once_and_every_shared_prefix_in_one_piece(prompts, data):
-    decode = [data.draw(st.floats(0, 100)) for _ in prompts]
-    order = order_of(prompts, decode)
-    assert sorted(order) == list(range(len(prompts)))
-    for prefix in {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}:
-        places = [place for place, number in enumerate(order) if tuple(prompts[number][: len(prefix)]) == prefix]
-        assert places == list(range(places[0], places[0] + len(places)))
-
-
-@settings(max_examples=200, deadline=None)
-@given(BATCHES, st.data())
-def test_each_shared_token_is_next_to_another_user_whatever_the_estimates_do(prompts, data):
+def test_every_prompt_once_and_each_shared_token_next_to_another_user_whatever_the_estimates_do(prompts, data):
     tree = PrefixTree(Prompts.from_lists(prompts))
     order = GroupOrder(tree, np.ones(len(prompts)))
     sequence = []
@@ -43,6 +32,7 @@ def test_each_shared_token_is_next_to_another_user_whatever_the_estimates_do(pro
         sequence.append(number)
         if data.draw(st.booleans()):
             order.update(np.array([data.draw(st.floats(0, 100)) for _ in prompts]))
+    assert sorted(sequence) == list(range(len(prompts)))
     assert int(consecutive_sharing(tree.prompts, np.array(sequence, dtype=np.int64)).sum()) == int(tree.shared.sum())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 
 pytest.importorskip("sglang")
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.plugins.hook_registry import HookRegistry
 
 from benchmarks.offline.cache_saving import grouped_jobs
 from benchmarks.offline.replay import Job, Replay
@@ -21,10 +19,7 @@ from sgl_prefix_attn.offline.engines import EngineArguments
 from sgl_prefix_attn.offline.prefix_tree import PrefixTree
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
-from sgl_prefix_attn.settings import Settings, load_settings
-from sgl_prefix_attn.sglang_plugin import entry
-from sgl_prefix_attn.sglang_plugin.backend import plugin_state
-from sgl_prefix_attn.sglang_plugin.compat import targets
+from sgl_prefix_attn.settings import load_settings
 from sgl_prefix_attn.sglang_plugin.offline import engine_process
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 
@@ -242,27 +237,6 @@ def test_no_more_output_is_expected_than_a_request_may_generate(jobs):
     (other,) = in_job(0)
     jobs.arranged([greedy, other])
     assert jobs.admit(Adder(room=100 + 40), greedy) == "CONTINUE"
-
-
-GROUP_TARGETS = {targets.CALC_PRIORITY.path, targets.ADD_ONE_REQ.path}
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Paths of the targets that are hooked from now on."""
-    paths: list[str] = []
-    monkeypatch.setattr(HookRegistry, "register", lambda path, *_: paths.append(path))
-    plugin_state.reset()
-    yield paths
-    plugin_state.reset()
-
-
-def test_a_server_has_the_hooks_only_if_it_is_asked_for_them(registered):
-    entry.register_hooks(Settings(), "0.5.20")
-    assert registered
-    assert not GROUP_TARGETS & set(registered)
-    entry.register_hooks(Settings(group_scheduling=True), "0.5.20")
-    assert set(registered) >= GROUP_TARGETS
 
 
 @pytest.mark.parametrize(("set_by_user", "expected"), [(None, "1"), ("", "1"), ("0", "0")])

@@ -21,7 +21,6 @@ from tests.offline import batches, fake_engine
 from tests.offline.fake_engine import engines_of_groups, executed
 from tests.offline.test_ray_engines import actors
 
-SERVER = "--max-total-tokens 2048 --max-running-requests 16 --context-length 1024"
 MIB = 1 << 20
 
 

@@ -24,7 +24,9 @@ def run_test(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TEST)], capture_output=True, text=True, env=environment, cwd=root)
 
 
+@pytest.mark.slow
 def test_the_test_passes_with_the_patch_only(tmp_path: Path) -> None:
+    """`test_seam_behaviour.py` has the patched methods of every release, without the imports of two whole SGLangs."""
     try:
         wheel = sglang_wheel(NEWEST)
     except WheelUnavailableError as reason:

@@ -78,14 +78,8 @@ def methods_of(wheel: UnpackedWheel, file: str, *names: str) -> tuple[type, dict
 
 def worker_of(wheel: UnpackedWheel, log: list[tuple[str, Any]]) -> Any:
     """A TP worker with the wheel's three forward methods, over stubs that record the order of the calls."""
-    partial, namespace = methods_of(
-        wheel,
-        WORKER,
-        "_prepare_attn_backend",
-        "forward_batch_generation",
-        "forward_batch_embedding",
-        "forward_batch_split_prefill",
-    )
+    methods = "forward_batch_generation", "forward_batch_embedding", "forward_batch_split_prefill"
+    partial, namespace = methods_of(wheel, WORKER, "_prepare_attn_backend", *methods)
 
     def init_new(batch: Any, *_: Any, **__: Any) -> Any:
         log.append(("init_new", batch))

@@ -53,18 +53,16 @@ def factory() -> dict[str, Any]:
 
     from sgl_prefix_attn.settings import Settings
     from sgl_prefix_attn.sglang_plugin import hook_table
-    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
     from sgl_prefix_attn.sglang_plugin.factory import create_backend
     from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
     from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
-    from tests.sglang_plugin.fixture import Fixture
+    from tests.sglang_plugin.fixture import Fixture, active_state
 
     runner = Fixture([[]], [9]).runner
     for _ in range(2):
         create_backend(runner, Settings(metrics=False, pin_budget_percent=10, group_scheduling=True))
-    state = plugin_state.active()
-    assert state is not None
+    state = active_state()
     ours = (
         *hook_table.OTHER_HOOKS,
         *hook_table.group_hooks(state.own(GroupScheduler)),

@@ -92,6 +92,12 @@ class SmallServer(Pools):
             self.hooks.after_run_batch(None, self)
         return ran
 
+    def run(self) -> None:
+        """Steps until nothing is left to run."""
+        while self.waiting or self.running.reqs:
+            assert self.step()
+            self.check_accounting()
+
     def _prefill(self) -> bool:
         running = self.running
         if running.batch_is_full or not self.waiting:

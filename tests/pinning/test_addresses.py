@@ -51,11 +51,12 @@ def test_text_becomes_tokens_and_every_scheduler_answers() -> None:
     assert manager.commands == [{"command": "pin", "token_ids": [97, 98], "ttl_steps": 5, "label": ""}]
 
 
-def test_what_all_schedulers_refuse_is_refused() -> None:
-    manager = Manager(*[answer(error={"kind": "budget", "message": "too much"})] * 2)
+@pytest.mark.parametrize(("kind", "status"), [("budget", 409), ("invalid", 400)])
+def test_what_all_schedulers_refuse_is_refused(kind: str, status: int) -> None:
+    manager = Manager(*[answer(error={"kind": kind, "message": "too much"})] * 2)
     response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
-    assert response.status_code == 409
-    assert response.json() == {"error": {"kind": "budget", "message": "too much"}}
+    assert response.status_code == status
+    assert response.json() == {"error": {"kind": kind, "message": "too much"}}
     assert len(manager.commands) == 1
 
 

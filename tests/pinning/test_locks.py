@@ -25,8 +25,7 @@ def server(request: pytest.FixtureRequest) -> SmallServer:
 
 def serve(server: SmallServer, tokens: list[int], extra_key: str | None = None) -> None:
     server.send(tokens, 1, extra_key=extra_key)
-    while server.waiting or server.running.reqs:
-        assert server.step()
+    server.run()
 
 
 @pytest.mark.parametrize("step", ["find", "path", "lock"])

@@ -37,9 +37,7 @@ def run(server: SmallServer, tokens: list[int], namespace: str | None = None) ->
     """Serves one request; how much of it was cached."""
     before = server.cached_tokens
     server.send(tokens, 1, extra_key=namespace)
-    while server.waiting or server.running.reqs:
-        assert server.step()
-    server.check_accounting()
+    server.run()
     return server.cached_tokens - before
 
 
@@ -150,9 +148,7 @@ def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_hav
     for name in (2, 3, 4, 5, 6, 7):
         server.send(prompt(name), 1)
     server.send([*prompt(1), 5], 1)
-    while server.waiting or server.running.reqs:
-        assert server.step()
-        server.check_accounting()
+    server.run()
     assert server.cached_tokens == (20 if retains else 0)
     assert (server.manager.counters.evictions_avoided >= 20) == retains
     assert server.manager.counters.failures == 0

@@ -89,8 +89,7 @@ def ask(server: SmallServer, prompt: list[int], place: Place | None = None) -> i
     if place is not None:
         sent.sampling_params.custom_params = {CUSTOM_PARAMETER: place.encode()}
     before = server.cached_tokens
-    while server.waiting or server.running.reqs:
-        server.step()
+    server.run()
     return server.cached_tokens - before
 
 

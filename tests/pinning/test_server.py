@@ -93,25 +93,6 @@ def test_a_prefix_is_pinned_listed_kept_and_released(server: Server) -> None:
     assert (status, answer["schedulers"][0]["released"], pins(server)) == (200, [pin["id"]], [])
 
 
-@pytest.mark.parametrize(
-    ("method", "body", "status", "message"),
-    [
-        ("POST", {"token_ids": [5] * (POOL + 1)}, 409, "of the budget of"),
-        ("POST", {"token_ids": [5], "ttl_steps": 0}, 400, "ttl_steps"),
-        ("POST", {"token_ids": [5], "forever": True}, 400, "forever"),
-        ("POST", {"text": "hello"}, 400, "no tokenizer"),
-        ("DELETE", {"id": 987654}, 404, "no pin 987654"),
-    ],
-)
-def test_unusable_requests_are_answered_with_what_is_wrong(
-    server: Server, method: str, body: object, status: int, message: str
-) -> None:
-    answered, answer = ask(server, method, body)
-    assert answered == status
-    assert message in answer["error"]["message"]
-    assert pins(server) == []
-
-
 def test_the_pins_of_the_examples(server: Server) -> None:
     (made,) = examples_pins.ask(server.url, "POST", {"token_ids": prompt(1, 300), "label": "prompts.txt:1"})
     generate(server, prompt(1, 300))

@@ -14,16 +14,9 @@ def profile(
 ) -> Profile:
     """A profile of one packed and one stock kernel with these microseconds by term."""
     return Profile(
-        version=VERSION,
-        machine="made by hand",
-        commit="none",
-        measured="never",
-        source="a test",
-        method="none",
-        kernels_version=KERNELS_VERSION,
-        packed={kernels: Fit(us=dict(packed))},
-        stock={backend: Fit(us=dict(stock))},
-    )
+        version=VERSION, machine="made by hand", commit="none", measured="never", source="a test", method="none",
+        kernels_version=KERNELS_VERSION, packed={kernels: Fit(us=dict(packed))}, stock={backend: Fit(us=dict(stock))},
+    )  # fmt: skip
 
 
 def write_profile(

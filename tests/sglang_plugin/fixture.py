@@ -28,6 +28,13 @@ SHARED = [[(1, 0, 200), (2, 200, 260)], [(1, 0, 200), (2, 200, 260)], [(1, 0, 20
 LENGTHS = [300, 265, 205, 9]
 
 
+def active_state() -> plugin_state.PluginState:
+    """The state of this process, in which a backend was built."""
+    state = plugin_state.active()
+    assert state is not None
+    return state
+
+
 class CountingStock(TorchNativeAttnBackend):
     """torch_native that counts what it is asked."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor, cp
 from sgl_prefix_attn.sglang_plugin.factory import create_backend
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import Fixture, active_state
 from tests.sglang_plugin.gpu_fixture import GraphStock, host_kernels
 
 
@@ -92,40 +91,30 @@ class TestFactory:
             speculates = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE)
             assert factory.handover_kind(Settings(), "0.5.20", speculates) == "hooks"
 
-    @pytest.mark.parametrize("patched", [False, True])
-    def test_with_linear_attention_layers_paths_go_through_hooks(
-        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("layers", ["linear", "sparse"])
+    def test_where_other_layers_hide_what_the_patch_shows_paths_go_through_hooks(
+        self, layers: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """SGLang's backend for both kinds of layers does not pass on what the patch shows it."""
-        from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+        """SGLang's backends for several kinds of layers do not pass it on."""
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        assert "prepare_schedule_batch" not in vars(HybridLinearAttnBackend)
-        if patched:
-            monkeypatch.setattr(AttentionBackend, "prepare_schedule_batch", lambda self, batch: None, raising=False)
-        runner = new_runner()
-        pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
-        pool.__dict__.update(vars(runner.req_to_token_pool))
-        runner.req_to_token_pool = pool
-        create_backend(runner, Settings(metrics=False))
-        current = plugin_state.active()
-        assert current is not None
-        assert current.handover.kind == "hooks"
-        assert set(factory.hook_table.handover_hooks(current.handover_hooks)) <= set(asked)
-        if patched:
-            with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
-                factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
-
-    def test_with_sparse_layers_paths_go_through_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
-
-        assert "prepare_schedule_batch" not in vars(MiniMaxHybridAttnBackend)
+        for kind in (HybridLinearAttnBackend, MiniMaxHybridAttnBackend):
+            assert "prepare_schedule_batch" not in vars(kind)
         monkeypatch.setattr(versions, "has_native_seam", lambda: True)
         runner = new_runner()
-        runner.model_config = gpu_runner("MiniMaxM3SparseForCausalLM").model_config
-        assert factory.handover_kind(Settings(), "0.5.20", runner) == "hooks"
-        with pytest.raises(ValueError, match=r"handover='patch', but this model has layers .* or sparse ones"):
+        if layers == "linear":
+            pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+            pool.__dict__.update(vars(runner.req_to_token_pool))
+            runner.req_to_token_pool = pool
+        else:
+            runner.model_config.hf_config = SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])
+        create_backend(runner, Settings(metrics=False))
+        current = active_state()
+        assert current.handover.kind == "hooks"
+        assert set(factory.hook_table.handover_hooks(current.handover_hooks)) <= set(asked)
+        with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
             factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
 
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
@@ -136,8 +125,7 @@ class TestFactory:
             factory.hooks, "ensure_applied", lambda wanted: [hook for hook in wanted if hook.target == lost]
         )
         runner = new_runner()
-        with caplog.at_level(logging.ERROR):
-            backend = create_backend(runner, Settings(metrics=False))
+        backend = create_backend(runner, Settings(metrics=False))
         assert type(backend) is StockOnlyBackend, "no step would ever be packed"
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
@@ -155,14 +143,16 @@ class TestFactory:
         assert (set(factory.hook_table.GRAPH_HOOKS) <= set(asked)) == hooked
 
     @pytest.mark.usefixtures("no_stock")
-    @pytest.mark.parametrize(("stock", "hooked"), [("triton", True), ("fa3", False)])
+    @pytest.mark.parametrize(
+        ("family", "stock", "hooked"),
+        [("Gemma3", "triton", True), ("Gemma3", "fa3", False), ("X", "triton", False)],
+    )
     def test_image_masks_are_hooked_where_the_stock_backend_reads_them(
-        self, stock: Any, hooked: bool, asked: list[Any]
+        self, family: str, stock: Any, hooked: bool, asked: list[Any]
     ) -> None:
-        gemma = SimpleNamespace(
-            is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
-        )
-        runner = draft_on_gpu(draft_attention_backend=None, model_config=gemma)
+        architectures = [f"{family}ForConditionalGeneration"]
+        model = SimpleNamespace(is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=architectures))
+        runner = draft_on_gpu(draft_attention_backend=None, model_config=model)
         create_backend(runner, Settings(metrics=False, stock_backend=stock))
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
@@ -177,14 +167,12 @@ class TestFactory:
         asked.clear()
         create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=True))
         assert [wanted.target for wanted in asked].count(hook.target) == 1
-        current = plugin_state.active()
-        assert current is not None
+        current = active_state()
         assert current.handover.runs_one_token_steps
 
     def test_one_token_steps_say_where_they_have_no_effect(self, caplog: pytest.LogCaptureFixture) -> None:
         create_backend(self.text_runner(enable_lora=True), Settings(metrics=False, one_token_steps=True))
-        current = plugin_state.active()
-        assert current is not None
+        current = active_state()
         assert not current.handover.runs_one_token_steps
         assert "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
 
@@ -200,8 +188,7 @@ class TestFactory:
     ) -> None:
         monkeypatch.setattr(CpuExecutor, "runs_in_graphs", in_graphs)
         create_backend(new_runner(spec_algorithm=algorithm), Settings(metrics=False))
-        current = plugin_state.active()
-        assert current is not None
+        current = active_state()
         hooked = set(factory.hook_table.verify_hooks(current.handover_hooks)) <= set(asked)
         assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
 
@@ -217,8 +204,7 @@ class TestFactory:
         runner = new_runner(spec_algorithm=SpeculativeAlgorithm.EAGLE, dtype=torch.bfloat16, server_args=None)
         runner.device = "cuda"
         backend = create_backend(runner, Settings(metrics=False, stock_backend="fa3", one_token_steps=True))
-        state = plugin_state.active()
-        assert state is not None
+        state = active_state()
         of_steps = (*factory.hook_table.handover_hooks(state.handover_hooks), *factory.hook_table.GRAPH_HOOKS)
         assert not {hook.target for hook in of_steps} & {hook.target for hook in asked}
         assert isinstance(backend, PrefixPackBackend)
@@ -323,8 +309,7 @@ class TestDraftModel:
         create_backend(runner, Settings(metrics=False))
         runner.is_draft_worker, runner.device = True, "cuda"
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
-        current = plugin_state.active()
-        assert current is not None
+        current = active_state()
         assert current.stock_backend == "torch_native"
 
     def test_up_to_0_5_15_the_server_arguments_say_so(self) -> None:

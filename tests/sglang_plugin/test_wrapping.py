@@ -29,11 +29,9 @@ from sgl_prefix_attn.sglang_plugin.compat import launchers, versions, wrap_targe
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
-from tests.sglang_plugin.fixture import Fixture
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture, active_state
 from tests.sglang_plugin.gpu_fixture import host_kernels
 
-PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
-LENGTHS = [30, 27, 25, 9]
 WRAP = Settings(wrap=True, metrics=False)  # type: ignore[arg-type]
 
 
@@ -45,7 +43,7 @@ def _nothing_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def new_fixture(**options: Any) -> Fixture:
     """A fixture without plug-in state; its runner has server arguments."""
     options.setdefault("server_args", SimpleNamespace())
-    fixture = Fixture(PATHS, LENGTHS, **options)
+    fixture = Fixture(SHARED, LENGTHS, **options)
     plugin_state.reset()
     return fixture
 
@@ -75,8 +73,7 @@ class TestWrapped:
     def test_the_wrapped_backend_computes_what_stock_does_and_packs(self) -> None:
         fixture = new_fixture()
         fixture.backend = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
-        state = plugin_state.active()
-        assert state is not None
+        state = active_state()
         fixture.state = state
         expected = fixture.run_stock()
         for ours, stock in zip(fixture.run(), expected, strict=True):

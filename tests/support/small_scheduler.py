@@ -76,6 +76,14 @@ class SmallScheduler(Pools):
         self._lock(request)
         self._take(request, end)
 
+    def join(self, prompt: list[int]) -> Req:
+        """A request that has been prefilled, and decodes."""
+        request = self.request(prompt)
+        self.match(request)
+        self.prefill_done(request)
+        self.running.append(request)
+        return request
+
     def receive(self, request: Req) -> None:
         """KV of a matched and locked request arrives from a prefill server."""
         self._take(request, len(request.origin_input_ids))

@@ -27,17 +27,6 @@ class TestEligibility:
         vars(runner.server_args).update(arguments)
         return eligibility.make_executor(runner, Settings())
 
-    @pytest.mark.parametrize(
-        ("argument", "reason"),
-        [
-            ("disable_radix_cache", fallback_reasons.NO_RADIX_CACHE),
-            ("enable_two_batch_overlap", fallback_reasons.TWO_BATCH_OVERLAP),
-            ("enable_pdmux", fallback_reasons.PDMUX),
-        ],
-    )
-    def test_servers_whose_graphs_are_stock(self, argument: str, reason: str) -> None:
-        assert self.executor(**{argument: True}) == reason
-
     def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,11 +76,10 @@ def test_other_backends_are_left_alone() -> None:
 
 
 def test_the_hook_sits_where_the_model_calls() -> None:
-    (hook,) = hook_table.IMAGE_MASK_HOOKS
     original = Gemma3ForConditionalGeneration.prepare_attn_masks
     try:
         assert hooks.ensure_applied(hook_table.IMAGE_MASK_HOOKS) == []
-        assert hooks.is_applied(hook)
+        assert Gemma3ForConditionalGeneration.prepare_attn_masks is not original
     finally:
         Gemma3ForConditionalGeneration.prepare_attn_masks = original
 
@@ -90,21 +88,8 @@ def runner(architecture: str) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "stock", "wanted"),
-    [
-        ("Gemma3ForConditionalGeneration", "triton", True),
-        ("Gemma3ForConditionalGeneration", "fa3", False),
-        ("LlamaForCausalLM", "triton", False),
-    ],
-)
-def test_it_is_wanted_for_that_model_and_backend(architecture: str, stock: str, wanted: bool) -> None:
-    assert factory.masks_images(runner(architecture), stock, Settings()) == wanted
-
-
 def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert not factory.masks_images(runner("Gemma3ForConditionalGeneration"), "triton", Settings(pack_extend=True))
+    assert not factory.masks_images(runner("Gemma3ForConditionalGeneration"), "triton", Settings(pack_extend=True))
     assert "with pack_extend, tokens of an image do not see those that come after them" in caplog.text
 
 

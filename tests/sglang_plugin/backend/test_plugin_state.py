@@ -10,10 +10,7 @@ from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import Fixture
-
-PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
-LENGTHS = [30, 27, 25, 9]
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
 
 def another(fixture: Fixture) -> PrefixPackBackend:
@@ -21,7 +18,7 @@ def another(fixture: Fixture) -> PrefixPackBackend:
 
 
 def test_a_record_lives_as_long_as_its_backend() -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
     second = another(fixture)
     assert list(fixture.state.backends) == [fixture.backend, second]
     del second
@@ -30,7 +27,7 @@ def test_a_record_lives_as_long_as_its_backend() -> None:
 
 
 def test_the_backend_that_packed_is_reported_whichever_came_last() -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
     second = another(fixture)
     assert fixture.state.reported() is second._record
     fixture.run()
@@ -41,13 +38,13 @@ def test_the_backend_that_packed_is_reported_whichever_came_last() -> None:
 
 
 def test_one_handover_serves_all_backends() -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
     first = fixture.handover
     assert fixture.state.serve("hooks", fixture.runner) is first
 
 
 def test_paths_are_read_while_one_backend_may_pack_them() -> None:
-    fixture = Fixture(PATHS, LENGTHS)
+    fixture = Fixture(SHARED, LENGTHS)
     fixture.runner.is_draft_worker = True
     draft = another(fixture)
     never_packed = fixture.handover._tracker.never_packed

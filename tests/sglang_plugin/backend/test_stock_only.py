@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.backend.test_backend import assert_same
-from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture, active_state
 
 ODD_HEADS = 24
 
@@ -46,21 +45,15 @@ def bypassed(backend: PrefixPackBackend) -> bool:
     return bool(backend.forward == backend.stock.forward)
 
 
-def test_a_model_that_shows_its_layers_gets_no_hooks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
+def test_a_model_that_shows_its_layers_gets_no_hooks(asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     runner = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS).runner
     plugin_state.reset()
-    with caplog.at_level(logging.WARNING):
-        backend = factory.create_backend(runner, Settings(metrics=False))
+    backend = factory.create_backend(runner, Settings(metrics=False))
     assert type(backend) is StockOnlyBackend
     assert fallback_reasons.EXPLANATIONS[fallback_reasons.HEAD_DIM] in caplog.text
     of_steps = {hook.target for hook in factory.hook_table.handover_hooks(HandoverHooks())}
     assert not of_steps & {hook.target for hook in asked}
-    state = plugin_state.active()
-    assert state is not None
+    state = active_state()
     assert process_state(state)["refused"] == fallback_reasons.HEAD_DIM
 
 
@@ -71,8 +64,7 @@ def test_a_model_that_hides_its_layers_is_left_alone_after_a_step(caplog: pytest
     assert hooks.active is fixture.handover
     assert process_state(fixture.state)["refused"] is None
     grown(fixture)
-    with caplog.at_level(logging.WARNING):
-        assert_same(fixture.run(), fixture.run_stock())
+    assert_same(fixture.run(), fixture.run_stock())
     assert bypassed(fixture.backend)
     assert hooks.active is None
     assert process_state(fixture.state)["refused"] == fallback_reasons.HEAD_DIM

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from sgl_prefix_attn.sglang_plugin import entry
@@ -48,8 +46,7 @@ class TestEntry:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
-        with caplog.at_level(logging.ERROR):
-            entry.register()
+        entry.register()
         assert "prefixpack" not in self.choices
         assert "prefixpack" not in self.factories
         assert "0.5.99 is installed" in caplog.text
@@ -58,29 +55,22 @@ class TestEntry:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("PREFIXPACK_STOCK_BACKND", "triton")
-        with caplog.at_level(logging.ERROR):
-            entry.register()
+        entry.register()
         assert "prefixpack" not in self.choices
         assert "PREFIXPACK_STOCK_BACKND" in caplog.text
 
-    def test_the_main_process_gets_no_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        def refuse(*args: object, **kwargs: object) -> None:
-            raise AssertionError("a hook was registered")
-
-        monkeypatch.setattr(HookRegistry, "register", refuse)
-        entry.register()
-
-    def test_a_scheduler_process_gets_those_that_do_not_run_in_each_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("scheduler", [False, True])
+    def test_a_scheduler_process_gets_the_hooks_that_do_not_run_in_each_step_and_no_other_process_any(
+        self, scheduler: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The others come with a backend that may pack (`factory.connect`)."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         registered: list[str] = []
         monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
-        monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
+        monkeypatch.setattr(entry, "in_scheduler_process", lambda: scheduler)
         entry.register()
-        assert targets.INTERNAL_STATE.path in registered
+        assert bool(registered) == (targets.INTERNAL_STATE.path in registered) == scheduler
         assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -177,13 +176,6 @@ def test_a_replay_takes_the_graph_that_its_step_was_routed_to(runner: Runner) ->
     switched = taken.index(None)
     assert taken == [graph_variants.LABEL] * switched + [None] * (16 - switched)
     assert 0 < switched < 16
-
-
-def test_without_paths_the_stock_graph_is_replayed(runner: Runner) -> None:
-    capture(runner)
-    runner.execute(SimpleNamespace(**vars(runner.fixture.batch), needs_forward_metadata_init=lambda: True))
-    assert runner.backend.replayed[-1].variant_label == graph_variants.LABEL
-    assert runner.fixture.stock.graph_calls[-1] == "replay"
 
 
 def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner) -> None:

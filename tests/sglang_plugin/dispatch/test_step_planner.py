@@ -69,6 +69,8 @@ class TestSteadySteps:
         assert len(set(map(id, decisions))) == 2
         assert decisions[0] is decisions[STEPS_BETWEEN_PLANS - 1]
         assert decisions[0] is not decisions[STEPS_BETWEEN_PLANS]
+        counters = fixture.state.counters
+        assert counters.plans_made + counters.plans_reused == counters.steps_packed["decode"] == len(decisions)
 
     @pytest.mark.parametrize("make", [Fixture, GpuFixture])
     @pytest.mark.parametrize("steady", [True, False])

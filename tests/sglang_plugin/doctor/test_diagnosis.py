@@ -28,16 +28,9 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_kernel_set import gpu
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "dtype": "float32",
-}
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "dtype": "float32",
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
@@ -77,12 +70,8 @@ def test_a_server_in_wrap_mode_and_one_under_our_name(models: dict[str, Path]) -
     assert (wrapped.way, wrapped.backends) == ("wrap", ("torch_native", "torch_native"))
     assert (named.way, named.backends) == ("name", ("prefixpack", "prefixpack"))
     for found in (wrapped, named):
-        assert {mode: answer.reason for mode, answer in found.steps.items()} == {
-            "decode": None,
-            "extend": None,
-            "mixed": NO_SUCH_STEPS,
-            "verify": NO_SUCH_STEPS,
-        }
+        reasons_of = {mode: answer.reason for mode, answer in found.steps.items()}
+        assert reasons_of == {"decode": None, "extend": None, "mixed": NO_SUCH_STEPS, "verify": NO_SUCH_STEPS}
         assert found.layers == [("4 x full attention, 4/2 heads, head_dim 32", found.layers[0][1])]
         assert found.layers[0][1].reason is None
         assert (found.changes, found.after) == ([], None)

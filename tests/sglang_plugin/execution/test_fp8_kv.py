@@ -10,10 +10,9 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import knows_kv_scales
-from sgl_prefix_attn.sglang_plugin.execution.kernel_set import triton_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import KvScales, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
-from tests.sglang_plugin.fixture import HEAD_DIM, KV_HEADS, LENGTHS, SHARED, Fixture
+from tests.sglang_plugin.fixture import KV_HEADS, LENGTHS, SHARED, Fixture
 from tests.sglang_plugin.gpu_fixture import DTYPE, GpuFixture, host_kernels
 
 E4M3 = torch.float8_e4m3fn
@@ -149,23 +148,6 @@ class TestOtherCaches:
     def test_e5m2(self) -> None:
         assert self.unsupported_reasons(make_fixture(kv_dtype=torch.float8_e5m2)) == {fallback_reasons.KV_DTYPE}
 
-    def test_e4m3_with_a_scale_for_each_block(self) -> None:
-        """SGLang's mxfp8 pool: the numbers alone look like ours."""
-        fixture = make_fixture()
-        fixture.pool.k_scale_buffer = [torch.ones(4)] * 2
-        assert self.unsupported_reasons(fixture) == {fallback_reasons.KV_DTYPE}
-
-    @pytest.mark.parametrize("hybrid", [False, True])
-    def test_fp4_pools_are_not_asked_for_buffers(self, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They would convert all they hold."""
-        fixture = make_fixture()
-        fixture.pool.quant_method = object()
-        assert fixture.pool.is_quantized_kv_cache
-        monkeypatch.setattr(fixture.pool, "get_key_buffer", lambda layer_id: pytest.fail("asked"))
-        if hybrid:
-            fixture.backend._layers._pool = type("HybridLinearKVPool", (), {"full_kv_pool": fixture.pool})()
-        assert self.unsupported_reasons(fixture) == {fallback_reasons.KV_DTYPE}
-
 
 class TestOnAGpu:
     def test_eager_steps(self) -> None:
@@ -199,10 +181,3 @@ class TestOnAGpu:
         assert host_kernels().unsupported_reason(64, cache) == fallback_reasons.KV_LAYOUT
         assert host_kernels().unsupported_reason(64, cache.contiguous()) is None
         assert host_kernels().unsupported_reason(64, cache.contiguous().view(torch.uint8)) == fallback_reasons.KV_DTYPE
-
-    def test_triton_takes_it_too(self) -> None:
-        pytest.importorskip("triton")
-        assert (
-            triton_kernels().unsupported_reason(HEAD_DIM, torch.zeros(8, 2, HEAD_DIM, dtype=torch.uint8).view(E4M3))
-            is None
-        )

@@ -31,10 +31,7 @@ class Rollout:
     def __init__(self) -> None:
         self.scheduler = SmallScheduler("objects")
         for last in (2, 3):
-            request = self.scheduler.request([*PROMPT, last])
-            self.scheduler.match(request)
-            self.scheduler.prefill_done(request)
-            self.scheduler.running.append(request)
+            self.scheduler.join([*PROMPT, last])
         self.scheduler.decode()
         self.joining = self.scheduler.request([*PROMPT, 4])
         self.scheduler.match(self.joining)

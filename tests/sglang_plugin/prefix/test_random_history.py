@@ -118,14 +118,15 @@ class RandomHistory:
             self.decode()
 
 
+@pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize(
     ("seed", "one_token_steps", "drafts"), [(0, False, 0), (1, False, 0), (2, True, 0), (3, True, 0), (4, False, 4)]
 )
 def test_sharing_is_exact_after_every_step_of_a_random_history(
-    kind: str, seed: int, one_token_steps: bool, drafts: int
+    kind: str, seed: int, one_token_steps: bool, drafts: int, steps: int
 ) -> None:
     history = RandomHistory(kind, seed, one_token_steps=one_token_steps, drafts=drafts)
-    for _ in range(700):
+    for _ in range(steps):
         history.step()
         assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away

@@ -28,14 +28,8 @@ class TestKnownSituations:
     def start(self, kind: str, *prompts: list[int]) -> tuple[SmallScheduler, BatchTracker]:
         scheduler = SmallScheduler(kind)
         for prompt in prompts:
-            self.join(scheduler, prompt)
+            scheduler.join(prompt)
         return scheduler, BatchTracker()
-
-    def join(self, scheduler: SmallScheduler, prompt: list[int]) -> None:
-        request = scheduler.request(prompt)
-        scheduler.match(request)
-        scheduler.prefill_done(request)
-        scheduler.running.append(request)
 
     def test_steady_decode_returns_the_same_object(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
@@ -65,7 +59,7 @@ class TestKnownSituations:
             scheduler.finish(request)
         scheduler.filter()
         scheduler.flush()
-        self.join(scheduler, [1] * 50 + [2])
+        scheduler.join([1] * 50 + [2])
         scheduler.decode()
         check(scheduler, tracker, scheduler.decode_batch())
         assert tracker._mirror is not None
@@ -102,7 +96,7 @@ class TestKnownSituations:
         for count in range(32):
             scheduler.finish(scheduler.running[-1])
             scheduler.filter()
-            self.join(scheduler, [1] * 30 + [3, count])
+            scheduler.join([1] * 30 + [3, count])
             scheduler.decode()
             step = tracker.step(scheduler.decode_batch())
         assert isinstance(step, StepPaths)
@@ -124,7 +118,7 @@ class TestKnownSituations:
         for _ in range(8):
             scheduler.decode()
             check(scheduler, tracker, scheduler.decode_batch())
-        self.join(scheduler, [1] * 30 + [70])
+        scheduler.join([1] * 30 + [70])
         for _ in range(8):
             scheduler.decode()
             check(scheduler, tracker, scheduler.decode_batch())
@@ -174,10 +168,7 @@ class TestKnownSituations:
 def two_that_decode() -> SmallScheduler:
     scheduler = SmallScheduler("objects")
     for last in (2, 3):
-        request = scheduler.request([1] * 50 + [last])
-        scheduler.match(request)
-        scheduler.prefill_done(request)
-        scheduler.running.append(request)
+        scheduler.join([1] * 50 + [last])
     scheduler.decode()
     return scheduler
 

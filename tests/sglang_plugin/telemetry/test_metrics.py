@@ -13,13 +13,7 @@ from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
-from tests.sglang_plugin.fixture import Fixture
-
-PATHS = [[(1, 0, 20), (2, 20, 26)], [(1, 0, 20), (2, 20, 26)], [(1, 0, 20)], []]
-
-
-def answer() -> Any:
-    return SimpleNamespace(internal_state={"world_size": 1})
+from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 
 
 class TestMetrics:
@@ -49,7 +43,7 @@ class TestMetrics:
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
 
     def test_they_are_updated_every_few_steps_only(self) -> None:
-        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture = Fixture(SHARED, LENGTHS)
         fixture.state.exporter, registry = self.exporter()
         fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 3})
         labels = {"model_name": "m", "tp_rank": "0", "mode": "decode"}
@@ -64,7 +58,7 @@ class TestMetrics:
     def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        fixture = Fixture(PATHS, [30, 27, 25, 9])
+        fixture = Fixture(SHARED, LENGTHS)
         fixture.state.exporter, registry = self.exporter()
         fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 1})
 
@@ -76,7 +70,7 @@ class TestMetrics:
             fixture.run()
             fixture.run()
             server_info.after_on_idle(None)
-            result = answer()
+            result: Any = SimpleNamespace(internal_state={})
             server_info.after_get_internal_state(result)
         assert fixture.state.metrics_failures == 4
         assert result.internal_state["prefixpack"]["metrics_failures"] == 3  # it is asked before it is updated
