@@ -95,14 +95,15 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   require(forest->depth <= kMaxDepth, "the forest is " + std::to_string(forest->depth) +
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
   Schedule schedule = scheduler_.make(*forest, lens, packer_.pack(*forest, lens));
+  forest_.reset();  // without memory for what follows, no plan is reused
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
-  forest_ = forest;
   planned_query_lens_.clear();
   if (query_lens != nullptr) planned_query_lens_.assign(query_lens, query_lens + forest->num_requests);
   tail_reads_.assign(forest->num_requests, 0);
   for (const WorkItem& item : plan_->items) tail_reads_[item.request] += item.kv_end == kOpenEnd;
   growth_limit_ = std::min(schedule.growth_limit, max_growth_);
   planned_lens_.assign(seq_lens, seq_lens + forest->num_requests);
+  forest_ = forest;
   kv_tokens_ = {plan_->kv_tokens_packed, plan_->kv_tokens_per_request, plan_->kv_tokens_unique};
   ++plans_made_;
   plan_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -102,7 +103,7 @@ int32_t RadixMirror::end_of(int64_t id) const {
 }
 
 void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_t>& ids,
-                      const std::vector<int32_t>& ends, bool leaf) {
+                      const std::vector<int32_t>& ends, bool leaf) try {
   if (ids.empty() || ids.size() != ends.size()) {
     throw std::invalid_argument("a branch of " + std::to_string(ids.size()) + " nodes with " +
                                 std::to_string(ends.size()) + " ends");
@@ -149,6 +150,9 @@ void RadixMirror::put(int64_t parent_id, int32_t begin, const std::vector<int64_
     parent = slot;
     begin = ends[i];
   }
+} catch (const std::bad_alloc&) {
+  clear();
+  throw;
 }
 
 void RadixMirror::count_split(int32_t parent, int32_t end) {
@@ -220,7 +224,7 @@ std::vector<int32_t> RadixMirror::count_requests(const int64_t* last_nodes, cons
 }
 
 Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens, const uint8_t* live,
-                           int32_t num_requests) {
+                           int32_t num_requests) try {
   ++generation_;
   stale_.clear();
   Forest forest;
@@ -270,6 +274,9 @@ Forest RadixMirror::forest(const int64_t* last_nodes, const int64_t* prefix_lens
   write_preorder(nodes, deepest, forest);
   if (generation_ % kSweepInterval == 0) sweep();
   return forest;
+} catch (...) {  // nodes keep counts of a forest that was not finished
+  clear();
+  throw;
 }
 
 void RadixMirror::sweep() {

@@ -14,6 +14,7 @@ namespace prefixpack {
 
 // SGLang never reuses a node id, and splitting a node leaves its id with the suffix, so a node's end never changes.
 // The copy can lack a node that a split has inserted above a known one. It never claims sharing that is not there.
+// It is empty after a forest() that threw, and where memory ran out.
 class RadixMirror {
  public:
   bool known(int64_t id) const { return slot_of_.find(id) >= 0; }

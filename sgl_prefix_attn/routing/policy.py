@@ -98,13 +98,18 @@ def cost_policy(
         return None
     if margin is not None:
         return CostPolicy(packed_cost, stock_cost, shape, margin)
-    steps = profile.steps_of(packed, stock, shape) if rows == 1 else []
+    steps, predicted = [], []
+    for measured in profile.steps_of(packed, stock, shape) if rows == 1 else []:
+        packed_us = packed_cost.microseconds(measured.features, shape)
+        stock_us = stock_cost.microseconds(measured.features, shape)
+        if packed_us > 0 and stock_us > 0:  # a profile may lack the cost of a launch
+            steps.append(measured)
+            predicted.append(stock_us / packed_us)
     if not steps:
         return CostPolicy(packed_cost, stock_cost, shape, profile.margin(packed, stock, rows) / 100)
-    features = [measured.features for measured in steps]
     neighbours = Neighbours(
-        features,
-        np.log([stock_cost.microseconds(step, shape) / packed_cost.microseconds(step, shape) for step in features]),
+        [measured.features for measured in steps],
+        np.log(predicted),
         np.log([measured.stock[stock] / measured.packed[packed] for measured in steps]),
     )
     return CostPolicy(packed_cost, stock_cost, shape, MARGIN_WITH_NEIGHBOURS, neighbours)

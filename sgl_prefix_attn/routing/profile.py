@@ -181,8 +181,8 @@ class Profile(BaseModel):
         return DEFAULT_MARGIN if part is None else part.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
     def steps_of(self, packed: str, stock: str, shape: ModelShape) -> list[MeasuredStep]:
-        """The measured steps that have times of both kernels; none if they are of another head shape."""
-        if self.head_shapes != [head_shape(shape)]:
+        """The measured steps that have times of both kernels; none if they are of another head shape or KV type."""
+        if self.head_shapes != [head_shape(shape)] or self.kv_bytes != shape.kv_bytes:
             return []
         return [step for step in self.steps if packed in step.packed and stock in step.stock]
 

@@ -197,6 +197,11 @@ def test_what_fails_or_computes_something_else_has_no_time(gpu: pytest.MonkeyPat
     gpu.setattr(timer, "device_is_lost", lambda: True)
     with pytest.raises(DeviceLostError, match="flashinfer_decode_tc: ValueError: no"):
         measured_ways([ours, others[1]], tensors, timer, 3)
+    options, times = 3 * ours.bind(tensors), iter([[3.0], [1.0], [2.0]])
+    gpu.setattr(ours, "bind", lambda tensors: options)
+    with gpu.context() as fastest:
+        fastest.setattr(timer, "cold", lambda graph, replays: next(times))
+        assert measured_ways([ours], tensors, timer, 3)["prefixpack"] == {"cold_us": 1.0}
     gpu.setattr(ours, "bind", lambda tensors: [])
     assert measured_ways([ours], tensors, timer, 3)["prefixpack"]["failed"] == "the kernel does not take this batch"
 

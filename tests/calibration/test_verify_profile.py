@@ -15,7 +15,7 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.policy import Route
+from sgl_prefix_attn.routing.policy import Route, cost_policy
 from sgl_prefix_attn.routing.profile import Profile, ProfileError, load_profile, parse_profile
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from tests.support.schedulers import step_router
@@ -60,6 +60,10 @@ def test_decode_and_verify_steps_have_fits_of_their_own(profile_path: Path) -> N
     assert profile.verify.stock["fa3"].error < 1e-3
     for rows, known in ((1, True), (2, False), (4, True), (6, True), (8, True), (9, False)):
         assert (profile.cost("packed", "native", rows) is not None) is known
+    verify = profile.verify.model_copy(update={"margins": {"native": {"fa3": 33}}})
+    policy = cost_policy(profile.model_copy(update={"verify": verify}), "native", "fa3", SHAPE, 4)
+    assert policy is not None
+    assert policy.margin == 0.33
 
 
 @pytest.mark.parametrize("kind", ["packed", "stock"])
@@ -70,8 +74,11 @@ def test_more_rows_never_cost_less(kind: Kind) -> None:
         assert values == sorted(values)
 
 
-def routed(profile: Path | None, drafts: int, shared: int, requests: int = 32) -> tuple[Route, float | None]:
-    router = step_router(SHAPE, drafts=drafts, route_profile=None if profile is None else str(profile))
+def routed(
+    profile: Path | None, drafts: int, shared: int, requests: int = 32, margin: int | None = None
+) -> tuple[Route, float | None]:
+    path = None if profile is None else str(profile)
+    router = step_router(SHAPE, drafts=drafts, route_profile=path, route_margin=margin)
     forest = PrefixForest.from_paths([[(1, 0, shared)] if shared else []] * requests)
     new = np.full(requests, drafts, dtype=np.int64)
     step = StepPaths(forest, "verify", requests, requests, new)
@@ -87,6 +94,7 @@ def test_a_router_predicts_verify_steps_between_the_measured_ones(profile_path: 
         assert routed(profile_path, drafts, 0)[0] is Route.STOCK
     assert routed(profile_path, 16, 8192) == (Route.STOCK, None)  # by the rule: too few requests
     assert routed(profile_path, 16, 8192, requests=64) == (Route.PACKED, None)
+    assert routed(profile_path, 4, 8192, margin=1000)[0] is Route.STOCK
     assert routed(None, 16, 8192) == (Route.STOCK, None)  # as with the shipped profile
 
 

@@ -81,6 +81,16 @@ def test_mirror_refuses_what_cannot_be() -> None:
         mirror.forest(np.array([-1]), np.array([4, 4]))
 
 
+def test_a_refused_forest_leaves_no_counts_behind() -> None:
+    mirror = RadixMirror()
+    mirror.put(-1, 0, [1, 2], [3, 5], leaf=True)
+    with pytest.raises(ValueError, match="unknown radix node 9"):
+        mirror.forest(np.array([2, 9]), np.array([5, 5]))
+    assert len(mirror) == 0
+    mirror.put(-1, 0, [1, 2], [3, 5], leaf=True)
+    assert mirror.forest(np.array([2, 1]), np.array([5, 3])).node_end.tolist() == [3]
+
+
 def test_views_are_read_only_and_outlive_the_forest() -> None:
     order = PrefixForest.from_paths([[(1, 0, 10)], [(1, 0, 10)]]).order
     with pytest.raises(ValueError, match="read-only"):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import timeit
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.neighbours import ERROR_OF_FEW, FARTHEST, MOST_STEPS, NEAREST, Neighbours
 from sgl_prefix_attn.routing.policy import CostPolicy, Route, cost_policy
-from sgl_prefix_attn.routing.profile import MeasuredStep, load_profile
+from sgl_prefix_attn.routing.profile import Fit, MeasuredStep, load_profile
 from tests.routing.profiles import profile
 
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
@@ -77,8 +78,11 @@ class TestPolicy:
         assert policy.decide(other).route is Route.STOCK
         assert policy.decide(other, Route.PACKED).route is Route.PACKED
 
-    def test_steps_of_other_heads_have_no_influence(self) -> None:
-        assert self.of_errors(90.0, head_shapes=["64/4/128"]).neighbours is None
+    @pytest.mark.parametrize(
+        "other", [{"head_shapes": ["64/4/128"]}, {"kv_bytes": 1}, {"packed": {"native": Fit(us={"launch": 0.0})}}]
+    )
+    def test_steps_of_other_heads_or_kv_or_without_a_time_have_no_influence(self, other: dict[str, Any]) -> None:
+        assert self.of_errors(90.0, **other).neighbours is None
 
     def test_a_margin_of_the_user_replaces_them(self) -> None:
         policy = cost_policy(MADE, "native", "fa3", SHAPE, margin=0.3)

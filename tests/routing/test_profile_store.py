@@ -9,7 +9,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.profile import ProfileError
+from sgl_prefix_attn.routing.profile import MeasuredStep, ProfileError
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, refusal, user_folder
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 from tests.routing.profiles import profile
@@ -85,8 +85,10 @@ def test_what_does_not_fit_is_not_taken(tmp_path: Path, fields: dict[str, Any], 
 
 def test_an_unreadable_file_of_the_user_is_left_out_and_one_of_the_setting_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("launch: 3", encoding="utf-8")
+    step = MeasuredStep(step=(1, 10, 10, 0, 0, 0, 10, 10), packed={"native": 5.5}, stock={"fa3": 6.0})
+    write(tmp_path, "p", steps=[step], sm_count=58)
     store = ProfileStore.read(folder=tmp_path)
-    assert [stored.origin for stored in store.profiles] == ["shipped", "shipped"]
+    assert [stored.origin for stored in store.profiles] == ["user", "shipped", "shipped"]
     (message,) = store.unreadable
     assert "broken.json: not a routing profile" in message
     with pytest.raises(ProfileError, match="not a routing profile"):

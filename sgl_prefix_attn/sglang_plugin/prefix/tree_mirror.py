@@ -80,6 +80,9 @@ class TreeMirror:
             self.restarts += 1
             self.clear()
             return self._forest(handles, prefix_lens, live, None)
+        except Exception:  # broken off between the names of stale nodes and their reading
+            self.clear()
+            raise
 
     def clear(self) -> None:
         """Forgets the tree."""

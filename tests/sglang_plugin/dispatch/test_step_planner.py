@@ -15,7 +15,7 @@ import sgl_prefix_attn
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind, StepDecision
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
 from tests.sglang_plugin.gpu_fixture import GpuFixture
@@ -33,6 +33,12 @@ class TestKinds:
     def test_routed_to_stock_without_a_reason(self) -> None:
         fixture = Fixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="stock"))
         assert decide(fixture) == StepDecision(Kind.STOCK)
+
+    def test_a_failed_hook_was_counted_where_it_failed(self) -> None:
+        fixture = Fixture(SHARED, LENGTHS)
+        failed = Handed(fallback_reasons.HOOK_FAILED)
+        assert decide(fixture, failed) == StepDecision(Kind.STOCK, fallback_reasons.HOOK_FAILED)
+        assert fixture.fallbacks == {}
 
     def test_unshared_in_a_packed_graph(self) -> None:
         fixture = GpuFixture(SHARED, LENGTHS, graphs=4, settings=Settings(metrics=False, route="packed"))

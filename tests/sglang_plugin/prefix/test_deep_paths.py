@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -140,3 +141,17 @@ def test_a_tree_that_contradicts_the_mirror_is_read_from_scratch() -> None:
     forest = forest_of(mirror, [node, node, newcomer])
     assert mirror.restarts == 1
     assert forest.node_end.tolist() == [4, 13]
+
+
+def test_a_reading_that_was_broken_off_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = FakeTree()
+    node = tree.add(tokens=10)
+    reader = ObjectReader(tree)
+    mirror = TreeMirror(reader)
+    forest_of(mirror, [node, node])
+    newcomer = tree.add(tree.split(node, tokens=4), tokens=3)
+    monkeypatch.setattr(reader, "find", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        forest_of(mirror, [node, node, newcomer])
+    monkeypatch.undo()
+    assert forest_of(mirror, [node, node, newcomer]).node_end.tolist() == [4, 10]

@@ -60,6 +60,8 @@ class TestHooks:
         assert again is first
         assert proxy == 1
         assert active.take() is NOTHING
+        by_name = hooks.around_forward(lambda runner, forward_batch: active.take(), TARGET, forward_batch=forward_batch)
+        assert by_name is first
 
     def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
         hooks, active, counters = started()
