@@ -336,10 +336,10 @@ _ARGUMENTS = (
     Target("runtime_context.get_parallel", Use.CALL),
     *attributes_of(
         "server_args.ServerArgs",
-        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm "
+        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm dp_size "
         "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
         "enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap model_path pp_size "
-        "served_model_name speculative_algorithm",
+        "served_model_name speculative_algorithm tp_size",
         until="0.5.19",
     ),
     *attributes_of("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
@@ -347,7 +347,12 @@ _ARGUMENTS = (
     *attributes_of("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
     Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *attributes_of(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
-    *attributes_of(f"{_FIELDS}.parallel.Parallel", "attn_cp_size dcp_size enable_dp_attention pp_size", since="0.5.20"),
+    *attributes_of(
+        f"{_FIELDS}.parallel.Parallel",
+        "attn_cp_size dcp_size dp_size enable_dp_attention pp_size tp_size",
+        since="0.5.20",
+    ),
+    *attributes_of(f"{_FIELDS}.parallel.Parallel", "attn_dp_size", since="0.5.22"),
     *attributes_of(f"{_FIELDS}.disagg.Disagg", "disaggregation_mode enable_pdmux", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.exec_.ExecDllm", "dllm_algorithm", since="0.5.20"),

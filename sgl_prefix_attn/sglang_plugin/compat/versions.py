@@ -121,6 +121,19 @@ def backend_names(runner: Any) -> tuple[str | None, str | None]:
     )
 
 
+def attention_dp_ranks(runner: Any) -> int:
+    """Data-parallel attention groups within the tensor-parallel group; 1 without such groups."""
+    if argument(runner, "enable_dp_attention"):  # up to 0.5.21; later ones resolve it to attn_dp_size
+        return argument(runner, "dp_size") or 1
+    return argument(runner, "attn_dp_size") or 1
+
+
+def attention_ranks(runner: Any) -> int:
+    """Ranks over which the attention heads of one request are spread."""
+    ranks = argument(runner, "tp_size") or 1
+    return max(1, ranks // attention_dp_ranks(runner) // (argument(runner, "attn_cp_size") or 1))
+
+
 def has_decode_context_parallel(runner: Any) -> bool:
     """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
     return (argument(runner, "dcp_size") or 1) > 1

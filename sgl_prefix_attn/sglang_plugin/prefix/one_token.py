@@ -21,6 +21,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 # graph does not wait for them.
 _ARGUMENTS: Final[dict[str, Any]] = {
     "attn_cp_size": 1,
+    "attn_dp_size": 1,
     "dcp_size": 1,
     "disaggregation_mode": "null",
     "dllm_algorithm": None,
@@ -53,10 +54,10 @@ def unsupported_server(runner: Any) -> str | None:
     Args:
         runner: SGLang's ModelRunner.
     """
-    arguments, model = runner.server_args, runner.model_config
+    model = runner.model_config
     for name, off in _ARGUMENTS.items():
-        value = getattr(arguments, name, off)
-        if value != off and value:
+        value = versions.argument(runner, name)
+        if value and value != off:
             return f"{name}={value!r}"
     if not model.is_generation:
         return "the model generates no text"
