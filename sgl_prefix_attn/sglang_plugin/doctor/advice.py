@@ -107,7 +107,11 @@ CHANGES: dict[str, Change] = {
     reasons.KV_DTYPE: Change(
         "Leave out --kv-cache-dtype, or use fp8_e4m3 on a GPU with native kernels.", without=("--kv-cache-dtype",)
     ),
-    reasons.KV_LAYOUT: Change("Unset SGLANG_USE_HND_KVCACHE.", unset=("SGLANG_USE_HND_KVCACHE",)),
+    reasons.KV_LAYOUT: Change(
+        "Unset SGLANG_USE_HND_KVCACHE, and leave out --enable-page-major-kv-layout.",
+        unset=("SGLANG_USE_HND_KVCACHE",),
+        without=("--enable-page-major-kv-layout",),
+    ),
     reasons.NO_CUDA_KERNEL: Change(
         "Install the package on a machine with nvcc, or install Triton and set PREFIXPACK_GPU_KERNELS=triton."
     ),
