@@ -98,8 +98,12 @@ CHANGES: dict[str, Change] = {
         without=("--speculative-",),
     ),
     reasons.DISABLED: Change(
-        "Remove the settings that switch packing off (pack_decode, route), or set them to true and auto.",
-        variables=((variable_name("pack_decode"), "true"), (variable_name("route"), "auto")),
+        "Remove the settings that switch packing off (pack_decode, pack_verify, route), or set them to true and auto.",
+        variables=(
+            (variable_name("pack_decode"), "true"),
+            (variable_name("pack_verify"), "auto"),
+            (variable_name("route"), "auto"),
+        ),
     ),
     reasons.IMAGE_MASKS: Change(
         "Remove the settings pack_extend and pack_mixed.", unset=_unset("pack_extend", "pack_mixed")

@@ -152,6 +152,16 @@ def test_heads_of_a_rank(models: dict[str, Path], ranks: tuple[str, ...], heads:
     assert f" {heads} heads" in text
 
 
+def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
+    speculation = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+    found = diagnosis(models["llama"], *speculation, **WRAP)
+    assert (found.steps["decode"].reason, found.steps["verify"].reason) == (NO_SUCH_STEPS, None)
+    found = diagnosis(models["llama"], *speculation, **WRAP, PREFIXPACK_PACK_VERIFY="0")
+    assert found.changes[0].reason == found.steps["verify"].reason == reasons.DISABLED
+    assert found.after is not None
+    assert found.after.steps["verify"].reason is None
+
+
 def test_pages_that_hold_all_layers() -> None:
     """As SGLang 0.5.15 to 0.5.19 have them without unified memory."""
     arguments = SimpleNamespace(enable_page_major_kv_layout=True)
