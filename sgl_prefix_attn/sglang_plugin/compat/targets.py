@@ -261,7 +261,8 @@ _BATCHES = (
         "model_executor.forward_batch_info.ForwardBatch",
         "batch_size encoder_lens extend_input_logprob_token_ids_gpu extend_logprob_start_lens_cpu extend_num_tokens "
         "extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu extend_start_loc forward_mode "
-        "out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info tbo_parent_token_range",
+        "multi_item_delimiter_indices out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info "
+        "tbo_parent_token_range",
     ),
     Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
     Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
