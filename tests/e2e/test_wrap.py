@@ -99,8 +99,14 @@ def test_doctor_on_a_server_without_us(stock_server: Server, wrapped: Server, vo
     check_packed(wrapped, found.after, vocabulary)
 
 
-def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary: Vocabulary) -> None:
-    with launch(STOCK, "--disable-radix-cache", environment=WRAP) as refused:
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [(("--disable-radix-cache",), {}), ((), {"PREFIXPACK_ROUTE": "stock", "PREFIXPACK_PACK_EXTEND": "0"})],
+)
+def test_doctor_on_a_refused_server(
+    launch: Launch, wrapped: Server, vocabulary: Vocabulary, arguments: tuple[str, ...], settings: dict[str, str]
+) -> None:
+    with launch(STOCK, *arguments, environment=WRAP | settings) as refused:
         found = doctor(refused.options)
         assert refused.packing_state() is None
         assert f"{STOCK} is not wrapped, and runs as it is: {explained(found.steps['decode'].reason)}" in (
@@ -108,9 +114,14 @@ def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary:
         )
         assert hooked(refused) <= {"Engine._launch_scheduler_processes"}
     assert not found.packs
-    assert follow(found.changes, refused.options) == (launch_arguments(wrapped.options), WRAP)
     assert found.after is not None
-    check_packed(wrapped, found.after, vocabulary)
+    followed, environment = follow(found.changes, refused.options)
+    assert followed == launch_arguments(wrapped.options)
+    if environment == WRAP:
+        check_packed(wrapped, found.after, vocabulary)
+        return
+    with launch(STOCK, environment=environment) as after:
+        check_packed(after, found.after, vocabulary)
 
 
 @pytest.mark.parametrize(

@@ -252,9 +252,11 @@ class TestRefused:
         refusal = eligibility.wrap_refusal(fixture.runner, "torch_native", fixture.stock, settings)
         assert refusal == (None if mixes else reasons.DISABLED)
 
-    def test_an_object_of_another_class_behind_the_name(self) -> None:
+    @pytest.mark.parametrize("bases", [(), (TorchNativeAttnBackend,)])
+    def test_an_object_of_another_class_behind_the_name(self, bases: tuple[type, ...]) -> None:
         fixture = new_fixture()
-        other = SimpleNamespace(forward=None)
+        kind: Any = type("OfAnotherPlugIn", bases, {"forward_decode": None})
+        other = kind.__new__(kind)
         assert factory.wrap_backend(fixture.runner, "torch_native", other, WRAP) is other
 
     def test_a_graph_switch_of_sglang_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def unsupported_server(runner: Any) -> str | None:
     Args:
         runner: SGLang's ModelRunner.
     """
-    argument = versions.argument_in_use(runner.server_args, _ARGUMENTS)
+    argument = versions.argument_in_use(runner, _ARGUMENTS)
     if argument is not None:
         return argument
     if versions.has_other_layers(runner):

@@ -110,7 +110,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     """
     if getattr(runner, "use_mla_backend", False):
         return fallback_reasons.MLA
-    if STOCK_CLASSES[name] not in {base.__name__ for base in type(stock).__mro__}:
+    if not _is_sglangs(stock, name):
         return fallback_reasons.UNKNOWN_STOCK
     executor = choose_executor(runner, settings)
     if isinstance(executor, str):
@@ -125,6 +125,15 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
     return unsupported_model(runner, name, executor)
+
+
+def _is_sglangs(stock: Any, name: str) -> bool:
+    """Whether a stock backend computes layers as SGLang's class does: another plug-in may have put a subclass there."""
+    classes = type(stock).__mro__
+    known = next((index for index, kind in enumerate(classes) if kind.__name__ == STOCK_CLASSES[name]), None)
+    if known is None:
+        return False
+    return not any(method in vars(kind) for kind in classes[:known] for method in ("forward_decode", "forward_extend"))
 
 
 def no_packed_steps(runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES) -> str | None:
@@ -172,7 +181,7 @@ def has_steps(runner: Any, mode: Mode) -> bool:
     if mode in ("decode", "mixed", "verify") and versions.has_no_decode_steps(runner):
         return False
     if mode == "mixed":
-        return bool(versions.argument(runner, "enable_mixed_chunk") or versions.argument(runner, "enable_dp_attention"))
+        return bool(versions.argument(runner, "enable_mixed_chunk") or versions.attention_dp_ranks(runner) > 1)
     return mode != "verify" or versions.speculates(runner)
 
 

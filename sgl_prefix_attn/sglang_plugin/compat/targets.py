@@ -261,7 +261,8 @@ _BATCHES = (
         "model_executor.forward_batch_info.ForwardBatch",
         "batch_size encoder_lens extend_input_logprob_token_ids_gpu extend_logprob_start_lens_cpu extend_num_tokens "
         "extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu extend_start_loc forward_mode "
-        "out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info tbo_parent_token_range",
+        "multi_item_delimiter_indices out_cache_loc req_pool_indices seq_lens seq_lens_cpu spec_info "
+        "tbo_parent_token_range",
     ),
     Target("model_executor.forward_batch_info.ForwardMode.is_idle", Use.CALL),
     Target("model_executor.forward_batch_info.ForwardMode.is_decode", Use.CALL),
@@ -337,10 +338,10 @@ _ARGUMENTS = (
     Target("runtime_context.get_parallel", Use.CALL),
     *attributes_of(
         "server_args.ServerArgs",
-        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm "
+        "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm dp_size "
         "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
         "enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap model_path pp_size "
-        "served_model_name speculative_algorithm",
+        "served_model_name speculative_algorithm tp_size",
         until="0.5.19",
     ),
     *attributes_of("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
@@ -348,7 +349,12 @@ _ARGUMENTS = (
     *attributes_of("server_args.ServerArgs", "speculative_draft_attention_backend", until="0.5.17"),
     Target("server_args.ServerArgs.override", Use.CALL, ("source",), since="0.5.16", until="0.5.17"),
     *attributes_of(f"{_FIELDS}.device.Device", "device", since="0.5.20"),
-    *attributes_of(f"{_FIELDS}.parallel.Parallel", "attn_cp_size dcp_size enable_dp_attention pp_size", since="0.5.20"),
+    *attributes_of(
+        f"{_FIELDS}.parallel.Parallel",
+        "attn_cp_size dcp_size dp_size enable_dp_attention pp_size tp_size",
+        since="0.5.20",
+    ),
+    *attributes_of(f"{_FIELDS}.parallel.Parallel", "attn_dp_size", since="0.5.22"),
     *attributes_of(f"{_FIELDS}.disagg.Disagg", "disaggregation_mode enable_pdmux", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.exec_.ExecOverlap", "enable_two_batch_overlap", since="0.5.20"),
     *attributes_of(f"{_FIELDS}.exec_.ExecDllm", "dllm_algorithm", since="0.5.20"),

@@ -121,6 +121,19 @@ def backend_names(runner: Any) -> tuple[str | None, str | None]:
     )
 
 
+def attention_dp_ranks(runner: Any) -> int:
+    """Data-parallel attention groups within the tensor-parallel group; 1 without such groups."""
+    if argument(runner, "enable_dp_attention"):  # up to 0.5.21; later ones resolve it to attn_dp_size
+        return argument(runner, "dp_size") or 1
+    return argument(runner, "attn_dp_size") or 1
+
+
+def attention_ranks(runner: Any) -> int:
+    """Ranks over which the attention heads of one request are spread."""
+    ranks = argument(runner, "tp_size") or 1
+    return max(1, ranks // attention_dp_ranks(runner) // (argument(runner, "attn_cp_size") or 1))
+
+
 def has_decode_context_parallel(runner: Any) -> bool:
     """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
     return (argument(runner, "dcp_size") or 1) > 1
@@ -276,16 +289,16 @@ def has_other_layers(runner: Any) -> bool:
     return sparse or isinstance(runner.req_to_token_pool, HybridReqToTokenPool)
 
 
-def argument_in_use(arguments: Any, off: Mapping[str, Any]) -> str | None:
+def argument_in_use(runner: Any, off: Mapping[str, Any]) -> str | None:
     """The first of these server arguments that is on, as `name=value`; None if all are off.
 
     Args:
-        arguments: SGLang's ServerArgs. An SGLang without an argument lacks the feature.
-        off: values of the arguments when off.
+        runner: SGLang's ModelRunner.
+        off: values of the arguments when off. An SGLang without an argument lacks the feature.
     """
     for name, value_off in off.items():
-        value = getattr(arguments, name, value_off)
-        if value != value_off and value:
+        value = argument(runner, name)
+        if value and value != value_off:
             return f"{name}={value!r}"
     return None
 

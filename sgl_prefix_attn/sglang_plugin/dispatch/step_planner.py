@@ -274,6 +274,8 @@ class StepPlanner:
             return fallback_reasons.SPECULATIVE
         if forward_batch.encoder_lens is not None:
             return fallback_reasons.ENCODER_DECODER
+        if getattr(forward_batch, "multi_item_delimiter_indices", None) is not None:
+            return fallback_reasons.ITEM_MASKS
         mode = forward_batch.forward_mode
         kind = "decode" if mode.is_decode() else "verify" if mode.is_target_verify() else None
         if kind != (paths.mode if paths.mode in _DECODES else None):

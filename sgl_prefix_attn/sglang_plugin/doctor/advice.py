@@ -98,8 +98,12 @@ CHANGES: dict[str, Change] = {
         without=("--speculative-",),
     ),
     reasons.DISABLED: Change(
-        "Remove the settings that switch packing off (pack_decode, route), or set them to true and auto.",
-        variables=((variable_name("pack_decode"), "true"), (variable_name("route"), "auto")),
+        "Remove the settings that switch packing off (pack_decode, pack_verify, route), or set them to true and auto.",
+        variables=(
+            (variable_name("pack_decode"), "true"),
+            (variable_name("pack_verify"), "auto"),
+            (variable_name("route"), "auto"),
+        ),
     ),
     reasons.IMAGE_MASKS: Change(
         "Remove the settings pack_extend and pack_mixed.", unset=_unset("pack_extend", "pack_mixed")
@@ -107,7 +111,11 @@ CHANGES: dict[str, Change] = {
     reasons.KV_DTYPE: Change(
         "Leave out --kv-cache-dtype, or use fp8_e4m3 on a GPU with native kernels.", without=("--kv-cache-dtype",)
     ),
-    reasons.KV_LAYOUT: Change("Unset SGLANG_USE_HND_KVCACHE.", unset=("SGLANG_USE_HND_KVCACHE",)),
+    reasons.KV_LAYOUT: Change(
+        "Unset SGLANG_USE_HND_KVCACHE, and leave out --enable-page-major-kv-layout.",
+        unset=("SGLANG_USE_HND_KVCACHE",),
+        without=("--enable-page-major-kv-layout",),
+    ),
     reasons.NO_CUDA_KERNEL: Change(
         "Install the package on a machine with nvcc, or install Triton and set PREFIXPACK_GPU_KERNELS=triton."
     ),

@@ -99,7 +99,8 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
     first = last = _diagnose_once(arguments, environ)
     seen: set[str] = set()
     while len(first.changes) < _MOST_CHANGES:
-        reason = last.steps["decode"].reason
+        speculates = last.steps["verify"].reason != advice.NO_SUCH_STEPS
+        reason = last.steps["verify" if speculates else "decode"].reason
         if reason is None or reason in seen or reason == advice.NO_SUCH_STEPS:
             break
         seen.add(reason)
@@ -132,8 +133,7 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     """The diagnosis of a runner, without changes."""
     prefill, decode = backends = versions.backend_names(runner)
     of_backend = {name: _refusal(runner, name, settings) for name in {prefill, decode}}
-    # Steps that the plug-in knows no packed way for are not among MODES.
-    steps: dict[str, Answer] = {"verify": Answer(fallback_reasons.SPECULATIVE)}
+    steps: dict[str, Answer] = {}
     for mode in MODES:
         found = of_backend[prefill if mode in ("extend", "mixed") else decode]
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
@@ -141,6 +141,8 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
     if runner.spec_algorithm.is_none():
         steps["verify"] = Answer(advice.NO_SUCH_STEPS, "without speculative decoding")
+    else:
+        steps["decode"] = Answer(advice.NO_SUCH_STEPS, "verify steps take their place")
     if versions.has_no_decode_steps(runner):
         for mode in ("decode", "mixed", "verify"):
             steps[mode] = Answer(advice.NO_SUCH_STEPS, "the server only prefills")

@@ -73,7 +73,7 @@ def planned_runner(server_args: Any) -> Any:
 
 def _layer_kinds(runner: Any, config: Any) -> Iterator[LayerKind]:
     """The kinds of attention layers that the configuration names. Linear attention and state layers are left out."""
-    ranks = int(versions.argument(runner, "tp_size") or 1)
+    ranks = versions.attention_ranks(runner)
     window = getattr(config, "sliding_window_size", None)
     full: Any = None
     if getattr(config, "is_hybrid_swa", False):
@@ -107,6 +107,7 @@ def _pool(runner: Any, config: Any) -> Any:
 
     hnd_switch = getattr(envs, "SGLANG_USE_HND_KVCACHE", None)
     hnd = hnd_switch is not None and bool(hnd_switch.get())
+    page_major = versions.argument(runner, "enable_page_major_kv_layout")  # 0.5.15 to 0.5.19; later in unified memory
     kinds = {layer: kind for kind in runner.layer_kinds for layer in kind.layers}
 
     def buffer(layer: int, size: str) -> torch.Tensor:
@@ -121,7 +122,7 @@ def _pool(runner: Any, config: Any) -> Any:
         MHATokenToKVPool,
         **buffers,
         use_hnd=hnd,
-        kv_cache_layout="hnd" if hnd else "nhd",
+        kv_cache_layout="page_major" if page_major else "hnd" if hnd else "nhd",
         is_quantized_kv_cache=runner.kv_cache_dtype is None,
     )
     if not getattr(config, "is_hybrid_swa", False):
@@ -140,7 +141,7 @@ def _model(runner: Any, config: Any) -> torch.nn.Module:
     """A module with the attention layers of the model, and with its method for image masks if it has one."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    ranks = int(versions.argument(runner, "tp_size") or 1)
+    ranks = versions.attention_ranks(runner)
     cap = getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0.0
     model = torch.nn.ModuleList(
         RadixAttention(

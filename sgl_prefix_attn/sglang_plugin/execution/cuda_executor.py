@@ -321,5 +321,5 @@ def _prefill_tokens(runner: Any, settings: Settings) -> int:
     """Query tokens of the largest prefill step; 0 if prefill steps do not run packed."""
     if settings.pack_extend is not True and settings.pack_mixed is not True:
         return 0
-    chunk = runner.server_args.chunked_prefill_size
+    chunk = versions.argument(runner, "chunked_prefill_size")
     return int(chunk) if chunk and chunk > 0 else int(runner.req_to_token_pool.req_to_token.shape[1])

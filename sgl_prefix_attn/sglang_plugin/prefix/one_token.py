@@ -21,6 +21,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 # graph does not wait for them.
 _ARGUMENTS: Final[dict[str, Any]] = {
     "attn_cp_size": 1,
+    "attn_dp_size": 1,
     "dcp_size": 1,
     "disaggregation_mode": "null",
     "dllm_algorithm": None,
@@ -53,8 +54,7 @@ def unsupported_server(runner: Any) -> str | None:
     Args:
         runner: SGLang's ModelRunner.
     """
-    arguments, model = runner.server_args, runner.model_config
-    argument = versions.argument_in_use(arguments, _ARGUMENTS)
+    argument, model = versions.argument_in_use(runner, _ARGUMENTS), runner.model_config
     if argument is not None:
         return argument
     if not model.is_generation:

@@ -15,6 +15,7 @@ HOOK_FAILED: Final = "hook_failed"
 PLAN_REFUSED: Final = "plan_refused"
 ROW_MISMATCH: Final = "row_mismatch"
 BEAM_ROWS: Final = "beam_rows"
+ITEM_MASKS: Final = "item_masks"
 NO_RADIX_CACHE: Final = "no_radix_cache"
 UNKNOWN_TREE: Final = "unknown_tree"
 NO_HOST_LENGTHS: Final = "no_host_lengths"
@@ -67,6 +68,7 @@ EXPLANATIONS: Final[dict[str, str]] = {
     PLAN_REFUSED: "the planner found paths and lengths of a batch inconsistent; the first case is in the log",
     ROW_MISMATCH: "the batch the backend got is not the one whose paths were handed over (padded or re-batched rows)",
     BEAM_ROWS: "beam search adds rows that have no request of their own",
+    ITEM_MASKS: "a prefill step of multi-item scoring (--enable-mis), whose items do not see each other",
     NO_RADIX_CACHE: "the radix cache is off, so no request shares KV with another one",
     UNKNOWN_TREE: "no reader for this kind of prefix cache, for example SGLang's experimental C++ tree",
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",

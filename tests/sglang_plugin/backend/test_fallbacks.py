@@ -58,6 +58,7 @@ class TestSteps:
         [
             ("spec_info", object(), reasons.SPECULATIVE),
             ("tbo_parent_token_range", (0, 4), reasons.TWO_BATCH_OVERLAP),
+            ("multi_item_delimiter_indices", [torch.tensor([2])], reasons.ITEM_MASKS),
             # The forest says that the first two requests share 260 positions, but one of them has only 10.
             ("seq_lens", torch.tensor([300, 10, 205, 9]), reasons.PLAN_REFUSED),
         ],

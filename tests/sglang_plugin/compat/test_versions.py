@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 
 from sgl_prefix_attn.sglang_plugin import entry
@@ -21,6 +24,20 @@ def test_others_are_refused_with_the_way_out(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.5.13", "0.5.24", "unknown"])
 def test_others_are_accepted_when_allowed(version: str) -> None:
     versions.check_supported(version, allow_untested=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dp", "ranks"),
+    [
+        ({}, 1, 1),
+        ({"tp_size": 8, "dp_size": 2}, 1, 8),
+        ({"tp_size": 8, "dp_size": 4, "enable_dp_attention": True, "attn_cp_size": 2}, 4, 1),
+        ({"tp_size": 8, "attn_dp_size": 4, "enable_dp_attention": False}, 4, 2),  # 0.5.22 and later
+    ],
+)
+def test_ranks_of_attention(arguments: dict[str, int], dp: int, ranks: int) -> None:
+    runner = SimpleNamespace(server_args=SimpleNamespace(**arguments))
+    assert (versions.attention_dp_ranks(runner), versions.attention_ranks(runner)) == (dp, ranks)
 
 
 class TestEntry:

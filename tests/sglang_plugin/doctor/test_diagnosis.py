@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +19,13 @@ from hypothesis import strategies as st
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.doctor import advice
+from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
 from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
+from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_kernel_set import gpu
 
@@ -133,6 +135,29 @@ def test_kinds_of_layers(models: dict[str, Path]) -> None:
     ]
 
 
+@pytest.mark.parametrize(("ranks", "heads"), [((), "2/1"), (("--dp-size", "2", "--enable-dp-attention"), "4/2")])
+def test_heads_of_a_rank(models: dict[str, Path], ranks: tuple[str, ...], heads: str) -> None:
+    ((text, _),) = diagnosis(models["llama"], "--tp-size", "2", *ranks, **WRAP).layers
+    assert f" {heads} heads" in text
+
+
+def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
+    speculation = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+    found = diagnosis(models["llama"], *speculation, **WRAP)
+    assert (found.steps["decode"].reason, found.steps["verify"].reason) == (NO_SUCH_STEPS, None)
+    found = diagnosis(models["llama"], *speculation, **WRAP, PREFIXPACK_PACK_VERIFY="0")
+    assert found.changes[0].reason == found.steps["verify"].reason == reasons.DISABLED
+    assert found.after is not None
+    assert found.after.steps["verify"].reason is None
+
+
+def test_pages_that_hold_all_layers() -> None:
+    """As SGLang 0.5.15 to 0.5.19 have them without unified memory."""
+    arguments = SimpleNamespace(enable_page_major_kv_layout=True)
+    runner = SimpleNamespace(server_args=arguments, layer_kinds=[], kv_cache_dtype=torch.bfloat16)
+    assert unsupported_pool(planned_runner._pool(runner, SimpleNamespace())) == reasons.KV_LAYOUT
+
+
 def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
     before = dict(os.environ)
     diagnosis(models["llama"], SGLANG_TEST_VARIABLE="1", **WRAP)
@@ -217,7 +242,7 @@ class TestCommand:
         assert main(["doctor", *command, *CPU]) == 1
         text = capsys.readouterr().out
         assert "Variables: PREFIXPACK_WRAP=1" in text
-        assert "1. Unset SGLANG_USE_HND_KVCACHE." in text
+        assert "1. Unset SGLANG_USE_HND_KVCACHE, " in text
         after = f"python -m sglang.launch_server --model-path {models['llama']} {' '.join(CPU)}"
         assert f"  Launch: env -u SGLANG_USE_HND_KVCACHE PREFIXPACK_WRAP=1 {after}\n" in text
 

@@ -111,6 +111,7 @@ def runner(**changes: Any) -> Any:
     [
         ({"enable_lora": True}, "enable_lora=True"),
         ({"pp_size": 2}, "pp_size=2"),
+        ({"attn_dp_size": 2}, "attn_dp_size=2"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
         ({"is_generation": False}, "generates no text"),
