@@ -18,7 +18,7 @@ import torch
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.calibration import cli, command
 from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways
-from sgl_prefix_attn.calibration.command import CPU_COUNTS, FIT_SEEDS, Counts, calibrate
+from sgl_prefix_attn.calibration.command import FIT_SEEDS, Counts, calibrate
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
@@ -108,9 +108,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
 
 
-def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, steps = tmp_path / "p.json", tmp_path / "p.steps.json"
-    words = ["calibrate", "--device", "cpu", "--families", "rollouts", "few_shot", "--heads", "4/2", "--out", str(out)]
+    families = ["--families", "rollouts", "few_shot"]
+    words = ["calibrate", "--device", "cpu", "--minutes", "60", *families, "--heads", "4/2", "--out", str(out)]
 
     def rows() -> list[dict[str, Any]]:
         return list(json.loads(steps.read_text())["rows"]) if steps.exists() else []
@@ -120,10 +121,11 @@ def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path) -> None:
             time.sleep(0.05)
         killed.send_signal(signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, "it ended before it was killed"
-    had = rows()
+    had, counts = rows(), Counts(fit=10, check=4)
+    monkeypatch.setattr(command, "CPU_COUNTS", counts)
     assert main(words) == 0
     assert rows()[: len(had)] == had
-    assert len(rows()) >= FIT_SEEDS * CPU_COUNTS.fit + 5 * CPU_COUNTS.check
+    assert len(rows()) >= FIT_SEEDS * counts.fit + 5 * counts.check
     assert load_profile(out).source == "p.part.steps.json"
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"p.json", "p.steps.json", "p.report.json", "p.png"}
