@@ -91,7 +91,9 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     verdict = report(copies, 0.01, tmp_path / "ab")
     assert verdict.pairs + verdict.dropped == 2
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
-    assert "At least 8 pairs are needed" in (tmp_path / "ab.html").read_text()
+    page = (tmp_path / "ab.html").read_text()
+    assert "At least 8 pairs are needed" in page
+    assert "://" not in page, "it opens without a network"
     state = server.packing_state()
     assert state is not None
     assert state["route"]["policy"] == "cost"
