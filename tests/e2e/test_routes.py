@@ -182,6 +182,8 @@ def test_two_servers_are_compared_by_the_same_requests(
     assert [(arm["url"], arm["blocks"]) for arm in verdict["arms"]] == [(url, 9) for url in urls]
     assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
     assert set(verdict["orders"]) == {0, 1}
+    assert len(verdict["tpot_ms"]) == 9
+    assert (tmp_path / "x.png").stat().st_size > 1000
     assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
 
 
