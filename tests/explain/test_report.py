@@ -149,6 +149,8 @@ def test_without_a_profile_there_is_no_gain(options: str, reason: str, capsys: C
     assert main(["explain", "--tree", "1,64/4096,416", *options.split()]) == 0
     text = capsys.readouterr().out
     assert f"\nGain over the stock backend: not predicted, {reason}" in text
+    rule = "the policy cost runs this step packed, by the conservative rule"
+    assert (rule in text) == ("routing profile" in reason and "cpu" not in reason)
     assert "Predicted gain" not in text
 
 
