@@ -11,144 +11,31 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
-import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernel.gpu_drawn_report import family_of
-from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio
+from benchmarks.doc_kernel_tables import (
+    Rows,
+    attention_gains,
+    calibrated,
+    conservative,
+    drawn,
+    gains,
+    gains_by_load,
+    gains_by_sharing,
+    listed,
+    read,
+    verify,
+)
+from benchmarks.kernel.gpu_report import OURS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/*.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
-Rows = Iterator[Sequence[str]]
-
-
-def read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def heads_first(title: str) -> tuple[float, str]:
-    """Settings of heads by falling numbers of KV heads, other titles in their own order."""
-    q_heads, _, kv_heads = title.partition("/")
-    return (-int(kv_heads) - int(q_heads) / 1000, "") if kv_heads else (0, title)
-
-
-def drawn(name: str, groups: Sequence[str], head: str) -> Rows:
-    """Figures of drawn batches; `groups` are keys of the file's summary."""
-    yield (head, "cases", "of floor", "x best", "behind 2 %", "behind 10 %", "worst", "prediction")
-    summary = read(name)["summary"]
-    for group in groups:
-        parts = {"**all, bf16**": summary[group]} if group == "bf16" else summary[group]
-        for title in sorted(parts, key=heads_first):
-            part = parts[title]
-            worst = part["worst"]
-            yield (
-                title,
-                str(part["cases"]),
-                f"{part['of_floor']:.2f}",
-                f"{part['over_best_baseline']:.2f}",
-                str(part["behind_2_percent"]),
-                str(part["behind_10_percent"]),
-                f"{worst[0]:.2f}",
-                f"{part['prediction_error'] * 100:.0f} %",
-            )
-
-
-FAMILIES = {
-    "few_shot": "few-shot prompts: 64 to 512 requests, 1 to 8 tasks",
-    "mixture": "parts of several families in one batch",
-    "thought": "trees of thought: 2 to 5 branches on 2 to 5 levels",
-    "committed": "fixed trees: those of PAT and FastTree, random forests, no sharing",
-    "questions": "a system prompt, documents, questions on each document",
-    "agents": "agents: shared instructions, histories of their own",
-    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, drawn lengths",
-    "long_documents": "2 to 64 requests on documents of 8K to 256K tokens",
-    "ragged": "nothing shared, uneven lengths",
-}
-
-
-def gains(name: str) -> Rows:
-    """By family: how much is shared, and how ours compares with the baselines."""
-    yield ("workload", "batches", "sharing", "x per-request", "x best", "faster", "behind 2 %", "worst")
-    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
-    for family, title in FAMILIES.items():
-        part = [row for row in rows if family_of(row) == family]
-        reuse = statistics.quantiles([row["reuse"] for row in part], n=4)
-        every, plain = compared(part), compared(part, single_level(part))
-        yield (
-            title,
-            str(len(part)),
-            f"{reuse[0]:.1f} to {reuse[2]:.1f}",
-            f"{statistics.geometric_mean(plain):.2f}",
-            f"{statistics.geometric_mean(every):.2f}",
-            str(sum(value > 1 for value in every)),
-            str(sum(value < 1 / 1.02 for value in every)),
-            f"{min(every):.2f}",
-        )
-
-
-BINS = (1.0, 1.01, 2.0, 4.0, 8.0, 16.0, math.inf)
-
-
-def gains_by_sharing(name: str) -> Rows:
-    """Gains of drawn batches by how often a position is read."""
-    yield ("sharing", "batches", "x per-request", "x best", "behind 2 %", "worst")
-    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
-    for low, high in itertools.pairwise(BINS):
-        part = [row for row in rows if low <= row["reuse"] < high]
-        title = "none" if high < 2 else f"above {low:.0f}" if high == math.inf else f"{low:.0f} to {high:.0f}"
-        every, plain = compared(part), compared(part, single_level(part))
-        yield (
-            title,
-            str(len(part)),
-            f"{statistics.geometric_mean(plain):.2f}",
-            f"{statistics.geometric_mean(every):.2f}",
-            str(sum(value < 1 / 1.02 for value in every)),
-            f"{min(every):.2f}",
-        )
-
-
-def single_level(rows: Sequence[Row]) -> set[str]:
-    """The baselines that treat each request by itself, as servers run them."""
-    return {name for row in rows for name in row["baselines"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
-
-
-def compared(rows: Sequence[Row], baselines: set[str] | None = None) -> list[float]:
-    """Time of the fastest baseline / ours for each batch, cold L2."""
-    return [value for row in rows if (value := ratio(row, baselines)) is not None]
-
-
-LISTED = {
-    "RL groups, 64 x 16, prompts 1K to 8K": ("rl/", ("32/8",)),
-    "PAT's trees 1 to 20": ("pat/", ("32/32", "16/8", "32/8", "64/8")),
-    "FastTree's trees": ("fasttree/", ("32/32", "32/8", "16/1")),
-    "256 agents, one prompt of 8K": ("agents/", ("32/8",)),
-    "conversations, 4 to 64 requests": ("chat/", ("32/8",)),
-    "random forests": ("random/", ("32/8", "64/8")),
-    "no sharing, 128 and 256 requests": (("none/b128", "none/b256"), ("32/8",)),
-    "no sharing, 1 to 64 requests": (("none/b1_", "none/b8_", "none/b32", "none/b64"), ("32/8",)),
-}
-
-
-def listed(name: str) -> Rows:
-    """The listed batches by kind and heads."""
-    yield ("cases", "heads", "of the limit", "x per-request", "x best", "worst")
-    every = read(name)["rows"]
-    for title, (prefix, settings) in LISTED.items():
-        for heads in settings:
-            rows = [row for row in every if row["heads"] == heads and row["case"].startswith(prefix)]
-            shares = [share for row in rows if (share := fraction_of_limit(row)) is not None]
-            figures = (compared(rows, single_level(rows)), compared(rows))
-            means = [statistics.geometric_mean(values) for values in (shares, *figures)]
-            yield (title, heads, *(f"{value:.2f}" for value in means), f"{min(figures[1]):.2f}")
 
 
 def rollout_runs(prompt_tokens: int) -> dict[str, dict[str, Any]]:
@@ -164,7 +51,7 @@ def rollouts() -> Rows:
     for prompt_tokens in ROLLOUTS:
         runs = rollout_runs(prompt_tokens)
         steps = {backend: run["steps"] for backend, run in runs.items()}
-        cells = {backend: f"{step['decode_step_ms']['256-287']:.1f} ms" for backend, step in steps.items()}
+        cells = {backend: f"{step['decode_step_ms']['256-287']:.0f} ms" for backend, step in steps.items()}
         shares = {backend: f"{step['share_of_time_with_prefill']:.0%}"[:-1] + " %" for backend, step in steps.items()}
         packed, routed = runs[OURS]["routed_steps"]["packed"], sum(runs[OURS]["routed_steps"].values())
         title = f"{prompt_tokens:,}"
@@ -239,6 +126,29 @@ def results_of_servers() -> Rows:
         yield (title, "ms a token", *cells)
 
 
+def when_to_use() -> Rows:
+    """What to expect of a workload, by how much KV is shared and how many requests run."""
+    yield ("workload", "shared KV", "running requests", "expect on an H200")
+    for prompt_tokens in reversed(ROLLOUTS):
+        gain, _ = gains_of_servers()[rollout_title(prompt_tokens)]
+        shared = "a part" if prompt_tokens < 4096 else "most of it"
+        title = f"RL rollout, 16 samples of prompts of {prompt_tokens // 1024}K"
+        yield (title, shared, "256", f"{gain:.2f} times the tokens/s")
+    attention = attention_gains("gpu_drawn")
+    for family, title, shared, requests in USES:
+        yield (title, shared, requests, f"attention {attention[family]:.2f} times as fast")
+    conversations, _ = gains_of_servers()["conversations, three-level system prompts, 8 a second"]
+    yield ("chat: common system prompts", "a part", "8 new ones a second", f"{conversations:.2f} times the speed")
+    yield ("a file of prompts", "any", "any", "[`batch`](docs/offline.md): each shared prefix once; run on a CPU only")
+    yield ("nothing shared", "none", "any", "no change: steps run on the stock backend")
+
+
+# Family of the drawn batches: workload, shared KV, running requests.
+USES = (
+    ("few_shot", "few-shot prompts", "most of it", "64 to 512"),
+    ("long_documents", "RAG: several questions on a long document", "most of it", "2 to 64"),
+    ("agents", "agents: common instructions, long histories", "a part", "9 and more"),
+)
 TITLES = {
     "rl": "RL",
     "rl:16": "RL, 16 prompts x 16 samples",
@@ -330,10 +240,15 @@ def host_cost() -> Rows:
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
+    "when-to-use": when_to_use,
+    "gains-by-load": functools.partial(gains_by_load, "gpu_drawn"),
     "gains": functools.partial(gains, "gpu_drawn"),
     "gains-by-sharing": functools.partial(gains_by_sharing, "gpu_drawn"),
     "drawn-families": functools.partial(drawn, "gpu_drawn", ("bf16", "bf16_by_family"), "family"),
     "drawn-heads": functools.partial(drawn, "gpu_drawn", ("bf16_by_heads",), "q heads / KV heads"),
+    "verify-families": verify,
+    "conservative": conservative,
+    "calibrated": calibrated,
     "rollouts": rollouts,
     "listed": functools.partial(listed, "gpu_attention"),
     "routes": functools.partial(routes, "serving_routes"),

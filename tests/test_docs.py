@@ -52,7 +52,7 @@ RUN_ELSEWHERE = {"(engine)": "tests/pinning/test_arrangements.py", "http://127.0
 # Commands that take well under a second: they are run, not only parsed.
 CHEAP = (
     *("explain --tree", "explain --batch", "settings", "doctor --reasons"),
-    *("patch", "route profiles", "abtest steps benchmarks/"),
+    *("patch", "route explain", "route profiles", "abtest steps benchmarks/"),
 )
 
 

@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     between.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
-    between.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json and NAME.html")
+    between.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
     between.set_defaults(act=_servers)
 
 
@@ -131,7 +131,7 @@ def _servers(args: argparse.Namespace) -> None:
     lines = verdict.lines()
     print("\n".join(lines))
     if args.out is not None:
-        live.write_report(args.out, "A/B test of two servers", lines, {"verdict": verdict.as_json()}, b"")
+        live.write_report(args.out, "A/B test of two servers", lines, {"verdict": verdict.as_json()}, verdict.picture())
 
 
 def _effect(args: argparse.Namespace) -> float:

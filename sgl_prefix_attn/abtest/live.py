@@ -94,6 +94,11 @@ def _picture(plan: LivePlan, copies: Sequence[CopySteps]) -> bytes:
             axis.scatter(rows, steps.us[rows] / 1e3, s=4, c=colour, label=f"{'AB'[arm]}: {plan.arms[arm]}")
         axis.set(xlabel="decode step", ylabel="ms")
         axis.legend()
+    return as_png(figure)
+
+
+def as_png(figure: Any) -> bytes:
+    """A figure of matplotlib as PNG."""
     stream = BytesIO()
     figure.savefig(stream, format="png", dpi=110)
     return stream.getvalue()

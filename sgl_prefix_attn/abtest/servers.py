@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sgl_prefix_attn.abtest.live import as_png
 from sgl_prefix_attn.abtest.statistics import Comparison, compare
 from sgl_prefix_attn.demo.workload import Request
 
@@ -116,12 +117,14 @@ class ServersVerdict:
     Attributes:
         equal_tokens: share of samples with the same tokens from both servers.
         orders: server of the first sending of each pair, 0 or 1.
+        tpot_ms: time per output token of each block on server A and B.
     """
 
     arms: tuple[Arm, Arm]
     comparison: Comparison
     equal_tokens: float
     orders: list[int]
+    tpot_ms: list[tuple[float, float]]
 
     def lines(self) -> list[str]:
         heads = f"{'arm':4} {'blocks':>7} {'TPOT ms':>9} {'TTFT ms':>9} {'tokens/s':>10}  server"
@@ -140,6 +143,21 @@ class ServersVerdict:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def picture(self) -> bytes:
+        """PNG of the times per output token by block; nothing without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return b""
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        axis = figure.subplots()
+        for server, (letter, colour) in enumerate((("A", "tab:blue"), ("B", "tab:orange"))):
+            times = [block[server] for block in self.tpot_ms]
+            axis.plot(times, "o", markersize=4, color=colour, label=f"{letter}: {self.arms[server].url}")
+        axis.set(xlabel="block of requests", ylabel="ms per output token")
+        axis.legend()
+        return as_png(figure)
 
 
 def compare_servers(
@@ -182,7 +200,8 @@ def compare_servers(
     ratios = [float(np.log(b.tpot_ms / a.tpot_ms)) for a, b in known]
     same = [a == b for one, other in found for a, b in zip(one.tokens, other.tokens, strict=True)]
     arms = _arm(first, [a for a, _ in found]), _arm(second, [b for _, b in found])
-    return ServersVerdict(arms, compare(ratios, seed, effect), float(np.mean(same)) if same else 0.0, taken)
+    tpot = [(a.tpot_ms, b.tpot_ms) for a, b in found]
+    return ServersVerdict(arms, compare(ratios, seed, effect), float(np.mean(same)) if same else 0.0, taken, tpot)
 
 
 def _arm(url: str, blocks: Sequence[BlockTimes]) -> Arm:

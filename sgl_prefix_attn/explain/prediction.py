@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 from sgl_prefix_attn.explain.balance import Schedule
+from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import cost_policy
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text
@@ -91,9 +92,12 @@ def predicted_gain(
         return "profiles know decode steps only"
     found = store.find(facts)
     policy = None if found is None else cost_policy(found.stored.profile, facts.packed, facts.stock, facts.shape)
+    step = StepFeatures.of(ForestFacts.of(forest), seq_lens)
     if found is None or policy is None:
-        return f"no routing profile fits ({facts_as_text(facts)}); {CALIBRATE}"
-    decision = policy.decide(StepFeatures.of(ForestFacts.of(forest), seq_lens))
+        route = ConservativePolicy(facts.shape, facts.packed).decide(step).route.value
+        then = "every step packed" if facts.packed == "cpu" else f"this step {route}, by the conservative rule"
+        return f"no routing profile fits ({facts_as_text(facts)}): the policy cost runs {then}; {CALIBRATE}"
+    decision = policy.decide(step)
     assert decision.packed_us is not None
     assert decision.stock_us is not None
     return Gain(

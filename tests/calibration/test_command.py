@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.calibration import cli, command, run
 from sgl_prefix_attn.calibration.bench import DeviceLostError, Shape, Ways
-from sgl_prefix_attn.calibration.command import Counts, calibrate
+from sgl_prefix_attn.calibration.command import FIT_SEEDS, Counts, calibrate
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import CostModel
@@ -110,6 +114,29 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
     with pytest.raises(ValueError, match="other arguments, another machine or other kernels; --fresh drops them"):
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
+
+
+def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, steps = tmp_path / "p.json", tmp_path / "p.steps.json"
+    families = ["--families", "rollouts", "few_shot"]
+    words = ["calibrate", "--device", "cpu", "--minutes", "60", *families, "--heads", "4/2", "--out", str(out)]
+
+    def rows() -> list[dict[str, Any]]:
+        return list(json.loads(steps.read_text())["rows"]) if steps.exists() else []
+
+    with subprocess.Popen([sys.executable, "-m", "sgl_prefix_attn", *words]) as killed:
+        while killed.poll() is None and len(rows()) < 3:
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, "it ended before it was killed"
+    had, counts = rows(), Counts(fit=10, check=4)
+    monkeypatch.setattr(command, "CPU_COUNTS", counts)
+    assert main(words) == 0
+    assert rows()[: len(had)] == had
+    assert len(rows()) >= FIT_SEEDS * counts.fit + 5 * counts.check
+    assert load_profile(out).source == "p.part.steps.json"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"p.json", "p.steps.json", "p.report.json", "p.png"}
 
 
 def test_both_kv_types_in_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

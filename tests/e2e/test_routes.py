@@ -91,7 +91,9 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
     verdict = report(copies, 0.01, tmp_path / "ab")
     assert verdict.pairs + verdict.dropped == 2
     assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["winner"] is None
-    assert "At least 8 pairs are needed" in (tmp_path / "ab.html").read_text()
+    page = (tmp_path / "ab.html").read_text()
+    assert "At least 8 pairs are needed" in page
+    assert "://" not in page, "it opens without a network"
     state = server.packing_state()
     assert state is not None
     assert state["route"]["policy"] == "cost"
@@ -180,6 +182,8 @@ def test_two_servers_are_compared_by_the_same_requests(
     assert [(arm["url"], arm["blocks"]) for arm in verdict["arms"]] == [(url, 9) for url in urls]
     assert min(arm[name] for arm in verdict["arms"] for name in ("tpot_ms", "ttft_ms", "tokens_per_s")) > 0
     assert set(verdict["orders"]) == {0, 1}
+    assert len(verdict["tpot_ms"]) == 9
+    assert (tmp_path / "x.png").stat().st_size > 1000
     assert "100.0% of the samples have equal tokens" in capsys.readouterr().out
 
 

@@ -141,6 +141,8 @@ def test_what_neither_simulator_nor_profile_knows_is_not_predicted(
     assert reason is None or f"\nGain over the stock backend: not predicted, {reason}" in text
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time"]["by"] == by
+    rule = "the policy cost runs this step packed, by the conservative rule"
+    assert (rule in text) == (reason is not None and "routing profile" in reason and "cpu" not in reason)
 
 
 def test_a_profile_of_the_user_is_taken(tmp_path: Path, capsys: Capture) -> None:

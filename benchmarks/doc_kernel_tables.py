@@ -1,0 +1,221 @@
+"""Tables of README.md and docs/ about kernels and routing, from the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernel.gpu_drawn_report import FLOOR_US, family_of
+from benchmarks.kernel.gpu_report import MULTI_LEVEL, OURS, OURS_TOO, Row, fraction_of_limit, ratio, time_of
+from sgl_prefix_attn.calibration.judge import Candidate, outcomes, profile_choice
+from sgl_prefix_attn.routing.measured import read_results
+from sgl_prefix_attn.routing.policy import Route
+from sgl_prefix_attn.routing.profile import shipped_profile
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Rows = Iterator[Sequence[str]]
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def heads_first(title: str) -> tuple[float, str]:
+    """Settings of heads by falling numbers of KV heads, other titles in their own order."""
+    q_heads, _, kv_heads = title.partition("/")
+    return (-int(kv_heads) - int(q_heads) / 1000, "") if kv_heads else (0, title)
+
+
+def drawn(name: str, groups: Sequence[str], head: str) -> Rows:
+    """Figures of drawn batches; `groups` are keys of the file's summary."""
+    yield (head, "cases", "of floor", "x best", "behind 2 %", "behind 10 %", "worst", "prediction")
+    summary = read(name)["summary"]
+    for group in groups:
+        parts = {"**all, bf16**": summary[group]} if group == "bf16" else summary[group]
+        for title in sorted(parts, key=heads_first):
+            part = parts[title]
+            worst = part["worst"]
+            yield (
+                title,
+                str(part["cases"]),
+                f"{part['of_floor']:.2f}",
+                f"{part['over_best_baseline']:.2f}",
+                str(part["behind_2_percent"]),
+                str(part["behind_10_percent"]),
+                f"{worst[0]:.2f}",
+                f"{part['prediction_error'] * 100:.0f} %",
+            )
+
+
+FAMILIES = {
+    "few_shot": "few-shot prompts: 64 to 512 requests, 1 to 8 tasks",
+    "mixture": "parts of several families in one batch",
+    "thought": "trees of thought: 2 to 5 branches on 2 to 5 levels",
+    "committed": "fixed trees: those of PAT and FastTree, random forests, no sharing",
+    "questions": "a system prompt, documents, questions on each document",
+    "agents": "agents: shared instructions, histories of their own",
+    "rollouts": "RL rollouts: 2 to 128 samples of a prompt, drawn lengths",
+    "long_documents": "2 to 64 requests on documents of 8K to 256K tokens",
+    "ragged": "nothing shared, uneven lengths",
+}
+
+
+def attention_gains(name: str) -> dict[str, float]:
+    """By family: time of the fastest kernel that reads request by request / ours, geometric mean, 16-bit KV."""
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    parts = {family: [row for row in rows if family_of(row) == family] for family in FAMILIES}
+    return {family: statistics.geometric_mean(compared(part, single_level(part))) for family, part in parts.items()}
+
+
+def gains(name: str) -> Rows:
+    """By family: how much is shared, and how ours compares with the baselines."""
+    yield ("workload", "batches", "sharing", "x per-request", "x best", "faster", "behind 2 %", "worst")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    for family, title in FAMILIES.items():
+        part = [row for row in rows if family_of(row) == family]
+        reuse = statistics.quantiles([row["reuse"] for row in part], n=4)
+        every, plain = compared(part), compared(part, single_level(part))
+        yield (
+            title,
+            str(len(part)),
+            f"{reuse[0]:.1f} to {reuse[2]:.1f}",
+            f"{statistics.geometric_mean(plain):.2f}",
+            f"{statistics.geometric_mean(every):.2f}",
+            str(sum(value > 1 for value in every)),
+            str(sum(value < 1 / 1.02 for value in every)),
+            f"{min(every):.2f}",
+        )
+
+
+BINS = (1.0, 1.01, 2.0, 4.0, 8.0, 16.0, math.inf)
+
+
+def gains_by_sharing(name: str) -> Rows:
+    """Gains of drawn batches by how often a position is read."""
+    yield ("sharing", "batches", "x per-request", "x best", "behind 2 %", "worst")
+    rows = [row for row in read(name)["rows"] if row["kv_dtype"] == "bf16"]
+    for low, high in itertools.pairwise(BINS):
+        part = [row for row in rows if low <= row["reuse"] < high]
+        title = "none" if high < 2 else f"above {low:.0f}" if high == math.inf else f"{low:.0f} to {high:.0f}"
+        every, plain = compared(part), compared(part, single_level(part))
+        yield (
+            title,
+            str(len(part)),
+            f"{statistics.geometric_mean(plain):.2f}",
+            f"{statistics.geometric_mean(every):.2f}",
+            str(sum(value < 1 / 1.02 for value in every)),
+            f"{min(every):.2f}",
+        )
+
+
+def single_level(rows: Sequence[Row]) -> set[str]:
+    """The baselines that treat each request by itself, as servers run them."""
+    return {name for row in rows for name in row["baselines"]} - {*MULTI_LEVEL, OURS, OURS_TOO}
+
+
+def compared(rows: Sequence[Row], baselines: set[str] | None = None) -> list[float]:
+    """Time of the fastest baseline / ours for each batch, cold L2."""
+    return [value for row in rows if (value := ratio(row, baselines)) is not None]
+
+
+LISTED = {
+    "RL groups, 64 x 16, prompts 1K to 8K": ("rl/", ("32/8",)),
+    "PAT's trees 1 to 20": ("pat/", ("32/32", "16/8", "32/8", "64/8")),
+    "FastTree's trees": ("fasttree/", ("32/32", "32/8", "16/1")),
+    "256 agents, one prompt of 8K": ("agents/", ("32/8",)),
+    "conversations, 4 to 64 requests": ("chat/", ("32/8",)),
+    "random forests": ("random/", ("32/8", "64/8")),
+    "no sharing, 128 and 256 requests": (("none/b128", "none/b256"), ("32/8",)),
+    "no sharing, 1 to 64 requests": (("none/b1_", "none/b8_", "none/b32", "none/b64"), ("32/8",)),
+}
+
+
+def listed(name: str) -> Rows:
+    """The listed batches by kind and heads."""
+    yield ("cases", "heads", "of the limit", "x per-request", "x best", "worst")
+    every = read(name)["rows"]
+    for title, (prefix, settings) in LISTED.items():
+        for heads in settings:
+            rows = [row for row in every if row["heads"] == heads and row["case"].startswith(prefix)]
+            shares = [share for row in rows if (share := fraction_of_limit(row)) is not None]
+            figures = (compared(rows, single_level(rows)), compared(rows))
+            means = [statistics.geometric_mean(values) for values in (shares, *figures)]
+            yield (title, heads, *(f"{value:.2f}" for value in means), f"{min(figures[1]):.2f}")
+
+
+LOADS = ((1, 8, "below 8 requests"), (8, 64, "8 to 63"), (64, math.inf, "64 and more"))
+
+
+def gains_by_load(name: str) -> Rows:
+    """Attention as the shipped profile routes it over fa3 alone, by sharing and running requests."""
+    yield ("sharing", *(title for _, _, title in LOADS))
+    cases = [case for case in read_results(RESULTS / f"{name}.json").cases if case.shape.kv_bytes == 2]
+    usable = [case for case in cases if case.stock_us("fa3") is not None and "native" in case.packed]
+    shipped = Candidate("", profile_choice(shipped_profile(), "native", "fa3", None))
+    routed = list(outcomes(usable, shipped, "native", "fa3"))
+    for low, high, title in ((1, 1.01, "none"), (1.01, 2, "below 2"), (2, 4, "2 to 4"), (4, math.inf, "above 4")):
+        cells = []
+        for least, most, _ in LOADS:
+            part = [
+                each
+                for each in routed
+                if low <= each.case.step.tokens / each.case.step.unique_tokens < high
+                and least <= each.case.step.requests < most
+            ]
+            ratios = [each.stock_us / each.packed_us if each.route is Route.PACKED else 1.0 for each in part]
+            packed = sum(each.route is Route.PACKED for each in part)
+            gain = f"{statistics.geometric_mean(ratios):.2f}" if part else ""
+            cells.append(f"{gain} ({packed} of {len(part)} packed)" if part else "not drawn")
+        yield (title, *cells)
+
+
+VERIFY = {4: ("12448545", "148085178", "159410291"), 8: ("12448545", "148085178")}
+
+
+def verify() -> Rows:
+    """Drawn verify steps by family, 4 and 8 drafts: cases, share of the floor, gain over FA3, losses."""
+    heads = ("cases", "of floor", "x fa3", "behind 10 %")
+    yield ("family", *(f"{drafts} drafts: {head}" if head == "cases" else head for drafts in VERIFY for head in heads))
+    rows = {n: [row for seed in seeds for row in read(f"verify_{n}_{seed}")["rows"]] for n, seeds in VERIFY.items()}
+    for family in (*FAMILIES, "**all**"):
+        cells = []
+        for n in VERIFY:
+            part = [row for row in rows[n] if family in (family_of(row), "**all**")]
+            ours = [time_of(row, OURS) or math.nan for row in part]
+            floors = [(row["limit_us"] + FLOOR_US) / us for row, us in zip(part, ours, strict=True)]
+            ratios = [(time_of(row, "fa3") or math.nan) / us for row, us in zip(part, ours, strict=True)]
+            behind = sum(value < 1 / 1.1 for value in ratios)
+            means = (f"{statistics.geometric_mean(values):.2f}" for values in (floors, ratios))
+            cells += [str(len(part)), *means, str(behind)]
+        yield (family, *cells)
+
+
+def conservative() -> Rows:
+    """The rule without a profile, by family and stock backend."""
+    yield ("family", "batches", "over fa3", "behind", "batches", "over flashinfer", "behind")
+    rows = read("conservative_rule")["rows"]
+    parts = {(row["stock"], row["name"]): row for row in rows}
+    for family in (*FAMILIES, "conservative"):
+        cells = []
+        for stock in ("fa3", "flashinfer"):
+            part = parts[stock, family]
+            cells += [str(part["steps"]), f"{part['gain']:.2f}", str(part["behind"])]
+        yield ("**all**" if family == "conservative" else family, *cells)
+
+
+def calibrated() -> Rows:
+    """`calibrate` on an H200: regret over unseen seeds, by heads, KV type and stock backend."""
+    yield ("heads", "KV", "stock", "regret, all time", "mean regret, 95 %", "behind", "gain over stock")
+    for report in sorted(read("calibration_h200")["reports"], key=lambda report: report["arguments"]["heads"][1]):
+        heads = "/".join(map(str, report["arguments"]["heads"]))
+        for pair, found in report["pairs"].items():
+            row = found["rows"][0]
+            stock, behind = pair.rpartition(" ")[2], f"{len(found['behind_again'])} of {row['steps']}"
+            total, mean, low, high = (f"{100 * row[key]:.1f}" for key in ("regret", "mean_regret", "low", "high"))
+            regret = (f"{total} %", f"{mean} % ({low} to {high})")
+            yield (heads, report["kv_dtype"], stock, *regret, behind, f"{row['gain']:.2f}")
