@@ -137,8 +137,7 @@ class WarpStream {
   // Rows beyond the end are zeros: masked values still must not be NaN.
   PREFIXPACK_DEVICE void load_stage() {
     const int32_t lane = this->lane(), stride = pool_.heads * kRowBytes;
-    const char* const from =
-        (load_stage_ % 2 == 0 ? pool_.k : pool_.v) + load_range_.head * kRowBytes + lane % 16 * 16;
+    const char* const from = (load_stage_ % 2 == 0 ? pool_.k : pool_.v) + load_range_.head * kRowBytes + lane % 16 * 16;
     const uint32_t offset = use_offset_ + static_cast<uint32_t>(in_flight_) * kStageBytes;
     const ptx::SharedAddress to = ring() + (offset < kRingBytes ? offset : offset - kRingBytes) +
                                   static_cast<uint32_t>(swizzled_offset(lane / 16, lane % 16, kRowBytes));
@@ -190,7 +189,7 @@ class WarpStream {
     for (int32_t step = 0; step < 8; ++step) {
       uint32_t key[4];
       ptx::ldmatrix(key, chunk_at(keys, 2 * step));
-      const uint32_t(&query)[4] = query_fragments_[step / 2];
+      const uint32_t (&query)[4] = query_fragments_[step / 2];
       ptx::mma<ptx::BFloat16>(chains[step % 4], key, query[step % 2 * 2], query[step % 2 * 2 + 1]);
     }
 #pragma unroll
@@ -206,9 +205,8 @@ class WarpStream {
     const uint32_t low = ptx::movmatrix_transposed(ptx::BFloat16::pack(scores_[0], scores_[1]));
     const uint32_t high = ptx::movmatrix_transposed(ptx::BFloat16::pack(scores_[2], scores_[3]));
     const int32_t lane = this->lane();
-    const ptx::SharedAddress values =
-        used_stage() +
-        static_cast<ptx::SharedAddress>(swizzled_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2, kRowBytes));
+    const ptx::SharedAddress values = used_stage() + static_cast<ptx::SharedAddress>(swizzled_offset(
+                                                         lane / 16 * 8 + lane % 8, lane / 8 % 2, kRowBytes));
 #pragma unroll
     for (int32_t step = 0; step < 8; ++step) {
       uint32_t value[4];
@@ -228,9 +226,9 @@ class WarpStream {
 
   WarpRange load_range_{};
   int32_t load_stage_ = 0, load_stages_ = 0, slots_ = 0, next_slots_ = 0;
-  bool is_loading_ = false;       // load_range_ is not yet the range that is computed
-  int32_t keys_ = 0, row_ = 0;    // of the range that is computed
-  uint32_t use_offset_ = 0;  // of the oldest stage in flight
+  bool is_loading_ = false;     // load_range_ is not yet the range that is computed
+  int32_t keys_ = 0, row_ = 0;  // of the range that is computed
+  uint32_t use_offset_ = 0;     // of the oldest stage in flight
   int32_t in_flight_ = 0, stage_ = 0, stages_ = 0;
   uint32_t query_fragments_[4][4];
   float scores_[4], accumulators_[8][4];

@@ -1,7 +1,7 @@
 // Mainloops of a wide tile: rows of one KV head against a range of KV with page size 1, by cp.async and WGMMA.
 //
-// K or V of some keys at a time is gathered into a ring of stages, by one warpgroup of its own or, without producers, by
-// the warps that compute. Each of these warpgroups has 64 rows. With Overlap it issues the scores of the next keys
+// K or V of some keys at a time is gathered into a ring of stages, by one warpgroup of its own or, without producers,
+// by the warps that compute. Each of these warpgroups has 64 rows. With Overlap it issues the scores of the next keys
 // together with the values of these, and computes the next softmax while the values are multiplied. With InTurn
 // warpgroups issue one after the other, so that one computes its softmax while another's MMAs run.
 //
@@ -76,7 +76,10 @@ template <class T>
 class WideCopies {
  public:
   PREFIXPACK_DEVICE WideCopies(const WideStep& step, const WideRing<T>& ring, int32_t thread)
-      : step_(step), ring_(ring), thread_(thread), mine_(ptx::cta_index() % step.heads * T::kRowBytes + thread % 16 * 16) {
+      : step_(step),
+        ring_(ring),
+        thread_(thread),
+        mine_(ptx::cta_index() % step.heads * T::kRowBytes + thread % 16 * 16) {
     next_ = slot_of(0);
   }
 

@@ -1,8 +1,8 @@
 // Which mainloop keeps a whole SM's tensor cores busy with wide tiles and page size 1?
 //
-// Each SM holds 128, 192 or 256 rows of one KV head at a time. Reported: microseconds in which an SM does 64 keys of 128
-// rows, and Tflop/s of the GPU. `L2`: a range of 1,536 tokens, read again and again; `cold`: each token once. `no copies`
-// and `copies only` say what bounds a mainloop. Outputs of rows of all warps are checked.
+// Each SM holds 128, 192 or 256 rows of one KV head at a time. Reported: microseconds in which an SM does 64 keys of
+// 128 rows, and Tflop/s of the GPU. `L2`: a range of 1,536 tokens, read again and again; `cold`: each token once. `no
+// copies` and `copies only` say what bounds a mainloop. Outputs of rows of all warps are checked.
 //
 // Stop: less than 650 Tflop/s with the best mainloop, cold. docs/design-notes.md has the arithmetic that chose these.
 #include "probe.cuh"
@@ -65,9 +65,8 @@ void measure(probe::Report& report, probe::ColdTimer& timer, const probe::Pool& 
     for (const bool is_long : {false, true}) {
       step.tokens = is_long ? kLong : kShort;
       probe::check(cudaMemset(step.output, 0xff, q.size() * sizeof(float)), "memset");  // NaN
-      us[is_long] = timer.median_us([&] {
-        probe::launch(timer.stream(), wide_tiles<T>, ctas, T::kThreads, T::kShared, false, 1, step);
-      });
+      us[is_long] = timer.median_us(
+          [&] { probe::launch(timer.stream(), wide_tiles<T>, ctas, T::kThreads, T::kShared, false, 1, step); });
     }
     if (work == WideWork::kAll) check(step, q, cold ? pool.slots_on_host : repeated, T::kRows, ctas, name + ", " + of);
     const double tile_us = (us[1] - us[0]) * 64 * 128 / (double(kLong - kShort) * T::kRows * ctas_per_sm);

@@ -24,7 +24,8 @@ PREFIXPACK_DEVICE void barrier_wait(SharedAddress barrier, int32_t parity) {
       : "memory");
 }
 
-// Barrier `number` of the CTA (0 is that of cta_sync) for `threads` threads. Some arrive without waiting for the others.
+// Barrier `number` of the CTA (0 is that of cta_sync) for `threads` threads. Some arrive without waiting for the
+// others.
 PREFIXPACK_DEVICE void named_sync(int32_t number, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

@@ -28,12 +28,12 @@ PREFIXPACK_DEVICE void wgmma(float (&c)[16][4], SmemDescriptor a, SmemDescriptor
 
 template <class Element, bool Add>
 PREFIXPACK_DEVICE void wgmma(float (&c)[10][4], SmemDescriptor a, SmemDescriptor b);
-#define PROBE_WGMMA_QUERIES(add, how)                                                                             \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add                                                            \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PREFIXPACK_D64                     \
-               "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                                     \
-               : PREFIXPACK_64(how, c, 0)                                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word())                                        \
+#define PROBE_WGMMA_QUERIES(add, how)                                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add                                        \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" PREFIXPACK_D64 \
+               "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                 \
+               : PREFIXPACK_64(how, c, 0)                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.word())                    \
                : "memory")
 
 // a: 64x16 in registers; b: 16 by 128 keys, K-major.

@@ -39,17 +39,22 @@ void wide_tile(const Pool& pool, const std::string& name) {
   const int32_t tokens = 384;
   const std::vector<uint16_t> q = probe::random_queries(size_t(kCtas) * T::kRows, 2);
   std::vector<float> output(q.size(), NAN);
-  const probe::WideStep step{q.data(),          reinterpret_cast<const char*>(pool.k.data()),
+  const probe::WideStep step{q.data(),
+                             reinterpret_cast<const char*>(pool.k.data()),
                              reinterpret_cast<const char*>(pool.v.data()),
-                             pool.slots.data(), tokens,
-                             kHeads,            output.data(),
+                             pool.slots.data(),
+                             tokens,
+                             kHeads,
+                             output.data(),
                              probe::WideWork::kAll};
   for (const emulation::Copies copies : kBoth) {
     std::fill(output.begin(), output.end(), NAN);
-    emulation::run(copies, {{kCtas, T::kThreads, T::kShared, [&](char* shared) { probe::run_wide_tile<T>(step, shared); }}});
+    emulation::run(copies,
+                   {{kCtas, T::kThreads, T::kShared, [&](char* shared) { probe::run_wide_tile<T>(step, shared); }}});
     double worst = 0;
     for (size_t row = 0; row < size_t(kCtas) * T::kRows; ++row) {
-      static const probe::Range ranges[] = {{pool.slots.data(), tokens, kHeads, 0}, {pool.slots.data(), tokens, kHeads, 1}};
+      static const probe::Range ranges[] = {{pool.slots.data(), tokens, kHeads, 0},
+                                            {pool.slots.data(), tokens, kHeads, 1}};
       const auto head = row / T::kRows % kHeads;
       const double error = ranges[head].error(&q[row * probe::kDims], &output[row * probe::kDims]);
       worst = error <= worst ? worst : error;
@@ -59,8 +64,12 @@ void wide_tile(const Pool& pool, const std::string& name) {
 }
 
 probe::WarpPool warp_pool(const Pool& pool, const std::vector<uint16_t>& q, int32_t rows) {
-  return {q.data(), reinterpret_cast<const char*>(pool.k.data()), reinterpret_cast<const char*>(pool.v.data()),
-          pool.slots.data(), kHeads, rows};
+  return {q.data(),
+          reinterpret_cast<const char*>(pool.k.data()),
+          reinterpret_cast<const char*>(pool.v.data()),
+          pool.slots.data(),
+          kHeads,
+          rows};
 }
 
 void tails(const Pool& pool, int32_t number, int32_t tokens, int32_t rows) {
@@ -77,7 +86,8 @@ void tails(const Pool& pool, int32_t number, int32_t tokens, int32_t rows) {
       const double error = range.error(&q[size_t(row) * probe::kDims], &output[size_t(row) * probe::kDims]);
       worst = error <= worst ? worst : error;
     }
-    report(std::to_string(number) + " tails of " + std::to_string(tokens) + ", " + std::to_string(rows) + " rows", worst);
+    report(std::to_string(number) + " tails of " + std::to_string(tokens) + ", " + std::to_string(rows) + " rows",
+           worst);
   }
 }
 
@@ -90,8 +100,8 @@ void few_requests(const Pool& pool, const std::vector<probe::Request>& requests,
   std::vector<float> partials(q.size() * splits, NAN), lse(all_rows * splits, NAN);
   std::vector<int32_t> semaphores(size_t(number) * kHeads, 0);
   std::vector<uint16_t> output(q.size());
-  const probe::FewStep step{warp_pool(pool, q, rows), requests.data(), kStride, splits, partials.data(), lse.data(),
-                            semaphores.data(), output.data()};
+  const probe::FewStep step{warp_pool(pool, q, rows), requests.data(), kStride,           splits,
+                            partials.data(),          lse.data(),      semaphores.data(), output.data()};
   for (const emulation::Copies copies : kBoth) {
     std::fill(output.begin(), output.end(), uint16_t{0x7fc0});
     emulation::run(copies, {{number * splits * kHeads, probe::kFewThreads, probe::kFewShared<Stages>,
@@ -100,12 +110,14 @@ void few_requests(const Pool& pool, const std::vector<probe::Request>& requests,
     for (const int32_t count : semaphores) worst += count;  // zero again
     for (size_t row = 0; row < all_rows; ++row) {
       const probe::Request& of = requests[row / rows / kHeads];
-      const probe::Range range(&pool.slots[of.row * kStride], of.tokens, kHeads, static_cast<int32_t>(row / rows % kHeads));
+      const probe::Range range(&pool.slots[of.row * kStride], of.tokens, kHeads,
+                               static_cast<int32_t>(row / rows % kHeads));
       const double error = range.error(&q[row * probe::kDims], &output[row * probe::kDims], probe::of_bf16);
       worst = error <= worst ? worst : error;
     }
     report(std::to_string(number) + " requests, " + std::to_string(splits) + " splits, " + std::to_string(rows) +
-               " rows, ring of " + std::to_string(Stages), worst);
+               " rows, ring of " + std::to_string(Stages),
+           worst);
   }
 }
 
@@ -118,7 +130,8 @@ int main() {
   wide_tile<probe::WideTile<3, 64, 11, 128, 32, 160, true, false>>(pool, "192 rows, producers");
   wide_tile<probe::WideTile<3, 64, 4, 128, 32, 160, true, true>>(pool, "192 rows, producers, in turn, least ring");
   wide_tile<probe::WideTile<2, 128, 6, 168, 40, 232, true, true>>(pool, "128 rows, 128 keys, in turn");
-  wide_tile<probe::WideTile<2, 128, 6, 168, 40, 232, true, true, true>>(pool, "128 rows, 128 keys, queries in registers");
+  wide_tile<probe::WideTile<2, 128, 6, 168, 40, 232, true, true, true>>(pool,
+                                                                        "128 rows, 128 keys, queries in registers");
   tails(pool, 7, 64, 4);
   tails(pool, 3, 49, 8);
   few_requests<3>(pool, {{1, 200}, {0, 77}}, 4, 5);
