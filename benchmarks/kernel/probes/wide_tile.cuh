@@ -235,6 +235,7 @@ class WideConsumer {
       ptx::wgmma_fence_operand(scores_);
       leave(keys);
       const bool rescales = softmax();
+      ptx::computed_here(sum_[0] + sum_[1]);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(output_);
       leave(values);

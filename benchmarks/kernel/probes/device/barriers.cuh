@@ -43,4 +43,10 @@ PREFIXPACK_DEVICE void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
+// Keeps what a number, never negative, depends on ahead of the waits that follow. ptxas moves arithmetic behind a wait
+// for MMAs, but not behind a branch.
+PREFIXPACK_DEVICE void computed_here(float number) {
+  if (number < 0.0f) asm volatile("trap;");
+}
+
 }  // namespace prefixpack::ptx

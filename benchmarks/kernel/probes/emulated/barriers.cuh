@@ -55,4 +55,8 @@ inline void registers_down() {}
 template <int Registers>
 inline void registers_up() {}
 
+inline void computed_here(float number) {
+  if (number < 0.0f) emulation::fail("a negative sum");
+}
+
 }  // namespace prefixpack::ptx
