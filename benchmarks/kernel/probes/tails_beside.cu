@@ -25,6 +25,7 @@ using HalfSm = WideTile<2, 64, 4, 104, 24, 144, true>;
 using TwoCtas = WideTile<2, 64, 4, 128, 0, 128, false, false, false, 0>;
 using FourGroups = WideTile<4, 64, 10, 128, 0, 128, false, false, false, 0>;
 using ThreeInTurn = WideTile<3, 64, 11, 128, 32, 160, true, true>;
+using TwoWithQueries = WideTile<2, 128, 6, 168, 40, 232, true, true, true>;
 
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t now;
@@ -164,7 +165,8 @@ int main(int count, char** arguments) {
       const double two_us = timer.median_us([&] { wide.launch<TwoCtas>(stream, wide_tokens, 2); });
       const double four_us = timer.median_us([&] { wide.launch<FourGroups>(stream, wide_tokens, 1); });
       const double three_us = timer.median_us([&] { wide.launch<ThreeInTurn>(stream, wide_tokens, 1); });
-      const double whole_us = std::min({half_us, two_us, four_us, three_us});
+      const double queries_us = timer.median_us([&] { wide.launch<TwoWithQueries>(stream, wide_tokens, 1); });
+      const double whole_us = std::min({half_us, two_us, four_us, three_us, queries_us});
       wide.clear();
       of_tails.clear();
       const double together_us = timer.median_us([&] {
