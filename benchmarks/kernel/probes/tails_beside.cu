@@ -47,7 +47,7 @@ __global__ void __maxnreg__(T::kLaunchRegisters) wide_tiles(WideStep step, uint6
 
 // begin: of the first CTA.
 __global__ void __maxnreg__(96) tails(TailStep step, uint64_t* begin) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   if (blockIdx.x == 0 && threadIdx.x == 0) *begin = nanoseconds();
   probe::run_tails(step, shared);
   if (blockIdx.x == 0) probe::ptx::pdl_wait();  // this launch ends behind the one before
@@ -184,6 +184,7 @@ int main(int count, char** arguments) {
                   {"together_us", together_us},
                   {"gain", after_us / together_us},
                   {"hidden", (half_us + tails_us - empty_us - together_us) / (std::min(half_us, tails_us) - empty_us)},
+                  {"tails_begin_us", wide.tails_begin_us()},
                   {"wide_slower", wide.longest_us() / half_span_us}});
     }
   }
