@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -80,12 +81,20 @@ def verdict(probe: str, rows: Rows) -> tuple[float, bool]:
 
 
 def build(probe: str, binaries: Path) -> Path:
-    """Compiles a program unless it is newer than its sources."""
+    """Compiles a program unless it is newer than its sources.
+
+    Raises:
+        RuntimeError: registers are spilled or MMAs serialized, so that a measurement would be of something else.
+    """
     binary, sources = binaries / probe, [FOLDER / f"{probe}.cu", *FOLDER.rglob("*.*h"), *CSRC.rglob("*.*h")]
     if not binary.exists() or binary.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         binaries.mkdir(parents=True, exist_ok=True)
         flags = ["-O3", "-std=c++17", "-gencode", "arch=compute_90a,code=sm_90a", *INCLUDES]
-        subprocess.run(["nvcc", *flags, "-o", str(binary), str(sources[0])], check=True)
+        command = ["nvcc", *flags, "-Xptxas", "-v", "-o", str(binary), str(sources[0])]
+        compiled = subprocess.run(command, check=False, capture_output=True, text=True)
+        if compiled.returncode != 0 or re.search(r"[1-9]\d* bytes spill|instructions are serialized", compiled.stderr):
+            binary.unlink(missing_ok=True)
+            raise RuntimeError(f"{probe}: {compiled.stdout}{compiled.stderr}")
     return binary
 
 
