@@ -132,6 +132,7 @@ int main() {
   wide_tile<probe::WideTile<2, 128, 6, 168, 40, 232, true, true>>(pool, "128 rows, 128 keys, in turn");
   wide_tile<probe::WideTile<2, 128, 6, 168, 40, 232, true, true, true>>(pool,
                                                                         "128 rows, 128 keys, queries in registers");
+  wide_tile<probe::WideTile<2, 64, 4, 104, 24, 144, true>>(pool, "128 rows on half an SM");
   tails(pool, 7, 64, 4);
   tails(pool, 3, 49, 8);
   few_requests<3>(pool, {{1, 200}, {0, 77}}, 4, 5);
