@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int32_t kHeads = 2, kSlots = 512, kCtas = 3;
+constexpr int32_t kHeads = 2, kSlots = 4608, kCtas = 3;
 constexpr emulation::Copies kBoth[] = {emulation::Copies::kEarly, emulation::Copies::kLate};
 
 struct Pool {
@@ -138,5 +138,6 @@ int main() {
   few_requests<3>(pool, {{1, 200}, {0, 77}}, 4, 5);
   few_requests<6>(pool, {{1, 200}, {0, 77}}, 1, 8);
   few_requests<3>(pool, {{0, 150}}, 40, 4);  // some splits have no keys
+  few_requests<3>(pool, {{0, 4500}}, 36, 4);  // more than the 32 that the lanes of a warp hold
   return failures;
 }
