@@ -137,7 +137,7 @@ int main() {
   tails(pool, 3, 49, 8);
   few_requests<3>(pool, {{1, 200}, {0, 77}}, 4, 5);
   few_requests<6>(pool, {{1, 200}, {0, 77}}, 1, 8);
-  few_requests<3>(pool, {{0, 150}}, 40, 4);  // some splits have no keys
+  few_requests<3>(pool, {{0, 150}}, 40, 4);   // some splits have no keys
   few_requests<3>(pool, {{0, 4500}}, 36, 4);  // more than the 32 that the lanes of a warp hold
   return failures;
 }
