@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cuda/common/ptx.cuh"
+#include "reference.h"
 
 namespace probe {
 
@@ -57,12 +58,9 @@ std::vector<T> on_host(const T* memory, size_t count) {
   return values;
 }
 
-// K and V differ by their seeds, so that a check notices one read in place of the other.
 __global__ void fill(uint16_t* values, size_t count, uint32_t seed) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
-    uint32_t mixed = (static_cast<uint32_t>(i) + seed) * 2654435761u;
-    mixed = (mixed ^ mixed >> 15) * 0x2c1b3c6du;
-    values[i] = static_cast<uint16_t>((mixed >> 16 & 0x807f) | 0x3e00);  // bf16, of size 0.125 to 0.25
+    values[i] = filled(static_cast<uint32_t>(i), seed);
   }
 }
 
@@ -76,8 +74,8 @@ struct Pool {
     const size_t bytes = size_t{kTokenBytes} * tokens;
     k = on_device<char>(bytes);
     v = on_device<char>(bytes);
-    fill<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k), bytes / 2, 0);
-    fill<<<1024, 256>>>(reinterpret_cast<uint16_t*>(v), bytes / 2, 0x9e3779b9u);
+    fill<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k), bytes / 2, kSeedOfK);
+    fill<<<1024, 256>>>(reinterpret_cast<uint16_t*>(v), bytes / 2, kSeedOfV);
     check(cudaDeviceSynchronize(), "fill");
     std::iota(slots_on_host.begin(), slots_on_host.end(), 0);
     std::shuffle(slots_on_host.begin(), slots_on_host.end(), std::mt19937(1));
@@ -185,6 +183,9 @@ template <class... Parameters, class... Arguments>
 void launch(cudaStream_t stream, void (*kernel)(Parameters...), int ctas, int threads, int shared, bool behind,
             int cluster, Arguments... arguments) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
+  // Otherwise a kernel may leave so little shared memory that another one cannot run beside it.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "cudaFuncSetAttribute");
   cudaLaunchAttribute attributes[2]{};
   int count = 0;
   if (behind) {
