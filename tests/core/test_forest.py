@@ -26,6 +26,7 @@ def test_requests_that_are_not_live_share_nothing_and_stand_for_nobody() -> None
 
 def test_long_unused_nodes_are_forgotten_and_used_ones_are_not() -> None:
     mirror = RadixMirror()
+    mirror.put(-1, 0, [6000], [5], leaf=True)  # when it goes, all others move
     mirror.put(-1, 0, [0], [10], leaf=False)
     for node in range(1, 6000):
         mirror.put(0, 10, [node], [20], leaf=True)
@@ -79,6 +80,15 @@ def test_mirror_refuses_what_cannot_be() -> None:
         mirror.forest(np.array([9]), np.array([4]))
     with pytest.raises(ValueError, match="prefix_lens must have one entry"):
         mirror.forest(np.array([-1]), np.array([4, 4]))
+
+
+def test_a_node_may_be_below_any_of_several_new_nodes() -> None:
+    mirror = RadixMirror()
+    mirror.put(-1, 0, [1], [80], leaf=True)
+    mirror.put(-1, 0, [2], [50], leaf=False)
+    mirror.put(-1, 0, [3], [100], leaf=False)  # ends behind the first, which can be below the second alone
+    mirror.forest(np.array([1]), np.array([80]))
+    assert mirror.take_stale() == [(1, 0)]
 
 
 def test_a_refused_forest_leaves_no_counts_behind() -> None:

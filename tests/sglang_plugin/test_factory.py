@@ -62,6 +62,13 @@ class TestFactory:
         with pytest.raises(ValueError, match=r"'prefixpack' does not support .*\(MLA\)"):
             create_backend(new_runner(use_mla_backend=True), Settings())
 
+    @pytest.mark.parametrize("packs", [True, False])
+    def test_a_server_that_only_prefills_gets_no_hooks_unless_prefill_is_packed(self, packs: bool) -> None:
+        runner = new_runner()
+        runner.model_config.is_generation = False
+        backend = create_backend(runner, Settings(metrics=False, pack_extend=packs))
+        assert (type(backend) is StockOnlyBackend) is not packs
+
     @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
     def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"stock_backend='{name}' needs a GPU"):

@@ -228,6 +228,8 @@ class TestRefused:
         monkeypatch.setenv(variable, value)
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.UNKNOWN_TREE
         assert eligibility.choose_executor(runner, WRAP) == reasons.UNKNOWN_TREE
+        vars(runner.server_args)["radix_cache_backend"] = "of the user"  # instead of the C++ tree
+        assert versions.hides_its_tree(runner) is (variable != versions.CPP_TREE_VARIABLE)
 
     @pytest.mark.parametrize("change", [{"is_generation": False}, {"disaggregation_mode": "prefill"}])
     def test_a_server_that_never_decodes(self, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

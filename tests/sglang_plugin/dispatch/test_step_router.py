@@ -79,7 +79,8 @@ class TestWithoutAProfileForTheGpu:
     ) -> None:
         assert self.routed(requests, shared, own, kv_heads)[0] is expected
         of_triton = Route.STOCK if shared == 128 else expected  # reuse of 2 is too little there
-        assert self.routed(requests, shared, own, kv_heads, kernels="triton")[0] is of_triton
+        for route in ("auto", "conservative"):
+            assert self.routed(requests, shared, own, kv_heads, kernels="triton", route=route)[0] is of_triton
 
     def test_it_is_said_with_a_warning_and_in_the_state(self, gpu: str, caplog: pytest.LogCaptureFixture) -> None:
         _, routes = self.routed(64, 4096, 100)
