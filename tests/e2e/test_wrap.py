@@ -114,7 +114,11 @@ def test_doctor_on_a_refused_server(launch: Launch, wrapped: Server, vocabulary:
 
 
 @pytest.mark.parametrize(
-    ("way", "backend"), [("engine", None), ("serve", STOCK), ("slime", STOCK), ("verl", STOCK), ("areal", STOCK)]
+    ("way", "backend"),
+    [
+        pytest.param("engine", None, marks=pytest.mark.slow),  # in CI: tests/pinning/test_arrangements.py
+        *((way, STOCK) for way in ("serve", "slime", "verl", "areal")),
+    ],
 )
 def test_other_launchers(
     way: str, backend: str | None, model: Path, expected: Expected, vocabulary: Vocabulary, tmp_path: Path
