@@ -27,7 +27,7 @@ def emulation() -> ModuleType:
     return emulation_of(90)
 
 
-# A build takes most of a minute. In CI, the one with less shared memory stands for both.
+# A build takes 25 s of a core. In CI, the one with less shared memory stands for both.
 BUILDS = [pytest.param(80, marks=pytest.mark.slow, id="sm_80"), pytest.param(86, id="sm_86")]
 
 
