@@ -27,7 +27,11 @@ def emulation() -> ModuleType:
     return emulation_of(90)
 
 
-@pytest.fixture(scope="session", params=[80, 86], ids=["sm_80", "sm_86"])
+# A build takes 25 s of a core. In CI, the one with less shared memory stands for both.
+BUILDS = [pytest.param(80, marks=pytest.mark.slow, id="sm_80"), pytest.param(86, id="sm_86")]
+
+
+@pytest.fixture(scope="session", params=BUILDS)
 def emulation_without_wgmma(request: pytest.FixtureRequest) -> ModuleType:
     """The kernels as compiled for 8.0, and for GPUs with 99 KiB of shared memory for a CTA."""
     return emulation_of(request.param)

@@ -43,7 +43,9 @@ def engine(model: str) -> dict[str, Any]:
         names = {"engine": started}
         exec(snippet, names)
         documented = [names[name] for name in ("listed", "released")]
-        return {"made": made, "listed": listed, "released": released, "again": again, "documented": documented}
+        (state,) = started.get_server_info()["internal_states"]
+        told = {"made": made, "listed": listed, "released": released, "again": again, "documented": documented}
+        return {**told, "wrapped": state["prefixpack"]["wrapped"], "packed": state["prefixpack"]["counters"]}
     finally:
         started.shutdown()
 
