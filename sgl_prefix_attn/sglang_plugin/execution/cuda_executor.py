@@ -196,7 +196,8 @@ class CudaExecutor:
         batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
         tokens = self._graph_tokens or batch * self.drafts
         tiles = -(-self.drafts // max(1, widest // shape.group))
-        queries = max(tokens, rows) + self._prefill_tokens
+        # More requests than the largest graph has run without a graph.
+        queries = max(tokens, rows * self.drafts) + self._prefill_tokens
         return StepLimits(
             queries=queries,
             items=4 * queries + 8192,

@@ -109,8 +109,10 @@ def test_a_replay(drafts: int, trees: bool, gpu: bool) -> None:
 
 @DEVICES
 @TREES
-def test_an_eager_step(trees: bool, gpu: bool) -> None:
-    fixture = Verify(4, trees=trees, gpu=gpu)
+@pytest.mark.parametrize("sizes", [(), (2,)])
+def test_an_eager_step(sizes: tuple[int, ...], trees: bool, gpu: bool) -> None:
+    """Of four requests, without graphs, and with graphs of fewer."""
+    fixture = Verify(8, *sizes, trees=trees, gpu=gpu)
     assert_same(fixture.run(), fixture.expected())
     assert fixture.fallbacks == {}
     assert fixture.state.counters.steps_packed["verify"] == 1
