@@ -333,6 +333,7 @@ class Machine:
     flops32: float
     flops64: float
     flops128: float
+    key_tile: int
     lone_speedup: float
     warp_flops: float
     sibling: float

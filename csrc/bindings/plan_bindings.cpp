@@ -198,6 +198,7 @@ void bind_planner(py::module_& m) {
       .def_readwrite("flops32", &Machine::flops32)
       .def_readwrite("flops64", &Machine::flops64)
       .def_readwrite("flops128", &Machine::flops128)
+      .def_readwrite("key_tile", &Machine::key_tile)
       .def_readwrite("lone_speedup", &Machine::lone_speedup)
       .def_readwrite("warp_flops", &Machine::warp_flops)
       .def_readwrite("sibling", &Machine::sibling)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.kernel.mixed_steps import draw_verify
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
@@ -50,13 +51,13 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
         faster = makespan(plan, case.lengths, case.shape, device, {**H200, "bandwidth": 2 * H200["bandwidth"]})
-        # Another order of arrivals can leave one more combine to the end.
-        assert faster.seconds <= 1.02 * found.seconds + 2e-6
+        # Another order of arrivals can leave one more combine to the end, or begin a long tile beside another.
+        assert faster.seconds <= 1.07 * found.seconds + 2e-6
 
 
 def test_measured_times_are_met() -> None:
-    """Median absolute error over drawn batches whose seed was not fitted."""
-    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_dev6.json").read_text())
+    """Median absolute error over drawn batches and verify steps whose seeds were not fitted."""
+    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_81308660.json").read_text())
     rows = {row["key"]: row["baselines"]["prefixpack"] for row in measured["rows"]}
     errors = defaultdict(list)
     for case in draw_set(measured["seed"], measured["cases"]):
@@ -69,7 +70,22 @@ def test_measured_times_are_met() -> None:
         errors[case.family].append(abs(seconds * 1e6 / ours["cold_us"] - 1))
     assert sum(map(len, errors.values())) >= 200
     assert {family for family, found in errors.items() if np.median(found) > 0.1} == set()
-    assert np.median(np.concatenate(list(errors.values()))) <= 0.06
+    assert np.median(np.concatenate(list(errors.values()))) <= 0.05
+
+
+def test_measured_verify_steps_are_met() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/verify_4_159410291.json").read_text())
+    rows = {row["key"]: row for row in measured["rows"]}
+    errors = []
+    for step in draw_verify(measured["seed"], 70, measured["verify"]):
+        row = rows.get(step.case.key)
+        plan, lens, device = step.plan(slice(0, len(step.query_lens)))
+        if row is not None and (len(plan.items), plan.kv_tokens_packed) == (row["items"], row["kv_tokens_packed"]):
+            seconds = makespan(plan, lens, step.case.shape, device).seconds
+            errors.append(seconds * 1e6 / row["baselines"]["prefixpack"]["cold_us"])
+    assert len(errors) >= 20
+    assert np.median(np.abs(np.array(errors) - 1)) <= 0.05
+    assert np.mean(errors) == pytest.approx(1, abs=0.04)
 
 
 def cut(case: Case, levels: int) -> PrefixForest:
