@@ -276,6 +276,10 @@ class DeviceModel:
         combine_width: int = 1,
         combine_latency: float = 0.0,
         combine_fan_in: int = ...,
+        widest_flops: float = 0.0,
+        medium_flops: float = 0.0,
+        deferred_combine: float = 0.0,
+        deferred_combine_step: float = 0.0,
     ) -> None: ...
 
 class Plan:
