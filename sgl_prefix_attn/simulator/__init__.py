@@ -44,6 +44,9 @@ H200: dict[str, float] = {
 H200_KERNELS: dict[tuple[int, int], dict[str, float]] = {
     (128, 1): {
         "lone_speedup": 1.223,
+        "key_tile": 1,
+        "cta_combine_step": 1.011e-06,
+        "deferred_combine_step": 7e-07,
         "cta_start": 1.502e-06,
         "cta_end": 1.652e-06,
         "warp_start": 5.455e-06,
