@@ -27,6 +27,8 @@ from benchmarks.provenance import git_commit
 from benchmarks.serving.provenance import machine_name, package_versions
 
 OVERTIME = 3  # times a job's usual minutes, after which it hangs
+_MIXED = "-m benchmarks.kernel.mixed_steps"
+_POD = "prefixpack fa3 fa3_split flashinfer_batch_attention flashinfer_pod"  # compiles POD at first use
 _PYTEST = "-m pytest -q -m gpu"
 _SERVER = '--server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256"'
 _ROLLOUT = (
@@ -63,9 +65,10 @@ JOBS = (
     Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
-    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
-    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json"),
-    Job("mixed_steps", 3, "-m benchmarks.kernel.mixed_steps --seed 2 --cases 90 --out {out}.json"),
+    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json --resume"),
+    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json --resume"),
+    Job("mixed_steps", 4, f"{_MIXED} --seconds 210 --cases 120 --out {{out}}.json --resume"),
+    Job("mixed_steps_pod", 8, f"{_MIXED} --seconds 450 --cases 60 --ways {_POD} --out {{out}}.json --resume"),
     Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
     Job("rollout_4k", 6, f"{_ROLLOUT} --prompt-tokens 4096 --out {{out}}.json"),
     Job("rollout_16k", 7, f"{_ROLLOUT} --prompt-tokens 16384 --out {{out}}.json"),

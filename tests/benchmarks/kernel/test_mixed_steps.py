@@ -29,6 +29,18 @@ def test_a_dry_run_predicts_each_case(options: list[str], capsys: pytest.Capture
     assert all(np.isfinite(row["limit_us"]) and row["kv_tokens_packed"] >= row["kv_tokens_unique"] for row in rows)
 
 
+def test_a_run_goes_on_with_the_seed_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mixed.json"
+    out.write_text(json.dumps({"seed": 77, "verify": None, "rows": []}))
+    resumed = ["--list", "--cases", "3", "--resume", "--out", str(out)]
+    assert mixed_steps.main(resumed) == 0
+    assert [json.loads(line)["case"].split("/")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "77-0", "77-1", "77-2"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        mixed_steps.main([*resumed, "--verify", "4"])
+
+
 def test_the_model_of_fa3_meets_measured_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn batches whose seed was not fitted. Tiles and arithmetic of prefill rows are assumptions."""
     path = Path(__file__).parents[3] / "benchmarks/results/gpu_drawn.json"
