@@ -283,6 +283,7 @@ double Tiling::fit_workers(SplitLimits* best, double finish) {
   const double full = static_cast<double>(long_work_tiles(best->whole)) / static_cast<double>(workers);
   if (full > kFarFromFull || full * kFarFromFull < 1 || (full <= 1 && full > kFullEnough)) return finish;
   double low = std::max(shortest, best->whole * full / kFarFromFull), high = best->whole * full * kFarFromFull;
+  if (low >= high) return finish;
   for (int32_t i = 0; i < kHalvings; ++i) {
     const double middle = std::sqrt(low * high);
     (long_work_tiles(middle) <= workers ? high : low) = middle;
