@@ -29,6 +29,8 @@ from benchmarks.provenance import git_commit
 from benchmarks.serving.provenance import machine_name, package_versions
 
 OVERTIME = 3  # times a job's usual minutes, after which it hangs
+_MIXED = "-m benchmarks.kernel.mixed_steps"
+_POD = "prefixpack fa3 fa3_split flashinfer_batch_attention flashinfer_pod"  # compiles POD at first use
 _PYTEST = "-m pytest -q -m gpu"
 _SERVER = '--server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256"'
 _ROLLOUT = (
@@ -69,7 +71,10 @@ JOBS = (
     Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
-    Job("mixed_steps", 3, "-m benchmarks.kernel.mixed_steps --seed 2 --cases 90 --out {out}.json"),
+    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json --resume"),
+    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json --resume"),
+    Job("mixed_steps", 4, f"{_MIXED} --seconds 210 --cases 120 --out {{out}}.json --resume"),
+    Job("mixed_steps_pod", 8, f"{_MIXED} --seconds 450 --cases 60 --ways {_POD} --out {{out}}.json --resume"),
     Job(
         "rollout_start",
         7,
@@ -105,8 +110,6 @@ JOBS = (
     ),
     Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
-    Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json"),
-    Job("verify_8", 2, "-m benchmarks.kernel.mixed_steps --verify 8 --cases 150 --out {out}.json"),
     Job(
         "live_abtest",
         8,

@@ -269,6 +269,10 @@ class DeviceModel:
         combine_width: int = 1,
         combine_latency: float = 0.0,
         combine_fan_in: int = ...,
+        widest_flops: float = 0.0,
+        medium_flops: float = 0.0,
+        deferred_combine: float = 0.0,
+        deferred_combine_step: float = 0.0,
     ) -> None: ...
 
 class Plan:
@@ -326,6 +330,7 @@ class Machine:
     flops32: float
     flops64: float
     flops128: float
+    key_tile: int
     lone_speedup: float
     warp_flops: float
     sibling: float

@@ -1,7 +1,8 @@
 """Steps with several query rows a request on a GPU: mixed steps, and verify steps of speculative decoding.
 
     python -m benchmarks.kernel.mixed_steps --list
-    python -m benchmarks.kernel.mixed_steps --seed 1 --cases 40 --out build/mixed_steps.json
+    python -m benchmarks.kernel.mixed_steps --cases 90 --out build/mixed_steps.json --resume
+    python -m benchmarks.kernel.mixed_steps --cases 90 --ways prefixpack fa3 flashinfer_pod --out build/pod.json
     python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
     python -m sgl_prefix_attn calibrate --from decode.json:native,fa3 build/verify_4.json build/verify_8.json --out P
 
@@ -14,10 +15,11 @@ Baselines:
     split       decode rows packed, prefill rows by FA3 (mixed steps)
     fa3         all rows in one call, as SGLang runs a mixed or a verify step
     fa3_split   FA3 in two calls, one for prefill rows and one for decode rows (mixed steps)
-    flashinfer  BatchAttention over all rows
+    flashinfer_batch_attention  over all rows
+    flashinfer_pod              POD over batches: prefill and decode rows in one launch (mixed steps)
 
-FlashInfer's POD is absent: its wrapper takes the keys of the chunk as a tensor of their own. --list predicts
-`prefixpack` with the makespan simulator and needs no GPU.
+FlashInfer compiles POD at first use, which takes minutes: it runs only if --ways names it. --list predicts `prefixpack`
+with the makespan simulator and needs no GPU. --resume goes on with the file's seed and skips the cases that it has.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,10 @@ HEADS = (32, 8)
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
 CHECKED_ROWS = 8
-Run = Callable[[], torch.Tensor]
+POD, POD_WORKSPACE = "flashinfer_pod", 128 << 20
+WAYS = (OURS, "fa3", "flashinfer_batch_attention", "split", "fa3_split", POD)
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or prefill and decode rows apart
+Run = Callable[[], Output]
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,24 @@ class OnGpu:
         cache = fixture.k.unsqueeze(1), fixture.v.unsqueeze(1)
         return lambda: wrapper.run(self.q, cache, out=self.out, lse=lse)[0]
 
+    def pod(self) -> Run:
+        import flashinfer
+
+        fixture, (q_heads, kv_heads), prefills = self.fixture, self.step.case.heads, self.step.num_prefill
+        rows_of, kv, last = self.bounds.cpu(), fixture.kv_indptr.cpu(), torch.ones(len(self.step.query_lens))
+        first, cut = int(rows_of[prefills]), int(kv[prefills])
+        wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(
+            torch.empty(POD_WORKSPACE, dtype=torch.uint8, device=self.device), "NHD"
+        )
+        wrapper.plan(
+            rows_of[: prefills + 1], kv[: prefills + 1], fixture.kv_indices[:cut], last[:prefills].int(),
+            rows_of[prefills:] - first, kv[prefills:] - cut, fixture.kv_indices[cut:], last[prefills:].int(),
+            num_qo_heads=q_heads, num_kv_heads=kv_heads, head_dim=fixture.head_dim, page_size=1,
+            q_data_type=torch.bfloat16, kv_data_type=fixture.kv_dtype, sm_scale=fixture.scale,
+        )  # fmt: skip
+        cache = fixture.k.unsqueeze(1), fixture.v.unsqueeze(1)
+        return lambda: wrapper.run(self.q[:first], cache, self.q[first:], cache, causal_p=True)
+
     def ways(self) -> dict[str, Callable[[], Run]]:
         everything, prefill = slice(0, len(self.step.query_lens)), slice(0, self.step.num_prefill)
         decode = slice(self.step.num_prefill, len(self.step.query_lens))
@@ -199,10 +222,12 @@ class OnGpu:
         if self.step.num_prefill:
             found["split"] = lambda: _both(self.fa3(prefill), self.ours(decode))
             found["fa3_split"] = lambda: _both(self.fa3(prefill), self.fa3(decode))
+            found[POD] = self.pod
         return found
 
-    def error(self, out: torch.Tensor) -> float:
+    def error(self, out: Output) -> float:
         """Largest relative error of some rows, against dense attention in float32."""
+        out = out if isinstance(out, torch.Tensor) else torch.cat(out)
         fixture, case = self.fixture, self.step.case
         group = case.heads[0] // case.heads[1]
         worst = 0.0
@@ -216,18 +241,20 @@ class OnGpu:
 
 
 def _both(first: Run, second: Run) -> Run:
-    def run() -> torch.Tensor:
+    def run() -> Output:
         first()
         return second()
 
     return run
 
 
-def measure(step: RowsCase, pool: KvPool, timer: Timer) -> dict[str, Any]:
-    """Cold times of each baseline in microseconds; an error's message for one that failed."""
+def measure(step: RowsCase, pool: KvPool, timer: Timer, ways: Collection[str]) -> dict[str, Any]:
+    """Cold times of each of these baselines in microseconds; an error's message for one that failed."""
     on_gpu, row = OnGpu(step, pool, timer.device), described(step)
     found: dict[str, dict[str, Any]] = {}
     for name, make in on_gpu.ways().items():
+        if name not in ways:
+            continue
         try:
             run = make()
             on_gpu.out.fill_(torch.nan)
@@ -297,10 +324,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", type=int, metavar="N", help="verify steps of N drafts instead of mixed steps")
     parser.add_argument("--head-dim", type=int, help="only verify steps of this head size")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1], metavar="NAME",
+                        help=f"of {', '.join(WAYS)}; default: all but the last")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file of results")
+    parser.add_argument("--resume", action="store_true", help="go on with --out, if it is there")
     parser.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
     parser.add_argument("--list", action="store_true", help="print cases and predictions; needs no GPU")
     args = parser.parse_args(argv)
+    results: list[dict[str, Any]] = []
+    if args.resume and args.out is not None and args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        if before["verify"] != args.verify or args.seed not in (None, before["seed"]):
+            parser.error(f"{args.out} holds seed {before['seed']}, --verify {before['verify']}")
+        args.seed, results = before["seed"], before["rows"]
     if args.seed is None:
         args.seed = int.from_bytes(os.urandom(4), "little")
     steps = draw_verify(args.seed, args.cases, args.verify) if args.verify else draw_mixed(args.seed, args.cases)
@@ -312,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("mixed_steps: no CUDA device; this benchmark measures on one (try --list)", file=sys.stderr)
         return 2
-    begin, device, results = time.monotonic(), torch.device("cuda", 0), []
+    begin, device, known = time.monotonic(), torch.device("cuda", 0), {row["key"] for row in results}
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
     header = {
@@ -323,7 +359,9 @@ def main(argv: list[str] | None = None) -> int:
         for step in steps:
             if time.monotonic() - begin > args.seconds:
                 break
-            results.append(measure(step, pool, timer))
+            if step.case.key in known:
+                continue
+            results.append(measure(step, pool, timer, args.ways))
             print(json.dumps(results[-1]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps({**header, "rows": results}, indent=1) + "\n", encoding="utf-8")

@@ -102,42 +102,49 @@ void bind_planner(py::module_& m) {
            py::arg("partial_bytes"));
 
   py::class_<DeviceModel>(m, "DeviceModel")
-      .def(py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
-                       std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
-                       int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_parts, double narrow_reread,
-                       double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double combine_step,
-                       int32_t combine_rows, int32_t combine_width, double combine_latency, int32_t combine_fan_in) {
-             DeviceModel device;
-             device.workers = workers;
-             device.bandwidth = bandwidth;
-             device.flops = flops;
-             device.wide_rows = wide_rows;
-             device.wide_flops = wide_flops;
-             device.lone_speedup = lone_speedup;
-             device.combine_step = combine_step;
-             device.combine_rows = combine_rows;
-             device.combine_width = combine_width;
-             device.combine_latency = combine_latency;
-             device.combine_fan_in = combine_fan_in;
-             device.item_overhead = item_overhead;
-             device.reread = reread;
-             device.tile_rows = std::move(tile_rows);
-             device.narrow_rows = narrow_rows;
-             device.narrow_per_worker = narrow_per_worker;
-             device.narrow_to_fill = narrow_to_fill;
-             device.narrow_overhead = narrow_overhead;
-             device.narrow_parts = narrow_parts;
-             device.narrow_reread = narrow_reread;
-             device.overlap = overlap;
-             return device;
-           }),
-           py::kw_only(), py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"),
-           py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
-           py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_parts") = 1,
-           py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-           py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("combine_step") = 0.0,
-           py::arg("combine_rows") = 1, py::arg("combine_width") = 1, py::arg("combine_latency") = 0.0,
-           py::arg("combine_fan_in") = 1 << 30);
+      .def(
+          py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
+                      std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
+                      int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_parts, double narrow_reread,
+                      double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double combine_step,
+                      int32_t combine_rows, int32_t combine_width, double combine_latency, int32_t combine_fan_in,
+                      double widest_flops, double medium_flops, double deferred_combine, double deferred_combine_step) {
+            DeviceModel device;
+            device.workers = workers;
+            device.bandwidth = bandwidth;
+            device.flops = flops;
+            device.wide_rows = wide_rows;
+            device.wide_flops = wide_flops;
+            device.lone_speedup = lone_speedup;
+            device.combine_step = combine_step;
+            device.combine_rows = combine_rows;
+            device.combine_width = combine_width;
+            device.combine_latency = combine_latency;
+            device.combine_fan_in = combine_fan_in;
+            device.widest_flops = widest_flops;
+            device.medium_flops = medium_flops;
+            device.deferred_combine = deferred_combine;
+            device.deferred_combine_step = deferred_combine_step;
+            device.item_overhead = item_overhead;
+            device.reread = reread;
+            device.tile_rows = std::move(tile_rows);
+            device.narrow_rows = narrow_rows;
+            device.narrow_per_worker = narrow_per_worker;
+            device.narrow_to_fill = narrow_to_fill;
+            device.narrow_overhead = narrow_overhead;
+            device.narrow_parts = narrow_parts;
+            device.narrow_reread = narrow_reread;
+            device.overlap = overlap;
+            return device;
+          }),
+          py::kw_only(), py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"),
+          py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
+          py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_parts") = 1,
+          py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
+          py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("combine_step") = 0.0,
+          py::arg("combine_rows") = 1, py::arg("combine_width") = 1, py::arg("combine_latency") = 0.0,
+          py::arg("combine_fan_in") = 1 << 30, py::arg("widest_flops") = 0.0, py::arg("medium_flops") = 0.0,
+          py::arg("deferred_combine") = 0.0, py::arg("deferred_combine_step") = 0.0);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
@@ -198,6 +205,7 @@ void bind_planner(py::module_& m) {
       .def_readwrite("flops32", &Machine::flops32)
       .def_readwrite("flops64", &Machine::flops64)
       .def_readwrite("flops128", &Machine::flops128)
+      .def_readwrite("key_tile", &Machine::key_tile)
       .def_readwrite("lone_speedup", &Machine::lone_speedup)
       .def_readwrite("warp_flops", &Machine::warp_flops)
       .def_readwrite("sibling", &Machine::sibling)
@@ -233,7 +241,7 @@ void bind_planner(py::module_& m) {
         const Lens lens(*forest, seq_lens, query_lens);
         check_lens(*forest, lens.batch);
         static_cast<void>(Planner(shape, device, 0));  // refuses shapes and devices that cannot be
-        const CostModel cost(shape, device);
+        const CostModel cost(shape, device, lens.batch.is_verify(forest->num_requests));
         const Packing packing = pack_forest(*forest, lens.batch, cost);
         int32_t num_queries = 0;
         for (int32_t i = 0; i < forest->num_requests; ++i) num_queries += lens.batch.query_len(i);

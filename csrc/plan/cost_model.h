@@ -40,6 +40,11 @@ struct DeviceModel {
   double combine_latency = 0;      // seconds of a combine before its first step
   int32_t combine_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
   double overlap = 1;                // 1: a worker computes while it waits for KV; 0: one after the other
+
+  // Of verify steps; without them these have the costs of decode steps.
+  double widest_flops = 0, medium_flops = 0;  // multiply-adds count two: of the widest tiles, and of other wide ones
+  double deferred_combine = 0;                // seconds of a combine of four steps or more, which is deferred,
+  double deferred_combine_step = 0;           // and for each eight of its partials
 };
 
 // What a tile costs and takes, by its number of queries.
@@ -55,8 +60,10 @@ struct TileClass {
 // PAT section 5.1 (an intermediate is written and read once) with the group size, head size and width put in.
 class CostModel {
  public:
-  CostModel(const ModelShape& shape, const DeviceModel& device)
+  // verify: of a verify step, in which each request has as many query rows.
+  CostModel(const ModelShape& shape, const DeviceModel& device, bool verify = false)
       : device_(device),
+        verify_(verify && device.widest_flops > 0),
         group_(shape.group()),
         kv_heads_(shape.kv_heads),
         max_rows_(device.tile_rows.back()),
@@ -77,6 +84,7 @@ class CostModel {
   }
 
   int32_t group() const { return group_; }
+  bool verify() const { return verify_; }
   int32_t queries_per_tile() const { return queries_per_tile_; }
   // The most of `queries` that fill their tiles.
   int32_t whole_tiles(int32_t queries) const {
@@ -114,7 +122,11 @@ class CostModel {
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
-    return levels.count * (device_.combine_latency + device_.combine_step * (rows * levels.steps));
+    const int32_t steps = rows * levels.steps;
+    const double by_worker = levels.count * (device_.combine_latency + device_.combine_step * steps);
+    if (!verify_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
+    const int32_t turns = (partials + kDeferredWidth - 1) / kDeferredWidth;
+    return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);
   }
 
   // Of `queries`, at most queries_per_tile. Packs are chosen by these costs, which are linear in the length.
@@ -176,8 +188,11 @@ class CostModel {
 
  private:
   static constexpr double kMostPairedSpeed = 2;
+  static constexpr int32_t kDeferredSteps = 4, kDeferredWidth = 8;  // see deferral.h
   double flops_of(int32_t rows) const {
-    return device_.wide_rows > 0 && rows >= device_.wide_rows ? device_.wide_flops : device_.flops;
+    if (device_.wide_rows == 0 || rows < device_.wide_rows) return device_.flops;
+    if (!verify_) return device_.wide_flops;
+    return rows < max_rows_ ? device_.medium_flops : device_.widest_flops;
   }
 
   TileClass tile_of(int32_t rows) const {
@@ -223,6 +238,7 @@ class CostModel {
   double both(double a, double b) const { return std::max(a, b) + (1 - device_.overlap) * std::min(a, b); }
 
   DeviceModel device_;
+  bool verify_;
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;

@@ -80,7 +80,7 @@ class Simulation {
         const int32_t work_tile = classes_[stream].active.top().second;
         classes_[stream].active.pop();
         share_bandwidth();
-        events_.push({now_ + (is_narrow(work_tile) ? machine_.warp_end : machine_.cta_end), Kind::kArrive, work_tile});
+        events_.push({now_ + end_seconds(work_tile), Kind::kArrive, work_tile});
         continue;
       }
       const Event event = events_.top();
@@ -96,6 +96,14 @@ class Simulation {
  private:
   bool is_narrow(int32_t work_tile) const { return work_tile >= static_cast<int32_t>(cta_work_tiles_); }
 
+  // Of a work tile whose KV has arrived. A CTA multiplies the positions behind the last one as well.
+  double end_seconds(int32_t index) const {
+    if (is_narrow(index)) return machine_.warp_end;
+    const auto beyond = static_cast<int32_t>(item_tokens(plan_.items[list_[index].item]) % machine_.key_tile);
+    const int32_t padded = beyond == 0 ? 0 : machine_.key_tile - beyond;
+    return machine_.cta_end + padded * multiply_[list_[index].stream_class];
+  }
+
   static int32_t row_class(int32_t rows) { return rows <= 32 ? 0 : rows <= 64 ? 1 : 2; }
 
   void list_classes() {
@@ -105,6 +113,7 @@ class Simulation {
       const int32_t rows = kRows[i % kLone / 2];
       const double speedup = i < kLone ? 1.0 : machine_.lone_speedup;
       const double multiply = 4.0 * shape_.head_dim * rows / (flops[i % kLone / 2] * speedup / machine_.slots);
+      multiply_[i] = multiply;
       seconds_[i] = std::max(position_bytes_ / machine_.cta_rate, multiply);
     }
     const double multiply = 4.0 * shape_.head_dim * kWarpRows / (machine_.warp_flops / machine_.slots / machine_.warps);
@@ -200,11 +209,11 @@ class Simulation {
     const bool narrow = is_narrow(work_tile);
     if (!narrow && ++running_ctas_ <= machine_.slots / 2) list_[work_tile].stream_class += kLone;
     const double delay = narrow ? machine_.warp_start : machine_.cta_start;
-    const double end = narrow ? machine_.warp_end : machine_.cta_end;
     const double workers = static_cast<double>(machine_.slots) * (narrow ? machine_.warps : 1);
     const WorkTile& started = list_[work_tile];
     const double position = seconds_[started.stream_class];
-    work_ += (delay + static_cast<double>(item_tokens(plan_.items[started.item])) * position + end) / workers;
+    work_ += (delay + static_cast<double>(item_tokens(plan_.items[started.item])) * position + end_seconds(work_tile)) /
+             workers;
     events_.push({now_ + delay, Kind::kStream, work_tile});
   }
 
@@ -358,7 +367,8 @@ class Simulation {
   const ModelShape& shape_;
   const Machine& machine_;
   double position_bytes_;
-  std::array<double, kClasses> seconds_{};  // of a position by class, alone
+  std::array<double, kClasses> seconds_{};   // of a position by class, alone
+  std::array<double, kClasses> multiply_{};  // likewise, of its products
   std::array<StreamClass, kClasses> classes_;
   std::vector<WorkTile> list_;  // those for CTAs, then those for warps
   size_t cta_work_tiles_ = 0;
@@ -374,8 +384,9 @@ class Simulation {
 }  // namespace
 
 Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine) {
-  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_parts < 1 || machine.few_slots < 1) {
-    throw std::invalid_argument("slots, few_slots, warps and narrow_parts must be positive");
+  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_parts < 1 || machine.few_slots < 1 ||
+      machine.key_tile < 1) {
+    throw std::invalid_argument("slots, few_slots, warps, narrow_parts and key_tile must be positive");
   }
   for (double rate : {machine.bandwidth, machine.cta_rate, machine.warp_rate, machine.flops32, machine.flops64,
                       machine.flops128, machine.warp_flops, machine.sibling}) {

@@ -24,6 +24,7 @@ struct Machine {
   double warp_start = 0, warp_end = 0;                 // likewise
   double cta_rate = 1e12, warp_rate = 1e12;            // KV that one CTA or warp can read
   double flops32 = 1, flops64 = 1, flops128 = 1;       // operations per second of all slots, by rows of the tile
+  int32_t key_tile = 1;                                // positions of a CTA's KV tile: it multiplies all of the last
   double lone_speedup = 1;                             // of a CTA whose SM runs no other, by multiplying
   double warp_flops = 1;                               // likewise, of all warps: eight rows
   double sibling = 1;                                  // share of the bytes that a sibling tile takes of the bandwidth

@@ -1,12 +1,14 @@
 // Cuts a forest into packs: which nodes are read on their own, which are read together with the nodes below.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "plan/cost_model.h"
 #include "plan/forest.h"
+#include "plan/params.h"
 
 namespace prefixpack {
 
@@ -31,6 +33,11 @@ struct BatchLens {
   const int64_t* query_lens;  // nullptr: all 1
   int32_t query_len(int32_t request) const {
     return query_lens == nullptr ? 1 : static_cast<int32_t>(query_lens[request]);
+  }
+  // Whether each of so many requests has as many, as in a verify step, and more than one.
+  bool is_verify(int32_t requests) const {
+    return requests > 0 && query_lens != nullptr && query_lens[0] > 1 && query_lens[0] <= kMaskedPositions &&
+           std::all_of(query_lens, query_lens + requests, [this](int64_t n) { return n == query_lens[0]; });
   }
 };
 

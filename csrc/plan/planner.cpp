@@ -29,6 +29,9 @@ const DeviceModel& checked(const DeviceModel& device) {
   require(device.bandwidth > 0 && device.flops > 0, "bandwidth and flops must be positive");
   require(device.wide_rows == 0 || device.wide_flops > 0, "wide_flops must be positive");
   require(device.item_overhead >= 0 && device.narrow_overhead >= 0, "item_overhead or narrow_overhead is negative");
+  require(device.widest_flops >= 0 && (device.widest_flops == 0 || device.medium_flops > 0),
+          "widest_flops is negative, or medium_flops is not positive beside it");
+  require(device.deferred_combine >= 0 && device.deferred_combine_step >= 0, "a time of deferred combines is negative");
   require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
   require(device.narrow_reread >= 0 && device.narrow_reread <= 1, "narrow_reread must lie in 0 .. 1");
   require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
@@ -61,7 +64,7 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
 }
 
 Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth)
-    : cost_(checked(shape), checked(device)), packer_(cost_), scheduler_(cost_), max_growth_(max_growth) {
+    : one_row_(checked(shape), checked(device), false), verify_(shape, device, true), max_growth_(max_growth) {
   require(max_growth >= 0, "max_growth " + std::to_string(max_growth) + " is negative");
 }
 
@@ -94,7 +97,8 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   check_lens(*forest, lens);
   require(forest->depth <= kMaxDepth, "the forest is " + std::to_string(forest->depth) +
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
-  Schedule schedule = scheduler_.make(*forest, lens, packer_.pack(*forest, lens));
+  Costs& costs = lens.is_verify(forest->num_requests) ? verify_ : one_row_;
+  Schedule schedule = costs.scheduler.make(*forest, lens, costs.packer.pack(*forest, lens));
   forest_.reset();  // without memory for what follows, no plan is reused
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
   planned_query_lens_.clear();

@@ -34,14 +34,20 @@ class Planner {
   double plan_seconds() const { return plan_seconds_; }
   // KV positions of the batch last planned or reused, at its current lengths.
   KvTokens kv_tokens() const { return kv_tokens_; }
-  const CostModel& cost() const { return cost_; }
 
  private:
   bool reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens, const int64_t* query_lens);
 
-  CostModel cost_;
-  ForestPacker packer_;
-  Scheduler scheduler_;
+  // Of steps with costs of their own, see CostModel.
+  struct Costs {
+    Costs(const ModelShape& shape, const DeviceModel& device, bool verify)
+        : cost(shape, device, verify), packer(cost), scheduler(cost) {}
+    CostModel cost;
+    ForestPacker packer;
+    Scheduler scheduler;
+  };
+
+  Costs one_row_, verify_;
   int32_t max_growth_;
   std::shared_ptr<const Forest> forest_;
   std::shared_ptr<const Plan> plan_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 
 namespace prefixpack {
@@ -19,6 +20,11 @@ constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.3
 constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
+// Of verify steps.
+constexpr int32_t kFirstOfVerify = 2;                     // of kShares: longer work tiles never won
+constexpr double kFarFromFull = 1.5, kFullEnough = 0.97;  // work tiles over those that fit
+constexpr int32_t kHalvings = 4;                          // of the range in which the longest work tile is searched
+constexpr double kWorthFitting = 0.98;                    // of the time with other splits
 
 }  // namespace
 
@@ -258,12 +264,43 @@ double Tiling::finish_time(const SplitLimits& limits, double limit) {
   return last_finish_;
 }
 
+int64_t Tiling::long_work_tiles(double longest) const {
+  int64_t items = 0;
+  for (int32_t i : splittable_) {
+    const Tile* const lead = begin() + i;
+    if (lead->first_of_pack && !is_narrow(*lead)) {
+      items += num_splits(*lead, splits(*lead, longest)) * (pack_end(lead) - lead);
+    }
+  }
+  return items * cost_->kv_heads();
+}
+
+// A few work tiles more than the workers take at a time make all wait for them, and a few less leave workers idle.
+double Tiling::fit_workers(SplitLimits* best, double finish) {
+  const int64_t workers = narrow_prevails() ? cost_->workers() / 2 : cost_->workers();
+  const double shortest = kShares.back() * share();  // of a split; shorter tiles are not in splittable_
+  if (longest_tile_ <= shortest || finish <= kEvenEnough * even()) return finish;
+  const double full = static_cast<double>(long_work_tiles(best->whole)) / static_cast<double>(workers);
+  if (full > kFarFromFull || full * kFarFromFull < 1 || (full <= 1 && full > kFullEnough)) return finish;
+  double low = std::max(shortest, best->whole * full / kFarFromFull), high = best->whole * full * kFarFromFull;
+  if (low >= high) return finish;
+  for (int32_t i = 0; i < kHalvings; ++i) {
+    const double middle = std::sqrt(low * high);
+    (long_work_tiles(middle) <= workers ? high : low) = middle;
+  }
+  const SplitLimits limits{high, std::min(best->narrow, high)};
+  const double limit = kWorthFitting * finish, time = finish_time(limits, limit);
+  if (time >= limit) return finish;
+  *best = limits;
+  return time;
+}
+
 // Chooses the split with which the last worker is done first. More splits bring more partials, and estimates err, so a
 // finer split has to save something.
 void Tiling::choose_split(int32_t nearby) {
   SplitLimits best{longest_, longest_};
   double finish = finish_time(best, std::numeric_limits<double>::infinity());
-  int32_t first = 0, last = static_cast<int32_t>(kShares.size()) - 1;
+  int32_t first = cost_->verify() ? kFirstOfVerify : 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
     first = std::max(first, nearby - kNearbyShares);
     last = std::min(last, nearby + kNearbyShares);
@@ -276,6 +313,7 @@ void Tiling::choose_split(int32_t nearby) {
     const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
     if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
+  if (cost_->verify() && nearby < 0) finish = fit_workers(&best, finish);
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
     if (finish <= kEvenEnough * even()) break;

@@ -18,6 +18,7 @@ METHOD = (
     "refined until they stand for errors of the logarithm"
 )
 _REFINEMENTS = 30
+_LEAST_APART = 10  # cases in which a term has to differ from the first, which is 1, to be told apart from it
 _DIGITS = 6
 
 
@@ -58,8 +59,12 @@ def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int 
 def fit_coefficients(terms: Array, times: Array) -> Array:
     """Coefficients with small logarithmic errors.
 
-    For small errors, (p - t)^2 / (p t) approximates log(p / t)^2; the weights 1 / (p t) are refined iteratively.
+    For small errors, (p - t)^2 / (p t) approximates log(p / t)^2; the weights 1 / (p t) are refined iteratively. A term
+    that is 1 in nearly all cases, as `shares` is without those that share nothing, would take what a launch costs.
     """
+    constant = (terms != terms[:, :1]).sum(axis=0) < _LEAST_APART
+    constant[0] = False
+    terms = np.where(constant, 0.0, terms)
     weights = 1.0 / times
     for _ in range(_REFINEMENTS):
         coefficients = non_negative_least_squares(terms * weights[:, None], times * weights)

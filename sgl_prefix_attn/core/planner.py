@@ -55,13 +55,15 @@ class _KernelFigures(NamedTuple):
     wide_flops: float  # of more rows, with WGMMA
     wide_mma_flops: float  # of more rows, with mma.sync
     warps_to_fill: int
+    widest_flops: float = 0.0  # of 128 rows, with WGMMA, in verify steps; 0: not fitted
+    medium_flops: float = 0.0  # likewise, of 64 rows
 
 
 # By head_dim and bytes of a KV element. Fitted with the simulator to drawn batches on an H200. Exceptions with fp8 KV:
 # wide_flops are not fitted, and nothing of head_dim 64 and 256 was measured: `flops` are those of 16 bits.
 _H200_KERNELS = {
     (64, 2): _KernelFigures(146e12, 560e12, 235e12, 4),
-    (128, 2): _KernelFigures(183e12, 600e12, 183e12, 3),
+    (128, 2): _KernelFigures(183e12, 600e12, 183e12, 3, 550e12, 315e12),
     (256, 2): _KernelFigures(220e12, 390e12, 215e12, 1),
     (64, 1): _KernelFigures(146e12, 400e12, 235e12, 5),
     (128, 1): _KernelFigures(185e12, 450e12, 270e12, 5),
@@ -115,6 +117,10 @@ class DeviceModel:
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
         wide_rows: fewest rows of a wide tile, which computes at `wide_flops`; 0 for none.
         wide_flops: floating-point operations per second of all workers at wide tiles.
+        widest_flops: at the widest tiles in verify steps; 0: these have no costs of their own.
+        medium_flops: likewise, at other wide tiles.
+        deferred_combine: seconds of a combine of four steps or more, in verify steps.
+        deferred_combine_step: and per eight of its partials.
     """
 
     workers: int
@@ -138,6 +144,10 @@ class DeviceModel:
     combine_width: int = 1
     combine_latency: float = 0.0
     combine_fan_in: int = 1 << 30
+    widest_flops: float = 0.0
+    medium_flops: float = 0.0
+    deferred_combine: float = 0.0
+    deferred_combine_step: float = 0.0
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -190,6 +200,7 @@ class DeviceModel:
         warps_to_fill = max(1, round(kernels.warps_to_fill * rates.bandwidth_per_sm * 2 / ctas_per_sm))
         wide_flops = kernels.wide_flops if warpgroup_products else kernels.wide_mma_flops
         clocks = rates.sm_clocks / H200_RATES.sm_clocks
+        of_verify = clocks if warpgroup_products and max_tile_rows == 128 else 0.0
         return cls(
             workers=ctas_per_sm * sm_count,
             bandwidth=rates.bandwidth,
@@ -211,6 +222,10 @@ class DeviceModel:
             combine_width=4,
             combine_latency=1.5e-6,
             combine_fan_in=_native.combine_fan_in,
+            widest_flops=min(of_verify * kernels.widest_flops, rates.most_flops),
+            medium_flops=min(of_verify * kernels.medium_flops, rates.most_flops),
+            deferred_combine=5e-6,
+            deferred_combine_step=0.5e-6,
         )
 
 

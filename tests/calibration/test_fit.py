@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.calibration.fit import fit_kernel, non_negative_least_squares
+from sgl_prefix_attn.calibration.fit import fit_coefficients, fit_kernel, non_negative_least_squares
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.judge import Candidate, Verdict, candidate, judge, outcomes, profile_choice
 from sgl_prefix_attn.calibration.sources import Source, gather, simulated_times
@@ -82,6 +82,13 @@ def test_times_behind_made_up_coefficients_are_predicted() -> None:
         assert CostModel("stock", fitted.us).microseconds(another.step, SHAPE) == pytest.approx(
             another.stock["fa3"], rel=1e-3
         )
+
+
+@pytest.mark.parametrize(("unshared", "sharing"), [(2, 0.0), (20, 3.0)])
+def test_sharing_costs_nothing_where_nearly_all_steps_share(unshared: int, sharing: float) -> None:
+    """It could be the launch as well, which a step without sharing would then not have."""
+    terms = np.stack([np.ones(60), np.arange(60) >= unshared, np.arange(60.0)], axis=1)
+    assert fit_coefficients(terms, terms @ [12.0, 3.0, 2.0])[1] == pytest.approx(sharing)
 
 
 def test_a_fit_counts_the_ctas_of_its_own_gpu() -> None:

@@ -82,5 +82,5 @@ def test_simulated_times_judge_margins_but_are_not_fitted() -> None:
 
     cases = [case(number, number < 60) for number in range(80)]
     assert margins_of(cases) == {"native": {"fa3": LEAST_PERCENT}}
-    slow = {one.key: 1.05 * one.stock["fa3"] for one in cases[60:]}
+    slow = {one.key: 1.09 * one.stock["fa3"] for one in cases[60:]}
     assert margins_of(cases, {"native": slow})["native"]["fa3"] > LEAST_PERCENT

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.kernel.mixed_steps import RowsCase, draw_verify
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import h200_model
-from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
+from sgl_prefix_attn.core.planner import KV_END, OPEN_END, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, makespan
 from sgl_prefix_attn.workloads import draw_set
 from sgl_prefix_attn.workloads.case import Case
@@ -50,13 +52,13 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
         faster = makespan(plan, case.lengths, case.shape, device, {**H200, "bandwidth": 2 * H200["bandwidth"]})
-        # Another order of arrivals can leave one more combine to the end.
-        assert faster.seconds <= 1.02 * found.seconds + 2e-6
+        # Another order of arrivals can leave one more combine to the end, or begin a long tile beside another.
+        assert faster.seconds <= 1.07 * found.seconds + 2e-6
 
 
 def test_measured_times_are_met() -> None:
-    """Median absolute error over drawn batches whose seed was not fitted."""
-    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_dev6.json").read_text())
+    """Median absolute error over drawn batches and verify steps whose seeds were not fitted."""
+    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_81308660.json").read_text())
     rows = {row["key"]: row["baselines"]["prefixpack"] for row in measured["rows"]}
     errors = defaultdict(list)
     for case in draw_set(measured["seed"], measured["cases"]):
@@ -69,7 +71,44 @@ def test_measured_times_are_met() -> None:
         errors[case.family].append(abs(seconds * 1e6 / ours["cold_us"] - 1))
     assert sum(map(len, errors.values())) >= 200
     assert {family for family, found in errors.items() if np.median(found) > 0.1} == set()
-    assert np.median(np.concatenate(list(errors.values()))) <= 0.06
+    assert np.median(np.concatenate(list(errors.values()))) <= 0.05
+
+
+def verify_plan(step: RowsCase, **costs: float) -> tuple[Plan, float]:
+    """And its simulated seconds. costs: of the planner."""
+    lens, new, device = step.case.lengths, step.query_lens, h200_model(step.case.shape)
+    forest = PrefixForest.from_paths(step.case.paths, prefix_lens=(lens - new).tolist())
+    plan = Planner(step.case.shape, replace(device, **costs)).plan(forest, lens, new)  # type: ignore[arg-type]
+    return plan, makespan(plan, lens, step.case.shape, device).seconds
+
+
+def test_measured_verify_steps_are_met() -> None:
+    """Their plans were made with the costs of decode steps."""
+    measured = json.loads((ROOT / "benchmarks/results/verify_4_159410291.json").read_text())
+    rows = {row["key"]: row for row in measured["rows"]}
+    steps = [step for step in draw_verify(measured["seed"], 70, measured["verify"]) if step.case.key in rows]
+    ratios = []
+    for step in steps:
+        plan, seconds = verify_plan(step, widest_flops=0.0)
+        row = rows[step.case.key]
+        assert (len(plan.items), plan.kv_tokens_packed) == (row["items"], row["kv_tokens_packed"])
+        ratios.append(seconds * 1e6 / row["baselines"]["prefixpack"]["cold_us"])
+    assert len(steps) == 48
+    assert np.median(np.abs(np.array(ratios) - 1)) <= 0.05
+    assert np.mean(ratios) == pytest.approx(1, abs=0.03)
+
+
+def test_verify_steps_are_sooner_with_costs_of_their_own() -> None:
+    """By the simulator, on a seed that they were not tuned on; the splits of one long document fill the workers."""
+    steps = [step for drafts in (4, 8) for step in draw_verify(73, 60, drafts) if step.case.head_dim == 128]
+    times = [[verify_plan(step, **costs)[1] for costs in ({"widest_flops": 0.0}, {})] for step in steps]
+    gains = [before / now for before, now in times]
+    assert np.exp(np.mean(np.log(gains))) > 1.015
+    assert np.mean(np.array(gains) < 0.95) < 0.03
+    document = Case("long", (16, 2), (((0, 0, 36_453),),) * 18, (36_470,) * 18)
+    plan, _ = verify_plan(RowsCase(document, np.full(18, 4), 0))
+    splits = int((plan.items[:, KV_END] != OPEN_END).sum())
+    assert 0.85 * 132 < splits <= 132, "two KV heads, 264 workers"
 
 
 def cut(case: Case, levels: int) -> PrefixForest:
