@@ -214,14 +214,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--model", help="model folder or name (default: a tiny random-weight Llama on the CPU)")
-    result.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with --model, else cpu")
     result.add_argument("--backends", default="prefixpack,fa3,flashinfer", metavar="A,B,...")
-    result.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024], metavar="N", help="median (1024)")
     result.add_argument("--output-tokens", type=int, default=700, metavar="N", help="mean (700)")
     result.add_argument("--groups", type=int, default=256, metavar="N", help="prompts (256)")
-    result.add_argument("--samples", type=int, default=16, metavar="N", help="requests per prompt (16)")
-    result.add_argument("--running", type=int, default=256, metavar="N", help="--max-running-requests (256)")
     result.add_argument("--window", type=float, default=30.0, metavar="S", help="seconds measured per run (30)")
     result.add_argument(
         "--profile-steps", type=int, default=0, metavar="N", help="steps to trace after the window (0: none)"
@@ -230,6 +225,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--seconds", type=float, default=570.0, metavar="S", help="start no server later than this (570)"
     )
+    add_common_arguments(result)
+    return result
+
+
+def add_common_arguments(result: argparse.ArgumentParser) -> None:
+    """Arguments of all benchmarks whose requests are those of `rollout_requests`."""
+    result.add_argument("--model", help="model folder or name (default: a tiny random-weight Llama on the CPU)")
+    result.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with --model, else cpu")
+    result.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024], metavar="N", help="median (1024)")
+    result.add_argument("--samples", type=int, default=16, metavar="N", help="requests per prompt (16)")
+    result.add_argument("--running", type=int, default=256, metavar="N", help="--max-running-requests (256)")
     result.add_argument("--seed", type=int, help="default: drawn from the system and recorded")
     result.add_argument("--context-length", type=int, help="default: the model's")
     result.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
@@ -241,7 +247,6 @@ def parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="keep the runs and the seed of --out and add what is missing"
     )
     result.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
-    return result
 
 
 def server_options(args: argparse.Namespace, model: str, backend: Backend) -> ServerOptions:

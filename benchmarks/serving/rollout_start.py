@@ -17,16 +17,22 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.provenance import git_commit
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import UsageError, parse_backends
 from benchmarks.serving.report import aligned
-from benchmarks.serving.rollout import Rollout, has_run, opened, rollout_requests, server_options, write
+from benchmarks.serving.rollout import (
+    Rollout,
+    add_common_arguments,
+    has_run,
+    opened,
+    rollout_requests,
+    server_options,
+    write,
+)
 from benchmarks.serving.step_log import read_steps
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.server import Server, ServerError, serve
@@ -65,25 +71,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--model", help="model folder or name (default: a tiny random-weight Llama on the CPU)")
-    result.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with --model, else cpu")
     result.add_argument("--backends", default="prefixpack[shared_prefill=1],prefixpack", metavar="A,B,...")
-    result.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024], metavar="N", help="median (1024)")
     result.add_argument("--output-tokens", type=int, default=64, metavar="N", help="mean (64)")
     result.add_argument("--groups", type=int, default=16, metavar="N", help="prompts (16)")
-    result.add_argument("--samples", type=int, default=16, metavar="N", help="requests per prompt (16)")
-    result.add_argument("--running", type=int, default=256, metavar="N", help="--max-running-requests (256)")
     result.add_argument("--times", type=int, default=3, metavar="N", help="runs of each, with an empty cache (3)")
     result.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds a run may take (300)")
-    result.add_argument("--seed", type=int, help="default: drawn from the system and recorded")
-    result.add_argument("--context-length", type=int, help="default: the model's")
-    result.add_argument("--load-format", default="auto", help="e.g. dummy: random weights, no weight files needed")
-    result.add_argument("--server-args", default="", help="more arguments for every server, as one quoted string")
-    result.add_argument("--start-seconds", type=float, default=300.0, help="until a server must be ready (300)")
-    result.add_argument("--logs", type=Path, default=Path("build/serving-logs"), help="folder of the servers' logs")
-    result.add_argument("--out", type=Path, help="JSON file of results")
-    result.add_argument("--resume", action="store_true", help="keep runs and seed of --out and add what is missing")
-    result.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
+    add_common_arguments(result)
     return result
 
 

@@ -204,7 +204,7 @@ class CudaExecutor:
             kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
             # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self.drafts == 1 else 3) * tokens + 4096 + 2 * self._prefill_tokens,
+            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + 2 * self._prefill_tokens,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------

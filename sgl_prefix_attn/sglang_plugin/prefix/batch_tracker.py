@@ -145,6 +145,7 @@ class BatchTracker:
         # Requests prefilled since the last change of the decode batch. Weak: a server that only prefills never clears
         # them, and they hold device memory.
         self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._prefills = 0  # that were added; how many are alive depends on each rank's garbage collection
 
     @property
     def restarts(self) -> int:
@@ -227,6 +228,7 @@ class BatchTracker:
         if state is None:
             state = self._from_scratch(requests, drafts, prefix_lens, mirror)
         self._prefilled.clear()
+        self._prefills = 0
         self._decode = state
         return state.step
 
@@ -294,8 +296,10 @@ class BatchTracker:
         mode: Mode = "decode" if as_decode else "mixed" if num_decode else "extend"
         # A mixed step changes no node of the requests that decode.
         self._prefilled.update(requests[: len(requests) - num_decode])
-        if len(self._prefilled) > _MOST_PREFILLED:
+        self._prefills += len(requests) - num_decode
+        if self._prefills > _MOST_PREFILLED:
             self._prefilled.clear()
+            self._prefills = 0
             self._decode = None
         if as_decode and num_decode:  # the next decode batch has the same requests
             return self._decode_step(batch, mirror)
