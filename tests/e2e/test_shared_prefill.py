@@ -20,22 +20,22 @@ SAMPLES = 8
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("--chunked-prefill-size", "512"), id="chunked"),
-        pytest.param(("--chunked-prefill-size", "128", "--enable-mixed-chunk"), id="mixed", marks=pytest.mark.slow),
-        pytest.param(("--disable-overlap-schedule",), id="no overlap", marks=pytest.mark.slow),
-    ],
+    ("chunk", "arguments"),
+    [("512", ()), pytest.param("128", ("--enable-mixed-chunk", "--disable-overlap-schedule"), marks=pytest.mark.slow)],
 )
 def test_groups_that_arrive_at_once(
-    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary, arguments: tuple[str, ...]
+    launch: Launch,
+    expected: Callable[[Sequence[Request]], Tokens],
+    vocabulary: Vocabulary,
+    chunk: str,
+    arguments: tuple[str, ...],
 ) -> None:
     prompts = [Request(f"group-{index}", vocabulary.tokens(700, 3, index), 6) for index in range(3)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
     requests = [
         dataclasses.replace(prompt, name=f"{prompt.name}-{sample}") for prompt in prompts for sample in range(SAMPLES)
     ]
-    with launch(BACKEND, *arguments, environment=SHARED) as server:
+    with launch(BACKEND, "--chunked-prefill-size", chunk, *arguments, environment=SHARED) as server:
         answers = replay(server.url, requests)
         state = server.packing_state()
     assert [tokens for (tokens,) in tokens_of(answers)] == [stock[request.prompt] for request in requests]
