@@ -28,7 +28,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from sgl_prefix_attn.demo.client import Answer, RequestError, Sample, replay
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
+Arguments = Sequence[str] | None
 PROMPT_SIGMA = 0.3
 FEWEST_TOKENS = 8
 CPU_POOL_TOKENS = 16384
@@ -351,13 +352,18 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(aligned(rows)) if len(rows) > 1 else "nothing was measured"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+def exit_status(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Arguments) -> int:
+    """Runs a command; wrong arguments are a message and status 2."""
+    args = command.parse_args(argv)
     try:
         return run(args)
     except (UsageError, ValueError) as error:
-        print(f"benchmarks.serving.rollout: {error}", file=sys.stderr)
+        print(f"{command.prog.removeprefix('python -m ')}: {error}", file=sys.stderr)
         return 2
+
+
+def main(argv: Arguments = None) -> int:
+    return exit_status(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 
 Prompts and outputs are drawn as those of `benchmarks.serving.rollout`. Reported are how often a prompt was computed
 (1 at best), the time to the first token, the seconds until all have theirs and until the end, output tokens per second,
-and how many samples have the tokens that the first backend gave. Each of --times runs has an empty cache; rows are
-medians. The file is rewritten after every server; --resume skips what it has. Without --model a tiny model on the CPU
-is used.
+and how many samples have the tokens of the first backend that the same command ran. Times are seconds. Each of --times
+runs has an empty cache; rows are medians. The file is rewritten after every server; --resume skips what it has. Without
+--model a tiny model on the CPU is used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any
 import aiohttp
 
 from benchmarks.serving.__main__ import model_of
-from benchmarks.serving.backends import UsageError, parse_backends
+from benchmarks.serving.backends import parse_backends
 from benchmarks.serving.report import aligned
 from benchmarks.serving.rollout import (
+    Arguments,
     Rollout,
     add_common_arguments,
+    exit_status,
     has_run,
     opened,
     rollout_requests,
@@ -121,13 +123,8 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(aligned(rows)) if len(rows) > 1 else "nothing was measured"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except (UsageError, ValueError) as error:
-        print(f"benchmarks.serving.rollout_start: {error}", file=sys.stderr)
-        return 2
+def main(argv: Arguments = None) -> int:
+    return exit_status(parser(), run, argv)
 
 
 if __name__ == "__main__":

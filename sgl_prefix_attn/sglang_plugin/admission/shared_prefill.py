@@ -1,7 +1,7 @@
 """Computes a prefix that several waiting requests share once.
 
-A prompt's KV is in the radix tree when its prefill has been launched, or, with overlap scheduling, one step later.
-SGLang admits the other samples of the prompt before that, and each of them computes the whole prompt again. A hook
+A prompt's KV enters the radix tree after its prefill step; with overlap scheduling, one step later. SGLang admits the
+other samples of the prompt before that, and each of them computes the whole prompt again. A hook
 AROUND `PrefillAdder.add_one_req` passes over such a request while another one computes its prefix. The request keeps
 its place in the queue, and requests behind it may be admitted. It finds the prefix in the tree a round or two later.
 
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
-# Tokens that may be computed twice beside one prefill before requests wait for it: about what a prefill step costs.
+# Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step. The
+# number is a guess: no GPU has measured where the two are equal.
 WORTH_WAITING: Final = 256
 # Tokens of requests that are passed over in one round of admission, each with so many more for itself. SGLang matches
 # each of them with its tree.
@@ -145,7 +146,7 @@ class SharedPrefill:
             if prefill.recomputed + common < WORTH_WAITING:
                 self._beside = prefill, common
                 return False
-            if not _can_use(request, depth + common) or not (adder.can_run_list or _anything_runs(adder)):
+            if not _can_use(request, depth + common) or not (adder.can_run_list or versions.anything_runs(adder)):
                 return False
             self._passed_over += PASSED_OVER + len(tokens)
             self._counters.shared_prefill_waits += 1
@@ -209,7 +210,3 @@ def _can_use(request: Any, tokens: int) -> bool:
     if getattr(request, "input_embeds", None) is not None:  # its token ids are placeholders
         return False
     return not request.return_logprob or request.logprob_start_len < 0 or request.logprob_start_len >= tokens
-
-
-def _anything_runs(adder: Any) -> bool:
-    return adder.running_batch is not None and not adder.running_batch.is_empty()

@@ -307,3 +307,8 @@ def matched_tokens(request: Any) -> int:
     """Tokens of a waiting request that SGLang has found in its radix tree."""
     indices = getattr(request, "prefix_indices", None)  # up to 0.5.21
     return int(request.prefix_len) if indices is None else len(indices)
+
+
+def anything_runs(adder: Any) -> bool:
+    """Whether requests decode while SGLang's PrefillAdder admits others."""
+    return adder.running_batch is not None and not adder.running_batch.is_empty()

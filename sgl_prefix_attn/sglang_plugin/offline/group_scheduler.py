@@ -136,7 +136,7 @@ class GroupScheduler:
     def should_wait(self, adder: Any, request: Any) -> bool:
         """Whether an offline request that has just been matched with the cache is better not admitted now."""
         turn = self._turns.get(request)
-        if turn is None or not (adder.can_run_list or _anything_runs(adder)):
+        if turn is None or not (adder.can_run_list or versions.anything_runs(adder)):
             return False
         matched = versions.matched_tokens(request)
         if matched + WORTH_WAITING_FOR < turn.coming:
@@ -206,7 +206,3 @@ def _possible(request: Any, place: Place) -> Place:
 def _first_come_first_served(policy: Any) -> bool:
     """Another policy, or priorities, are the user's own wish for an order."""
     return getattr(policy.policy, "value", policy.policy) == "fcfs" and not policy.enable_priority_scheduling
-
-
-def _anything_runs(adder: Any) -> bool:
-    return adder.running_batch is not None and not adder.running_batch.is_empty()

@@ -25,7 +25,7 @@ def run_of(label: str, *tokens: list[int], kv: KVReads | None = None, workload: 
 
 
 def test_results_hold_no_path_of_a_machine() -> None:
-    text = "--model /root/site/llama --logs=/tmp/x/logs org/model http://127.0.0.1:30000/v1 ['rl:16', '/work/trace']"
+    text = "--model /srv/models/llama --logs=/var/x/logs org/model http://127.0.0.1:30000/v1 ['rl:16', '/srv/trace']"
     stripped = "--model llama --logs=logs org/model http://127.0.0.1:30000/v1 ['rl:16', 'trace']"
     assert without_folders(text) == stripped
     for path in (Path(command.__file__).parents[1] / "results").glob("*.json"):
