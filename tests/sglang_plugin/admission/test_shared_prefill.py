@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from benchmarks.offline.replay import Job, Replay
 from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
-from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import WORTH_WAITING, SharedPrefill
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # Other releases are covered by tests/e2e/test_shared_prefill.py.
@@ -45,8 +45,10 @@ def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> No
     result = replay.run(jobs)
     assert (replay.shared_prefill.failures, result.finished) == (0, len(jobs))
     if not tight:  # else prompts are evicted and computed again; some tokens are not worth waiting for
-        assert result.computed_tokens <= distinct + len(jobs) + 8 * WORTH_WAITING + 33 * len(jobs)
-        assert result.computed_tokens <= plain.computed_tokens
+        short = sum(len(job.prompt) for job in jobs if len(job.prompt) <= LEAST_COMMON + 1)
+        assert result.computed_tokens <= distinct + len(jobs) + short + 8 * WORTH_WAITING
+        if both == {"max_running": 256, "window": None}:  # many samples arrive at once
+            assert result.computed_tokens < 0.8 * plain.computed_tokens
 
 
 class Admission:
