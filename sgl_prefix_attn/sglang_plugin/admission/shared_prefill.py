@@ -31,6 +31,8 @@ WORTH_WAITING: Final = 256
 # each of them with its tree.
 MOST_PASSED_OVER: Final = 1 << 18
 PASSED_OVER: Final = 1 << 10
+# Tokens of the keys by which prefills are found.
+_KEY_TOKENS: Final = (WORTH_WAITING, WORTH_WAITING // 2, WORTH_WAITING // 4, LEAST_COMMON)
 # Rounds after which a prefill without progress counts as lost. A prefill ends within two.
 _ROUNDS: Final = 3
 
@@ -98,8 +100,8 @@ class SharedPrefill:
         self.failures = 0
         self._counters = counters
         self._prefills: list[_Prefill] = []
-        # By node, namespace and the first tokens behind the node. A prefill holds its node, so no other has its id.
-        self._by_key: dict[tuple[Any, ...], list[_Prefill]] = {}
+        # The first by node, namespace and the next tokens. A prefill holds its node, so no other has its id.
+        self._by_key: dict[tuple[Any, ...], _Prefill] = {}
         self._adder: Any = None  # SGLang makes one for each round of admission
         self._passed_over = 0
         self._beside: tuple[_Prefill, int] | None = None
@@ -136,22 +138,23 @@ class SharedPrefill:
         last = len(tokens) - 1  # one token of a prompt is always computed
         if last - depth < LEAST_COMMON:
             return False
-        for prefill in self._by_key.get(_key(request, request.last_node, depth), ()):
-            if prefill.request is request:  # SGLang took it back: it waits again
-                self._by_key[_key(request, request.last_node, depth)].remove(prefill)
-                self._prefills.remove(prefill)
-                return False
-            other = prefill.request.origin_input_ids
-            common = _common_end(other, tokens, depth, min(last, len(other), depth + WORTH_WAITING)) - depth
-            if prefill.recomputed + common < WORTH_WAITING:
-                self._beside = prefill, common
-                return False
-            if not _can_use(request, depth + common) or not (adder.can_run_list or versions.anything_runs(adder)):
-                return False
-            self._passed_over += PASSED_OVER + len(tokens)
-            self._counters.shared_prefill_waits += 1
-            return True
-        return False
+        prefill = self._most_in_common(request, depth, last - depth)
+        if prefill is None:
+            return False
+        if prefill.request is request:  # SGLang took it back: it waits again
+            self._prefills.remove(prefill)
+            self._by_key = {key: other for key, other in self._by_key.items() if other is not prefill}
+            return False
+        other = prefill.request.origin_input_ids
+        common = _common_end(other, tokens, depth, min(last, len(other), depth + WORTH_WAITING)) - depth
+        if prefill.recomputed + common < WORTH_WAITING:
+            self._beside = prefill, common
+            return False
+        if not _can_use(request, depth + common) or not (adder.can_run_list or versions.anything_runs(adder)):
+            return False
+        self._passed_over += PASSED_OVER + len(tokens)
+        self._counters.shared_prefill_waits += 1
+        return True
 
     def note_admitted(self, adder: Any, request: Any) -> None:
         """To be called after admission was tried."""
@@ -183,7 +186,18 @@ class SharedPrefill:
 
     def _add(self, prefill: _Prefill) -> None:
         self._prefills.append(prefill)
-        self._by_key.setdefault(_key(prefill.request, prefill.node, prefill.depth), []).append(prefill)
+        for tokens in _KEY_TOKENS:
+            if len(prefill.request.origin_input_ids) - prefill.depth >= tokens:
+                self._by_key.setdefault(_key(prefill.request, prefill.node, prefill.depth, tokens), prefill)
+
+    def _most_in_common(self, request: Any, depth: int, most: int) -> _Prefill | None:
+        """A prefill with which a request has at least half as many of `most` tokens in common as with any other."""
+        for tokens in _KEY_TOKENS:
+            if tokens <= most:
+                prefill = self._by_key.get(_key(request, request.last_node, depth, tokens))
+                if prefill is not None:
+                    return prefill
+        return None
 
     def _failed(self) -> None:
         """Counts an exception, to be called while it is handled; the first is logged, and the hook ends with it."""
@@ -193,9 +207,9 @@ class SharedPrefill:
         self._prefills, self._by_key, self._adder = [], {}, None
 
 
-def _key(request: Any, node: Any, depth: int) -> tuple[Any, ...]:
+def _key(request: Any, node: Any, depth: int, tokens: int) -> tuple[Any, ...]:
     salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.20 on
-    return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + LEAST_COMMON])
+    return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
 
 
 def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: int) -> int:

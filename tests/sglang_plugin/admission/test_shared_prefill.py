@@ -104,6 +104,14 @@ def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
         assert world.round(second, chunked=first) == ["CONTINUE" if depth < 900 else "admitted"]
 
 
+def test_samples_wait_for_the_one_they_share_most_with() -> None:
+    """Behind a beginning that all prompts share and that is new as well."""
+    world = Admission()
+    other = PROMPT[:40] + [-token for token in PROMPT]
+    requests = [world.request(tokens) for tokens in (PROMPT, other, other, PROMPT)]
+    assert world.round(*requests) == ["admitted", "admitted", "CONTINUE", "CONTINUE"]
+
+
 def test_some_tokens_are_computed_twice_before_others_wait() -> None:
     world = Admission()
     assert world.round(*(world.request(PROMPT[:101]) for _ in range(5))) == ["admitted"] * 3 + ["CONTINUE"] * 2
