@@ -105,7 +105,6 @@ def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
 
 
 def test_samples_wait_for_the_one_they_share_most_with() -> None:
-    """Behind a beginning that all prompts share and that is new as well."""
     world = Admission()
     other = PROMPT[:40] + [-token for token in PROMPT]
     requests = [world.request(tokens) for tokens in (PROMPT, other, other, PROMPT)]
