@@ -208,7 +208,7 @@ class SharedPrefill:
 
 
 def _key(request: Any, node: Any, depth: int, tokens: int) -> tuple[Any, ...]:
-    salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.20 on
+    salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.18 on
     return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
 
 
