@@ -108,8 +108,9 @@ def test_a_copy_that_refuses_starts_nothing_anywhere(path: str) -> None:
         late.router.start_recording(RecordPlan())
         expected = "data-parallel copy 1 of 2: a recording is running; wait for its end, or stop it"
     assert error_of(server.post(path, json=body)) == (409, expected)
-    assert not early.router.watches_steps, "the copy that had started has stopped"
     assert early.router.live is not None or early.router.recording is not None
+    early.decode(1)
+    assert not early.router.watches_steps, "the copy that had started has stopped"
     assert late.router.watches_steps == (path == RECORD), "what another client had started goes on"
 
 
@@ -195,6 +196,7 @@ def test_one_at_a_time_and_bounded() -> None:
         assert server.post(path, json=body).status_code == 400
     for body in (b"", b"{", b"[]", b'{"arms": [1, 2]}'):
         assert server.post(ABTEST, content=body).status_code == 400
+    copy.decode(1)
     assert not copy.router.watches_steps
 
 

@@ -155,7 +155,7 @@ class PrefixPackBackend(AttentionBackend):
             decision = record.planner.decide_capture(handed, forward_batch, last)
         else:
             decision = record.planner.decide(handed, forward_batch, last, in_graph)
-            if record.router.recording is not None:
+            if record.router.watches_steps:
                 record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         self.decision = decision
         if decision.step is not None and decision.kind is Kind.PACKED:

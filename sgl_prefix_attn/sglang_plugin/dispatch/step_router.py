@@ -52,6 +52,8 @@ class StepRouter:
 
     Attributes:
         always_stock: whether no decode or verify step ever runs packed.
+        watches_steps: whether `step_begins` has to be called: a test or a recording runs or was stopped since the
+            last step, or a test's last arm has to be left. An attribute, because every step reads it.
 
     Raises:
         ProfileError: `route_profile` cannot be read or is invalid.
@@ -83,6 +85,7 @@ class StepRouter:
         self._executor = executor
         self.live: LiveTest | None = None
         self.recording: StepRecording | None = None
+        self.watches_steps = False
         self._arm: int | None = None  # of the present step in a live test
 
     # Live tests -----------------------------------------------------------------------------------------------------
@@ -110,6 +113,7 @@ class StepRouter:
         if replaced is not None:
             replaced.stop()
         self.live = LiveTest(plan, (first, second), StepClock(cuda=self._executor.kernels != "cpu"), self._counters)
+        self.watches_steps = True
         return self.live
 
     def start_recording(self, plan: RecordPlan, replace: Collection[tuple[str, int]] = ()) -> StepRecording:
@@ -125,6 +129,7 @@ class StepRouter:
         if replaced is not None:
             replaced.stop()
         self.recording = StepRecording(plan, StepClock(cuda=self._executor.kernels != "cpu"))
+        self.watches_steps = True
         return self.recording
 
     def _running(self, replace: Collection[tuple[str, int]]) -> LiveTest | StepRecording | None:
@@ -154,33 +159,23 @@ class StepRouter:
         Returns:
             Whether its policy is another than that of the last decode step.
         """
-        if self.recording is not None and self.recording.status == RUNNING:
-            self.recording.step(is_decode, handed, requests)
-        live = self.live
-        if live is None or live.status != RUNNING:
-            arm = None
-        else:
-            arm = live.step(is_decode, requests)
-            if not is_decode:
-                return False
-        changed = arm != self._arm
+        live, recording = self.live, self.recording
+        if recording is not None and recording.status == RUNNING:
+            recording.step(is_decode, handed, requests)
+        arm, keeps_arm = None, False
+        if live is not None and live.status == RUNNING:
+            arm, keeps_arm = live.step(is_decode, requests), not is_decode
+        changed = not keeps_arm and arm != self._arm
         if changed:
             self._arm, self._stock_paths = arm, None
+        runs = (running is not None and running.status == RUNNING for running in (live, recording))
+        self.watches_steps = self._arm is not None or any(runs)
         return changed
 
     def step_decided(self, is_decode: bool, kind: str) -> None:
         """What runs the step that has begun: packed, unshared or stock."""
         if is_decode and self.recording is not None:
             self.recording.ran(kind)
-
-    @property
-    def watches_steps(self) -> bool:
-        """Whether `step_begins` has to be called: a test or a recording runs, or a test's last arm has to be left."""
-        return (
-            self._arm is not None
-            or (self.live is not None and self.live.status == RUNNING)
-            or (self.recording is not None and self.recording.status == RUNNING)
-        )
 
     # Decisions ------------------------------------------------------------------------------------------------------
 
