@@ -67,7 +67,7 @@ class TestFactory:
         runner = new_runner()
         runner.model_config.is_generation = False
         backend = create_backend(runner, Settings(metrics=False, pack_extend=packs))
-        assert (type(backend) is StockOnlyBackend) is not packs
+        assert isinstance(backend, StockOnlyBackend) is not packs
 
     @pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
     def test_a_gpu_backend_on_a_cpu_is_refused(self, name: str) -> None:
@@ -133,7 +133,7 @@ class TestFactory:
         )
         runner = new_runner()
         backend = create_backend(runner, Settings(metrics=False))
-        assert type(backend) is StockOnlyBackend, "no step would ever be packed"
+        assert isinstance(backend, StockOnlyBackend), "no step would ever be packed"
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
         assert "no step runs packed" in caplog.text

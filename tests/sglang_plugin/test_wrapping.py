@@ -25,6 +25,7 @@ from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
+from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import launchers, versions, wrap_targets
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
@@ -87,12 +88,23 @@ class TestWrapped:
         for kind in (TorchNativeAttnBackend, AttentionBackend, PrefixPackBackend):
             assert isinstance(wrapped, kind)
         assert not isinstance(wrapped, TritonAttnBackend)
-        assert type(wrapped) is PrefixPackBackend
 
     def test_under_our_own_name_it_does_not(self) -> None:
         backend = new_fixture().backend
         assert not isinstance(backend, TorchNativeAttnBackend)
         assert isinstance(backend, PrefixPackBackend)
+
+    @pytest.mark.parametrize("kind", [PrefixPackBackend, StockOnlyBackend])
+    def test_dflash_finds_that_no_graph_needs_a_mask(self, kind: type) -> None:
+        """`dflash_utils` decides by the class's name; a mask of the capture would hide nothing from a draft."""
+        dflash_utils = pytest.importorskip("sglang.srt.speculative.dflash_utils")
+        for name in ("TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend"):
+            stock = type(name, (TorchNativeAttnBackend,), {})
+            backend = kind.__new__(kind, None, stock.__new__(stock))
+            backend.stock = stock.__new__(stock)
+            policy = dflash_utils.resolve_dflash_verify_mask_policy
+            assert policy(backend) == policy(backend.stock) == (name, name == "TorchNativeAttnBackend")
+            assert isinstance(backend, kind)
 
     def test_what_sglang_decides_by_the_name_is_left_alone(self, asked: list[Any]) -> None:
         fixture = new_fixture()
@@ -317,7 +329,7 @@ class TestRegistry:
     def test_a_stock_backend_of_ours_is_never_wrapped(self, asked: list[Any]) -> None:
         fixture = new_fixture()
         wrapping.install(WRAP)
-        assert type(ATTENTION_BACKENDS["torch_native"](fixture.runner)) is PrefixPackBackend
+        assert isinstance(ATTENTION_BACKENDS["torch_native"](fixture.runner), PrefixPackBackend)
         assert type(build_stock(fixture.runner, "torch_native")) is TorchNativeAttnBackend
 
     def test_sglangs_own_errors_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from sgl_prefix_attn.sglang_plugin.backend.bypass import bypass
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import make_executor
 from sgl_prefix_attn.sglang_plugin.backend.plugin_state import BackendRecord, PluginState
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate
+from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate, delegated
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
@@ -46,6 +47,13 @@ class PrefixPackBackend(AttentionBackend):
     """
 
     _wraps: str | None = None
+    # SGLang assigns these. SGLang before 0.5.19 has no `forward_metadata` in its base class.
+    forward_metadata = delegated("stock", "forward_metadata")
+    token_to_kv_pool = delegated("stock", "token_to_kv_pool")
+
+    def __new__(cls, runner: Any = None, stock: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = cls  # `cache` cannot tell that it is hashable
+        return super().__new__(_named_as(kind, type(stock).__name__))
 
     def __init__(
         self,
@@ -59,7 +67,6 @@ class PrefixPackBackend(AttentionBackend):
         self.stock = stock
         self._wraps = wraps
         stock_name = wraps or state.stock_backend
-        self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         assert state.handover is not None, "PluginState.serve comes first"
         self._state, self._handover = state, state.handover
@@ -274,10 +281,11 @@ class PrefixPackBackend(AttentionBackend):
             if scales is None:
                 reason = reason or fallback_reasons.KV_SCALES
             elif reason is None:
+                pool = self.stock.token_to_kv_pool
                 if save_kv_cache and k is not None and v is not None:
                     divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
-                    self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
-                return self._executor.attend(step, index, q, layer, self.token_to_kv_pool, kwargs.get("sinks"), scales)
+                    pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
+                return self._executor.attend(step, index, q, layer, pool, kwargs.get("sinks"), scales)
             if reason not in fallback_reasons.BY_DESIGN:
                 self._counters.fallback(reason)
             # A stock layer in a captured graph needs the stock backend's metadata at every replay.
@@ -287,3 +295,14 @@ class PrefixPackBackend(AttentionBackend):
         return stock_forward(
             q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
+
+
+@functools.cache
+def _named_as(kind: Any, name: str) -> Any:
+    """`kind` under the name of a stock backend's class.
+
+    For the verify steps of DFLASH SGLang decides by `type(backend).__name__` whether a graph gets a mask. A graph of
+    Triton or FlashInfer with one would read what its capture left there: no step fills it.
+    """
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # what `repr` shows
+    return type(kind)(name, (kind,), members)

@@ -34,7 +34,7 @@ def delegate(base: type, attribute: str) -> Callable[[type], type]:
             if callable(member) and not isinstance(member, type):
                 setattr(wrapper, name, _method(attribute, name, member))
             else:
-                setattr(wrapper, name, _property(attribute, name))
+                setattr(wrapper, name, delegated(attribute, name))
         return wrapper
 
     return decorate
@@ -52,7 +52,9 @@ def _method(attribute: str, name: str, member: Callable[..., Any]) -> Callable[.
     return call
 
 
-def _property(attribute: str, name: str) -> property:
+def delegated(attribute: str, name: str) -> Any:
+    """A property that reads and sets `name` of the object in `self.<attribute>`."""
+
     def get(self: Any) -> Any:
         return getattr(getattr(self, attribute), name)
 

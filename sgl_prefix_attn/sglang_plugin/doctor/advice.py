@@ -122,10 +122,17 @@ CHANGES: dict[str, Change] = {
     reasons.COMPUTE_BOUND: Change("Nothing: prefill is faster on the stock backend."),
 }
 
+# For KV_LAYOUT where the model's code does not divide its heads as the KV pool's are.
+HEADS_OF_ALL_RANKS: Final = Change(
+    "Leave out --enable-dp-attention, --dp-size, --attn-dp-size and --attn-cp-size: this model spreads its heads over "
+    "all ranks, and the KV pool of SGLang does not.",
+    without=("--enable-dp-attention", "--dp-size", "--data-parallel-size", "--attn-dp-size", "--attn-cp-size"),
+)
 
-def change_for(reason: str) -> Change:
+
+def change_for(reason: str, heads_of_all_ranks: bool = False) -> Change:
     """What to change about a reason. For a property of the model the answer is: nothing."""
-    known = CHANGES.get(reason)
+    known = HEADS_OF_ALL_RANKS if heads_of_all_ranks and reason == reasons.KV_LAYOUT else CHANGES.get(reason)
     if known is None:
         known = Change(f"Nothing: a property of this model or device ({explained(reason)}).")
     return Change(known.text, reason, known.variables, known.unset, known.without)

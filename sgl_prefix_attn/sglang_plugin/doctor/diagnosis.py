@@ -65,6 +65,7 @@ class Diagnosis:
         model: architectures.
         device: of the server.
         kernels: name of those that run packed steps on a GPU, and why not others; None on a CPU.
+        heads_of_all_ranks: whether the model spreads its heads over other ranks than the KV pool does.
     """
 
     backends: tuple[str | None, str | None]
@@ -74,6 +75,7 @@ class Diagnosis:
     model: list[str]
     device: str
     kernels: str | None = None
+    heads_of_all_ranks: bool = False
     changes: list[Change] = field(default_factory=list)
     after: Diagnosis | None = None
 
@@ -104,7 +106,7 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
         if reason is None or reason in seen or reason == advice.NO_SUCH_STEPS:
             break
         seen.add(reason)
-        change = advice.change_for(reason)
+        change = advice.change_for(reason, last.heads_of_all_ranks)
         first.changes.append(change)
         if not change.can_be_followed:
             break
@@ -150,7 +152,7 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     steps = {mode: steps[mode] for mode in KINDS}
     return Diagnosis(
         backends, way, steps, _layers(runner, settings, decode), versions.architectures(runner), runner.device,
-        kernels_of(runner, settings),
+        kernels_of(runner, settings), getattr(runner, "heads_of_all_ranks", False),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.doctor.head_split import knows_attention_groups
 
 # --kv-cache-dtype: the type of the buffers; others are kept with scales for each token or block.
 _KV_DTYPES = {
@@ -32,7 +33,7 @@ class LayerKind:
         name: for the report.
         layers: their ids.
         head_dim, v_head_dim: head sizes of K and V.
-        kv_heads: KV heads on one rank.
+        kv_heads: KV heads of the pool on one rank.
         window: tokens that a query sees, None for all.
     """
 
@@ -65,15 +66,29 @@ def planned_runner(server_args: Any) -> Any:
     runner.spec_algorithm = SpeculativeAlgorithm.from_string(versions.argument(runner, "speculative_algorithm"))
     asked = str(versions.argument(runner, "kv_cache_dtype") or "auto")
     runner.kv_cache_dtype = config.dtype if asked == "auto" else _KV_DTYPES.get(asked)
-    runner.layer_kinds = [] if runner.use_mla_backend else list(_layer_kinds(runner, config))
+    kinds_of = (lambda ranks: []) if runner.use_mla_backend else (lambda ranks: list(_layer_kinds(config, ranks)))
+    runner.layer_kinds = kinds_of(versions.attention_ranks(runner))
     runner.token_to_kv_pool = _pool(runner, config)
-    runner.model = _model(runner, config)
+    ranks = _ranks_of_heads(runner)
+    runner.heads_of_all_ranks = ranks != versions.attention_ranks(runner)
+    runner.model = _model(runner, config, kinds_of(ranks), ranks)
     return runner
 
 
-def _layer_kinds(runner: Any, config: Any) -> Iterator[LayerKind]:
-    """The kinds of attention layers that the configuration names. Linear attention and state layers are left out."""
+def _ranks_of_heads(runner: Any) -> int:
+    """Ranks over which the model's code spreads its attention heads."""
+    from sglang.srt.models.registry import ModelRegistry
+
     ranks = versions.attention_ranks(runner)
+    all_ranks = versions.argument(runner, "tp_size") or 1
+    if ranks == all_ranks:
+        return ranks
+    model_class, _ = ModelRegistry.resolve_model_cls(versions.architectures(runner))
+    return ranks if knows_attention_groups(model_class) else all_ranks
+
+
+def _layer_kinds(config: Any, ranks: int) -> Iterator[LayerKind]:
+    """The kinds of attention layers that the configuration names. Linear attention and state layers are left out."""
     window = getattr(config, "sliding_window_size", None)
     full: Any = None
     if getattr(config, "is_hybrid_swa", False):
@@ -137,11 +152,10 @@ def _without_memory(kind: type, **members: Any) -> Any:
     return made.__new__(made)
 
 
-def _model(runner: Any, config: Any) -> torch.nn.Module:
+def _model(runner: Any, config: Any, kinds: list[LayerKind], ranks: int) -> torch.nn.Module:
     """A module with the attention layers of the model, and with its method for image masks if it has one."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    ranks = versions.attention_ranks(runner)
     cap = getattr(config.hf_text_config, "attn_logit_softcapping", None) or 0.0
     model = torch.nn.ModuleList(
         RadixAttention(
@@ -154,7 +168,7 @@ def _model(runner: Any, config: Any) -> torch.nn.Module:
             v_head_dim=kind.v_head_dim,
             sliding_window_size=-1 if kind.window is None else kind.window,
         )
-        for kind in runner.layer_kinds
+        for kind in kinds
         for layer in kind.layers
     )
     if getattr(config, "is_multimodal", False):

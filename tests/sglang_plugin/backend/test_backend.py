@@ -197,8 +197,9 @@ class TestDelegation:
         assert fixture.backend.support_triton() is False  # torch_native's answer; the base class says True
         fixture.stock.extend_dummy_seqs_capped_by_req_pool = True
         assert fixture.backend.extend_dummy_seqs_capped_by_req_pool is True
-        fixture.backend.forward_metadata = "written through"
-        assert fixture.stock.forward_metadata == "written through"
+        for name in ("forward_metadata", "token_to_kv_pool"):  # a frozen draft gets the target's pool for its steps
+            setattr(fixture.backend, name, "written through")
+            assert getattr(fixture.stock, name) == "written through"
 
     def test_what_only_the_stock_backend_has_is_found(self) -> None:
         fixture = decode()

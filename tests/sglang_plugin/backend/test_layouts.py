@@ -67,9 +67,8 @@ class TestLinearHybrids:
         fixture, outer, _ = self.wrapped(make)
         assert packing_backend(SimpleNamespace(attn_backend=outer)) is fixture.backend
         assert outer.needs_cpu_seq_lens is fixture.backend.needs_cpu_seq_lens
-        own = vars(fixture.backend)  # SGLang reads them from every backend, and not every stock backend has both
-        assert own["req_to_token_pool"] is fixture.runner.req_to_token_pool
-        assert own["token_to_kv_pool"] is fixture.runner.token_to_kv_pool
+        for name in ("req_to_token_pool", "token_to_kv_pool"):  # SGLang reads them from every backend
+            assert getattr(fixture.backend, name) is getattr(fixture.runner, name)
 
 
 def test_a_rank_that_data_parallel_attention_pads() -> None:

@@ -49,7 +49,7 @@ def test_a_model_that_shows_its_layers_gets_no_hooks(asked: list[Any], caplog: p
     runner = Fixture(SHARED, LENGTHS, head_dim=ODD_HEADS).runner
     plugin_state.reset()
     backend = factory.create_backend(runner, Settings(metrics=False))
-    assert type(backend) is StockOnlyBackend
+    assert isinstance(backend, StockOnlyBackend)
     assert fallback_reasons.EXPLANATIONS[fallback_reasons.HEAD_DIM] in caplog.text
     of_steps = {hook.target for hook in factory.hook_table.handover_hooks(HandoverHooks())}
     assert not of_steps & {hook.target for hook in asked}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -9,12 +11,14 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
@@ -38,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "odd_heads": ("Llama", {"head_dim": 24}),
     "wide_heads": ("Llama", {"head_dim": 512}),
+    "qwen3": ("Qwen3", {}),
     "mla": (
         "DeepseekV2",
         {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
@@ -135,10 +140,28 @@ def test_kinds_of_layers(models: dict[str, Path]) -> None:
     ]
 
 
-@pytest.mark.parametrize(("ranks", "heads"), [((), "2/1"), (("--dp-size", "2", "--enable-dp-attention"), "4/2")])
-def test_heads_of_a_rank(models: dict[str, Path], ranks: tuple[str, ...], heads: str) -> None:
-    ((text, _),) = diagnosis(models["llama"], "--tp-size", "2", *ranks, **WRAP).layers
-    assert f" {heads} heads" in text
+@pytest.mark.parametrize("ranks", [(), ("--dp-size", "2", "--enable-dp-attention")])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_heads_of_a_rank_are_those_that_sglangs_model_has(
+    models: dict[str, Path], model: str, ranks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"sglang.srt.models.{model}")
+    for name in ("QKVParallelLinear", "RowParallelLinear", "RMSNorm", "get_rope", "get_exec"):
+        monkeypatch.setattr(module, name, mock.MagicMock(), raising=False)
+    _, attention_ranks, *_ = compute_dp_attention_world_info(bool(ranks), 0, 2, 2 if ranks else 1)
+    rank = SimpleNamespace(tp_size=2, tp_rank=0, attn_tp_size=attention_ranks, attn_tp_rank=0)
+    monkeypatch.setattr(module, "get_parallel", lambda: rank)
+    kind = module.LlamaAttention if model == "llama" else module.Qwen3Attention
+    names = {"config": mock.MagicMock(), "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    real = kind(**{name: value for name, value in names.items() if name in inspect.signature(kind).parameters}).attn
+
+    found = diagnosis(models[model], "--tp-size", "2", *ranks, **WRAP)
+    ((text, answer),) = found.layers
+    assert f" {real.tp_q_head_num}/{real.tp_k_head_num} heads" in text
+    refused = reasons.KV_LAYOUT if real.tp_k_head_num != 2 // attention_ranks else None
+    assert answer.reason == found.steps["decode"].reason == refused
+    assert (refused is not None) == (model == "llama" and ranks != ())
+    assert refused is None or (found.after is not None and found.after.packs)  # as one group of two ranks
 
 
 def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
