@@ -102,7 +102,7 @@ MISTAKES = [
     ("calibrate --families rl", "--families rl: expected some of rollouts"),
     ("calibrate --heads 32", "--heads 32: expected query heads / KV heads"),
     ("calibrate --heads 30/8", "30/8 heads: the query heads have to be a multiple"),
-    ("calibrate --head-dim 96", "head_dim 96: the kernels have 64, 128 and 256"),
+    ("calibrate --head-dim 96", "head_dim 96: a profile can be measured with 64, 128 or 256"),
     ("calibrate --heads 32/8 --tp 3", "--tp 3: 32 query heads cannot be divided"),
     ("calibrate --model nowhere", "--model nowhere: cannot read nowhere"),
     ("calibrate --model nowhere --heads 8/1", "--model has the heads"),
