@@ -139,7 +139,8 @@ def when_to_use() -> Rows:
         yield (title, shared, requests, f"attention {attention[family]:.2f} times as fast")
     conversations, _ = gains_of_servers()["conversations, three-level system prompts, 8 a second"]
     yield ("chat: common system prompts", "a part", "8 new ones a second", f"{conversations:.2f} times the speed")
-    yield ("a file of prompts", "any", "any", "[`batch`](docs/offline.md): each shared prefix once; run on a CPU only")
+    batch = "[`batch`](docs/offline.md): each shared prefix once; measured on a CPU only"
+    yield ("a file of prompts", "any", "any", batch)
     yield ("nothing shared", "none", "any", "no change: steps run on the stock backend")
 
 

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
             takes_more = getattr(module, "TAKES_MORE", False)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         arguments = deprecations.renamed_arguments(arguments)
     except ValueError as error:

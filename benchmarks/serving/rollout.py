@@ -215,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--backends", default="prefixpack,fa3,flashinfer", metavar="A,B,...")
+    result.add_argument("--backends", metavar="A,B,...", help="prefixpack,fa3,flashinfer; CPU: prefixpack,torch_native")
     result.add_argument("--output-tokens", type=int, default=700, metavar="N", help="mean (700)")
     result.add_argument("--groups", type=int, default=256, metavar="N", help="prompts (256)")
     result.add_argument("--window", type=float, default=30.0, metavar="S", help="seconds measured per run (30)")
@@ -267,6 +267,7 @@ def server_options(args: argparse.Namespace, model: str, backend: Backend) -> Se
 def run(args: argparse.Namespace) -> int:
     if args.profile_steps and not args.model:
         raise UsageError("--profile-steps needs a GPU: SGLang's profiler traces no kernels on a CPU")
+    args.backends = args.backends or ("prefixpack,fa3,flashinfer" if args.model else "prefixpack,torch_native")
     backends = parse_backends(args.backends, "--backends")
     model, vocabulary, context = model_of(args)
     results = opened(args)

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 TESTS, RECORDINGS = "/prefixpack/abtest", "/prefixpack/record"
 
 
 class ServerRefusalError(ValueError):
     """The server refused a command, or does not answer: the message says why."""
+
+
+class StepBar(tqdm):
+    """Progress in decode steps of a server. It says so when no step runs: a server without requests has none."""
+
+    IDLE_SECONDS = 5.0
+
+    def __init__(self, total: int, what: str) -> None:
+        super().__init__(total=total, desc=what, unit="step")
+        self._moved = time.monotonic()
+
+    def reach(self, done: int) -> None:
+        """Shows that so many steps are done."""
+        if done > self.n:
+            self._moved = time.monotonic()
+            self.set_postfix_str("", refresh=False)
+        elif time.monotonic() - self._moved > self.IDLE_SECONDS:
+            self.set_postfix_str("no decode step runs: send requests to the server")
+        self.update(done - self.n)
 
 
 class Client:

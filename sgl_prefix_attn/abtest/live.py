@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.client import Client, write_whole
+from sgl_prefix_attn.abtest.client import Client, StepBar, write_whole
 from sgl_prefix_attn.abtest.statistics import CopySteps, Verdict, judge, lines_of, steps_of_copies
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
@@ -29,11 +28,11 @@ def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
     begin = time.monotonic()
     client.start(plan.model_dump())
     try:
-        with tqdm(total=plan.steps, desc="A/B", unit="step") as bar:
+        with StepBar(plan.steps, "A/B") as bar:
             while True:
                 time.sleep(POLL_SECONDS)
                 copies = client.read(first=plan.steps)
-                bar.update(min(copy["steps_done"] for copy in copies) - bar.n)
+                bar.reach(min(copy["steps_done"] for copy in copies))
                 ended = all(copy["status"] != "running" for copy in copies)
                 if ended or time.monotonic() - begin > seconds:
                     break

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.client import Client, ServerRefusalError
+from sgl_prefix_attn.abtest.client import Client, ServerRefusalError, StepBar
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.live_plan import RECORDED, RecordPlan
@@ -70,11 +70,11 @@ def record(client: Client, plan: RecordPlan, seconds: float) -> list[dict[str, A
 def _wait(client: Client, steps: int, seconds: float) -> None:
     begin = time.monotonic()
     try:
-        with tqdm(total=steps, desc="record", unit="step") as bar:
+        with StepBar(steps, "record") as bar:
             while bar.n < steps and time.monotonic() - begin < seconds:
                 time.sleep(POLL_SECONDS)
                 done = min(copy["steps_done"] for copy in client.read(first=1 << 40))
-                bar.update(min(done, steps) - bar.n)
+                bar.reach(min(done, steps))
     except KeyboardInterrupt:  # what there is counts
         return
 

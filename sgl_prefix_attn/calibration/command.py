@@ -19,7 +19,7 @@ from sgl_prefix_attn.calibration.judge import Outcome, outcomes_by_pair
 from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
 from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
 from sgl_prefix_attn.core.limits import why_not_native
-from sgl_prefix_attn.routing.measured import read_results
+from sgl_prefix_attn.routing.measured import HEAD_DIMS, read_results
 from sgl_prefix_attn.routing.profile import Profile
 from sgl_prefix_attn.routing.profile_store import user_folder
 
@@ -62,8 +62,8 @@ def shape_of(args: argparse.Namespace, cuda: bool, kv_dtype: str = "bf16") -> Sh
         raise ValueError(f"{q_heads}/{kv_heads} heads: the query heads have to be a multiple of the KV heads")
     if not 1 <= args.page_size <= 1024:
         raise ValueError(f"--page-size {args.page_size}: expected 1 to 1024")
-    if head_dim not in (64, 128, 256):
-        raise ValueError(f"head_dim {head_dim}: the kernels have 64, 128 and 256")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim {head_dim}: a profile can be measured with 64, 128 or 256")
     if not cuda:
         return Shape((q_heads, kv_heads), head_dim, "fp32", "fp32", args.page_size)
     return Shape((q_heads, kv_heads), head_dim, kv_dtype, "bf16", args.page_size)

@@ -13,6 +13,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 from sgl_prefix_attn.explain.balance import Schedule
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
+from sgl_prefix_attn.routing.measured import HEAD_DIMS
 from sgl_prefix_attn.routing.policy import cost_policy
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text
 from sgl_prefix_attn.simulator import SIMULATED_GPU, knows, makespan
@@ -96,7 +97,9 @@ def predicted_gain(
     if found is None or policy is None:
         route = ConservativePolicy(facts.shape, facts.packed).decide(step).route.value
         then = "every step packed" if facts.packed == "cpu" else f"this step {route}, by the conservative rule"
-        return f"no routing profile fits ({facts_as_text(facts)}): the policy cost runs {then}; {CALIBRATE}"
+        head_dim = facts.shape.head_dim
+        how = CALIBRATE if head_dim in HEAD_DIMS else f"none can be measured with head_dim {head_dim}"
+        return f"no routing profile fits ({facts_as_text(facts)}): the policy cost runs {then}; {how}"
     decision = policy.decide(step)
     assert decision.packed_us is not None
     assert decision.stock_us is not None

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from examples import packed_attention
-from sgl_prefix_attn.offline.batch_file import BatchRequest, read_batch
 from sgl_prefix_attn.settings import load_settings
 from sgl_prefix_attn.sglang_plugin.pinning import metrics as pinning_metrics
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import METRICS, PREFIX
@@ -42,12 +41,6 @@ def test_packed_attention_equals_pytorchs(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(sys, "argv", ["packed_attention.py", "--requests", "8", "--shared", "256", "--own", "32"])
     packed_attention.main()
     assert "KV positions read: 512, request by request 2,304" in capsys.readouterr().out
-
-
-def test_every_line_of_the_batch_file_is_a_request() -> None:
-    requests = list(read_batch(EXAMPLES / "batch.jsonl"))
-    assert len(requests) == 5
-    assert all(isinstance(request, BatchRequest) for request in requests)
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

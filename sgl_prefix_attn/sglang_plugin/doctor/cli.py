@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit as stop:  # SGLang's parser has printed what it does not accept
         return 2 if stop.code else 0
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
-        return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}")
+        named = any(argument.split("=")[0] == "--device" for argument in arguments)
+        hint = "" if named or diagnosis.gpu_facts() else "\nNo GPU is here: for a server on a CPU add --device cpu"
+        return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}")
     gpu = diagnosis.gpu_facts()
     if args.json:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}
