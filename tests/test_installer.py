@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,27 +18,6 @@ from sgl_prefix_attn.installer import cli, setup_env
 from sgl_prefix_attn.installer.setup_env import Installer, Settings, SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLER = ROOT / "sgl_prefix_attn" / "installer" / "setup_env.py"
-
-
-def install(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the installer with the standard library alone, from a folder that is not the checkout."""
-    command = [sys.executable, "-I", "-S", str(INSTALLER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=True)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "names"),
-    [
-        ("no", ["venv", "torch", "build", "sglang", "shims", "tools", "check"]),
-        ("yes", ["venv", "sglang", "build", "tools", "check"]),
-    ],
-)
-def test_it_lists_its_stages_and_creates_nothing(gpu: str, names: list[str], tmp_path: Path) -> None:
-    lines = install("--list", "--venv", str(tmp_path / "venv"), "--gpu", gpu).stdout.splitlines()
-    assert [line.split()[1] for line in lines] == names
-    assert all(" to do " in line for line in lines)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

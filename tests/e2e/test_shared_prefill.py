@@ -46,12 +46,8 @@ def test_random_rollouts_in_a_small_pool(
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
     arguments = ("--chunked-prefill-size", "128", "--schedule-conservativeness", "0.01")
     with launch(BACKEND, *arguments, pool_tokens=1000, environment=SHARED) as server:
-        rollout = Rollout(server, stock, prompts)
-        for seed in range(5):
-            if seed < 2 or rollout.retractions == 0:
-                rollout.run(seed, seconds=0.2)
+        Rollout(server, stock, prompts).run_until_retracted(2, seconds=0.2)
         ask_until_they_wait(server, dict([*stock.items()][:1]), least=1)
-    assert rollout.retractions > 0
 
 
 def ask_until_they_wait(server: Server, stock: dict[tuple[int, ...], list[int]], least: int) -> int:
