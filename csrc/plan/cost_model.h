@@ -41,7 +41,7 @@ struct DeviceModel {
   int32_t combine_fan_in = 1 << 30;  // more partials are combined in two levels, in groups of the square root
   double overlap = 1;                // 1: a worker computes while it waits for KV; 0: one after the other
 
-  // Of verify steps; without them these have the costs of decode steps.
+  // Of steps with as many rows for each request; without them these have the costs of mixed steps.
   double widest_flops = 0, medium_flops = 0;  // multiply-adds count two: of the widest tiles, and of other wide ones
   double deferred_combine = 0;                // seconds of a combine of four steps or more, which is deferred,
   double deferred_combine_step = 0;           // and for each eight of its partials
@@ -60,10 +60,10 @@ struct TileClass {
 // PAT section 5.1 (an intermediate is written and read once) with the group size, head size and width put in.
 class CostModel {
  public:
-  // verify: of a verify step, in which each request has as many query rows.
-  CostModel(const ModelShape& shape, const DeviceModel& device, bool verify = false)
+  // even: of a step in which each request has as many query rows: a decode or a verify step.
+  CostModel(const ModelShape& shape, const DeviceModel& device, bool even = false)
       : device_(device),
-        verify_(verify && device.widest_flops > 0),
+        even_(even && device.widest_flops > 0),
         group_(shape.group()),
         kv_heads_(shape.kv_heads),
         max_rows_(device.tile_rows.back()),
@@ -84,7 +84,9 @@ class CostModel {
   }
 
   int32_t group() const { return group_; }
-  bool verify() const { return verify_; }
+  bool even() const { return even_; }
+  // A GPU computes while it waits for KV. Only its plans were judged by the makespan simulator.
+  bool on_gpu() const { return device_.overlap == 1; }
   int32_t queries_per_tile() const { return queries_per_tile_; }
   // The most of `queries` that fill their tiles.
   int32_t whole_tiles(int32_t queries) const {
@@ -124,7 +126,7 @@ class CostModel {
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
     const int32_t steps = rows * levels.steps;
     const double by_worker = levels.count * (device_.combine_latency + device_.combine_step * steps);
-    if (!verify_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
+    if (!even_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
     const int32_t turns = (partials + kDeferredWidth - 1) / kDeferredWidth;
     return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);
   }
@@ -191,7 +193,7 @@ class CostModel {
   static constexpr int32_t kDeferredSteps = 4, kDeferredWidth = 8;  // see deferral.h
   double flops_of(int32_t rows) const {
     if (device_.wide_rows == 0 || rows < device_.wide_rows) return device_.flops;
-    if (!verify_) return device_.wide_flops;
+    if (!even_) return device_.wide_flops;
     return rows < max_rows_ ? device_.medium_flops : device_.widest_flops;
   }
 
@@ -238,7 +240,7 @@ class CostModel {
   double both(double a, double b) const { return std::max(a, b) + (1 - device_.overlap) * std::min(a, b); }
 
   DeviceModel device_;
-  bool verify_;
+  bool even_;
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;

@@ -42,8 +42,7 @@ bool SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const
   bool changed = longest_ < 0;
   longest_ = longest;
   for (Class& like : classes_) {
-    const double duration = cost.verify() ? like.longest : like.mean.duration;
-    const int32_t splits = splits_needed(duration, like.mean.tokens, longest);
+    const int32_t splits = splits_needed(like.mean.duration, like.mean.tokens, longest);
     changed |= splits != like.splits;
     like.splits = splits;
   }

@@ -58,6 +58,14 @@ class SplitClasses {
   // Cuts them into splits of at most `longest` seconds. bins() has these and `others`. Returns whether the splits are
   // not those of the last cut.
   bool cut(double longest, bool narrow, const CostModel& cost, const WorkTileBins& others);
+  // If none is longer.
+  int64_t work_tiles(double longest, int64_t heads) const {
+    int64_t count = 0;
+    for (const Class& like : classes_) {
+      count += like.tiles * splits_needed(like.mean.duration, like.mean.tokens, longest);
+    }
+    return count * heads;
+  }
   const WorkTileBins& bins() const { return bins_; }
   double combine() const { return combine_; }  // seconds of the longest
 

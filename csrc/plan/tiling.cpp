@@ -20,11 +20,9 @@ constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.3
 constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
-// Of verify steps.
-constexpr int32_t kFirstOfVerify = 2;                     // of kShares: longer work tiles never won
-constexpr double kFarFromFull = 1.5, kFullEnough = 0.97;  // work tiles over those that fit
-constexpr int32_t kHalvings = 4;                          // of the range in which the longest work tile is searched
-constexpr double kWorthFitting = 0.98;                    // of the time with other splits
+constexpr int32_t kFirstOnGpu = 2;      // of kShares: longer work tiles never won
+constexpr int32_t kHalvings = 9;        // of the range in which the longest work tile is searched
+constexpr double kWorthFitting = 0.98;  // of the time with other splits
 
 }  // namespace
 
@@ -229,21 +227,23 @@ void Tiling::sort_out_splittable() {
   narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even()));
   const int64_t heads = cost_->kv_heads();
   double all_work = 0, computing = 0;
+  double duration = 0;  // of the tile that decides: the first of a pack
   for (const Tile& tile : *this) {
+    if (tile.first_of_pack || !cost_->on_gpu()) duration = tile.duration;
     const bool is_narrow = this->is_narrow(tile);
     const double work = tile.seconds - tile.overhead;
     if (!is_narrow) {
       all_work += work;
       computing += tile.computing;
     }
-    if (tile.duration <= (is_narrow ? narrow : whole)) {
+    if (duration <= (is_narrow ? narrow : whole)) {
       (is_narrow ? narrow_bins_ : whole_).add(work, heads);
       continue;
     }
     splittable_.push_back(static_cast<int32_t>(&tile - begin()));
     const int32_t queries = tile.item.query_count;
     (is_narrow ? splittable_narrow_ : splittable_whole_)
-        .add({tile.duration, work, queries * partial_, tile.tokens, tile.partials,
+        .add({duration, work, queries * partial_, tile.tokens, tile.partials,
               cost_->combine_row_steps(queries, is_narrow)});
   }
   splittable_whole_.finish_adding();
@@ -264,35 +264,26 @@ double Tiling::finish_time(const SplitLimits& limits, double limit) {
   return last_finish_;
 }
 
-int64_t Tiling::long_work_tiles(double longest) const {
-  int64_t items = 0;
-  for (int32_t i : splittable_) {
-    const Tile* const lead = begin() + i;
-    if (lead->first_of_pack && !is_narrow(*lead)) {
-      items += num_splits(*lead, splits(*lead, longest)) * (pack_end(lead) - lead);
-    }
-  }
-  return items * cost_->kv_heads();
-}
-
-// A few work tiles more than the workers take at a time make all wait for them, and a few less leave workers idle.
+// A few work tiles more than the workers take at a time make all wait for them, and a few less leave workers idle. The
+// short tiles, which nothing splits, may be among them or follow.
 double Tiling::fit_workers(SplitLimits* best, double finish) {
-  const int64_t workers = narrow_prevails() ? cost_->workers() / 2 : cost_->workers();
+  const int64_t workers = narrow_prevails() ? cost_->workers() / 2 : cost_->workers(), heads = cost_->kv_heads();
   const double shortest = kShares.back() * share();  // of a split; shorter tiles are not in splittable_
-  if (longest_tile_ <= shortest || finish <= kEvenEnough * even()) return finish;
-  const double full = static_cast<double>(long_work_tiles(best->whole)) / static_cast<double>(workers);
-  if (full > kFarFromFull || full * kFarFromFull < 1 || (full <= 1 && full > kFullEnough)) return finish;
-  double low = std::max(shortest, best->whole * full / kFarFromFull), high = best->whole * full * kFarFromFull;
-  if (low >= high) return finish;
-  for (int32_t i = 0; i < kHalvings; ++i) {
-    const double middle = std::sqrt(low * high);
-    (long_work_tiles(middle) <= workers ? high : low) = middle;
+  if (longest_tile_ <= shortest) return finish;
+  for (int64_t room : {workers, workers - whole_.work_tiles()}) {
+    if (finish <= kEvenEnough * even()) break;
+    double low = shortest, high = longest_tile_;
+    if (splittable_whole_.work_tiles(high, heads) > room || splittable_whole_.work_tiles(low, heads) <= room) continue;
+    for (int32_t i = 0; i < kHalvings; ++i) {
+      const double middle = std::sqrt(low * high);
+      (splittable_whole_.work_tiles(middle, heads) <= room ? high : low) = middle;
+    }
+    const SplitLimits limits{high, std::min(best->narrow, high)};
+    const double limit = kWorthFitting * finish, time = finish_time(limits, limit);
+    if (time < limit) *best = limits, finish = time;
+    if (whole_.work_tiles() == 0) break;
   }
-  const SplitLimits limits{high, std::min(best->narrow, high)};
-  const double limit = kWorthFitting * finish, time = finish_time(limits, limit);
-  if (time >= limit) return finish;
-  *best = limits;
-  return time;
+  return finish;
 }
 
 // Chooses the split with which the last worker is done first. More splits bring more partials, and estimates err, so a
@@ -300,7 +291,7 @@ double Tiling::fit_workers(SplitLimits* best, double finish) {
 void Tiling::choose_split(int32_t nearby) {
   SplitLimits best{longest_, longest_};
   double finish = finish_time(best, std::numeric_limits<double>::infinity());
-  int32_t first = cost_->verify() ? kFirstOfVerify : 0, last = static_cast<int32_t>(kShares.size()) - 1;
+  int32_t first = cost_->on_gpu() ? kFirstOnGpu : 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
     first = std::max(first, nearby - kNearbyShares);
     last = std::min(last, nearby + kNearbyShares);
@@ -313,7 +304,7 @@ void Tiling::choose_split(int32_t nearby) {
     const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
     if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
-  if (cost_->verify() && nearby < 0) finish = fit_workers(&best, finish);
+  if (cost_->on_gpu() && nearby < 0) finish = fit_workers(&best, finish);
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
     if (finish <= kEvenEnough * even()) break;

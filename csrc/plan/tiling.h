@@ -100,9 +100,7 @@ class Tiling {
   double finish_time(const SplitLimits& limits, double limit);
   // nearby: of kShares, the one near which splits are tried; -1: all are.
   void choose_split(int32_t nearby);
-  // Work tiles of splittable tiles that take a whole worker, if none is longer.
-  int64_t long_work_tiles(double longest) const;
-  // Tries splits with which these just fit the workers once; returns when the last worker is done.
+  // Tries splits whose work tiles just fit the workers once; returns when the last worker is done.
   double fit_workers(SplitLimits* best, double finish);
 
   const CostModel* cost_;

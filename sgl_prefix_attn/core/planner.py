@@ -55,7 +55,7 @@ class _KernelFigures(NamedTuple):
     wide_flops: float  # of more rows, with WGMMA
     wide_mma_flops: float  # of more rows, with mma.sync
     warps_to_fill: int
-    widest_flops: float = 0.0  # of 128 rows, with WGMMA, in verify steps; 0: not fitted
+    widest_flops: float = 0.0  # of 128 rows, with WGMMA, in decode and verify steps; 0: not fitted
     medium_flops: float = 0.0  # likewise, of 64 rows
 
 
@@ -117,9 +117,9 @@ class DeviceModel:
         overlap: 1 where a worker computes while it waits for KV, 0 where it does one after the other, or in between.
         wide_rows: fewest rows of a wide tile, which computes at `wide_flops`; 0 for none.
         wide_flops: floating-point operations per second of all workers at wide tiles.
-        widest_flops: at the widest tiles in verify steps; 0: these have no costs of their own.
+        widest_flops: at the widest tiles in decode and verify steps; 0: these have the costs of mixed steps.
         medium_flops: likewise, at other wide tiles.
-        deferred_combine: seconds of a combine of four steps or more, in verify steps.
+        deferred_combine: seconds of a combine of four steps or more, in decode and verify steps.
         deferred_combine_step: and per eight of its partials.
     """
 
