@@ -209,14 +209,16 @@ class SharedPrefill:
 
 def _key(request: Any, node: Any, depth: int, tokens: int) -> tuple[Any, ...]:
     salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.18 on
-    return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
+    if type(node) is not int:  # else a number of SGLang's, which the native tree gives each request as a new object
+        node = id(node)
+    return node, request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
 
 
 def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: int) -> int:
     """Where the tokens of two prompts, alike up to `begin`, differ; at most `end`."""
     if first[begin:end] == second[begin:end]:
         return end
-    return next(at for at in range(begin, end) if first[at] != second[at])
+    return next((at for at in range(begin, end) if first[at] != second[at]), end)
 
 
 def _can_use(request: Any, tokens: int) -> bool:

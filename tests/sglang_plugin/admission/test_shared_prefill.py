@@ -93,6 +93,13 @@ def test_samples_wait_for_the_first_and_others_pass_them() -> None:
     assert world.counters.shared_prefill_waits == 9
 
 
+def test_nodes_that_are_numbers_are_compared_by_value() -> None:
+    world = Admission()
+    requests = [world.request(PROMPT, last_node=int("1000")) for _ in range(2)]
+    assert requests[0].last_node is not requests[1].last_node
+    assert world.round(*requests) == ["admitted", "CONTINUE"]
+
+
 def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
     world = Admission()
     first, second = world.request(PROMPT), world.request(PROMPT)
