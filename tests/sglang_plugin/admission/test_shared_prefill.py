@@ -51,6 +51,12 @@ def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> No
             assert result.computed_tokens < 0.8 * plain.computed_tokens
 
 
+class Waiting(SimpleNamespace):
+    """A request: equal to itself alone, as SGLang's."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 class Admission:
     """Admits every request that reaches it, as SGLang does with room for all."""
 
@@ -62,7 +68,7 @@ class Admission:
     def request(self, tokens: list[int], depth: int = 0, **fields: Any) -> Any:
         usual = {"extra_key": None, "return_logprob": False, "logprob_start_len": -1, "finished": lambda: False}
         ids = {"origin_input_ids": tokens, "output_ids": [], "prefix_indices": range(depth), "last_node": self.node}
-        return SimpleNamespace(**{**usual, **ids, **fields})
+        return Waiting(**{**usual, **ids, **fields})
 
     def round(self, *requests: Any, chunked: Any = None) -> list[str]:
         adder = SimpleNamespace(can_run_list=[chunked] if chunked else [], running_batch=self.running, page_size=1)
@@ -146,6 +152,17 @@ def test_nobody_waits_for_a_prefill_that_is_lost_or_while_nothing_runs() -> None
     world = Admission()
     world.running.is_empty = lambda: True
     assert world.round(first) == world.round(second) == ["admitted"]
+
+
+def test_a_request_waits_for_few_prefills_whose_kv_it_never_finds() -> None:
+    world = Admission()
+    second = world.request(PROMPT)
+    for _ in range(shared_prefill.MOST_WAITED_FOR):
+        first = world.request(PROMPT)
+        assert world.round(first, second) == ["admitted", "CONTINUE"]
+        assert world.round(second) == ["CONTINUE"]
+        first.output_ids.append(1)
+    assert world.round(world.request(PROMPT), second) == ["admitted", "admitted"]
 
 
 def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
