@@ -158,8 +158,8 @@ class SharedPrefill:
             return False
         if not _can_use(request, depth + common) or not (adder.can_run_list or versions.anything_runs(adder)):
             return False
-        last, waited = self._waited.get(request, (None, 0))
-        waited += last is not prefill
+        last_and_count: tuple[_Prefill | None, int] = self._waited.get(request, (None, 0))
+        waited = last_and_count[1] + (last_and_count[0] is not prefill)
         if waited > MOST_WAITED_FOR:
             return False
         self._waited[request] = prefill, waited
