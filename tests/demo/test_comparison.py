@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
+from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement
 from sgl_prefix_attn.demo.workload import Request
 
 
@@ -49,14 +47,3 @@ def test_kv_reads_are_counted_between_two_states() -> None:
     assert kv == KVReads(read=30, per_request=120, unique=20)
     assert kv.saved == 0.75
     assert KVReads(0, 0, 0).saved == 0.0
-
-
-def test_table_and_record() -> None:
-    same = comparison([1, 2, 3], [1, 2, 3])
-    lines = table([same]).splitlines()
-    assert len(lines) == 4
-    assert "4/4" in lines[3]
-    assert "25.0% (300 of 400)" in lines[3]
-    record = json.loads(json.dumps(same.as_json()))
-    assert record["tokens_identical"] == record["tokens"] == 4
-    assert record["runs"][1]["kv_tokens"]["saved"] == 0.25
