@@ -34,12 +34,6 @@ def test_a_difference_is_counted_and_located(packed: list[int], same: int, total
     assert compared.differences() == located
 
 
-def test_latencies_are_in_milliseconds() -> None:
-    run = measurement("stock", [1, 2, 3], [1])
-    assert run.first_token_ms(50) == pytest.approx(100)
-    assert run.output_token_ms(50) == pytest.approx(100)  # the sample of one token has none
-
-
 def test_kv_reads_are_counted_between_two_states() -> None:
     before = {"counters": {"kv_tokens_read": 10, "kv_tokens_per_request": 20, "kv_tokens_unique": 5}}
     after = {"counters": {"kv_tokens_read": 40, "kv_tokens_per_request": 140, "kv_tokens_unique": 25}}
