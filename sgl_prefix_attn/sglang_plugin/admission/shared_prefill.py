@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
-# Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step. The
-# number is a guess: no GPU has measured where the two are equal.
-WORTH_WAITING: Final = 256
+# Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step, which
+# the waiting requests of all prompts share. See docs/design-notes.md; no GPU has measured it.
+WORTH_WAITING: Final = 64
 # Tokens of requests that are passed over in one round of admission, each with so many more for itself. SGLang matches
 # each of them with its tree.
 MOST_PASSED_OVER: Final = 1 << 18
@@ -36,7 +36,7 @@ PASSED_OVER: Final = 1 << 10
 # Prefills that a request waits for. Each may give it a longer prefix.
 MOST_WAITED_FOR: Final = 8
 # Tokens of the keys by which prefills are found.
-_KEY_TOKENS: Final = (WORTH_WAITING, WORTH_WAITING // 2, WORTH_WAITING // 4, LEAST_COMMON)
+_KEY_TOKENS: Final = (WORTH_WAITING, LEAST_COMMON)
 # Rounds after which a prefill without progress counts as lost. A prefill ends within two.
 _ROUNDS: Final = 3
 

@@ -104,11 +104,11 @@ def test_a_chunked_prompt_is_waited_for_until_its_last_chunk() -> None:
     world = Admission()
     first, second = world.request(PROMPT), world.request(PROMPT)
     assert world.round(first, second) == ["admitted", "CONTINUE"]
-    for depth in (300, 600, 900):
+    for depth in (300, 600, 960):
         first.last_node = second.last_node = object()
         first.prefix_indices = second.prefix_indices = range(depth)
         # The rest of the last chunk is shorter than what is worth waiting for.
-        assert world.round(second, chunked=first) == ["CONTINUE" if depth < 900 else "admitted"]
+        assert world.round(second, chunked=first) == ["CONTINUE" if depth < 960 else "admitted"]
 
 
 def test_samples_wait_for_the_one_they_share_most_with() -> None:
@@ -120,7 +120,7 @@ def test_samples_wait_for_the_one_they_share_most_with() -> None:
 
 def test_some_tokens_are_computed_twice_before_others_wait() -> None:
     world = Admission()
-    assert world.round(*(world.request(PROMPT[:101]) for _ in range(5))) == ["admitted"] * 3 + ["CONTINUE"] * 2
+    assert world.round(*(world.request(PROMPT[:34]) for _ in range(4))) == ["admitted"] * 2 + ["CONTINUE"] * 2
 
 
 @pytest.mark.parametrize(
