@@ -200,8 +200,13 @@ class TestCommands:
     def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
         server = SmallServer(kind, slots=64, settings=pinning())
         run(server, prompt(1, 50))
-        made = commands.answer(commands.encode(PinCommand(token_ids=prompt(1, 50), label="x")), server.manager)
-        assert commands.answer(commands.encode(ListCommand()), server.manager)["pins"] == [made["pin"]]
+        pin = PinCommand(token_ids=prompt(1, 50), label="x", ttl_steps=9)
+        made = commands.answer(commands.encode(pin), server.manager)
+        server.manager.pins.ledger.advance(2)
+        assert commands.answer(commands.encode(ListCommand()), server.manager)["pins"] == [
+            {**made["pin"], "steps_left": made["pin"]["steps_left"] - 2}
+        ]
+        assert made["pin"]["steps_left"] == 9
         assert (made["pinned_tokens"], made["pin"]["label"], made["pin"]["cached_tokens"]) == (50, "x", 50)
         assert server.manager.make_room(server.allocator.available_size() + server.cache.evictable_size() + 10)
         command = commands.encode(ReleaseCommand(token_ids=prompt(1, 50)))

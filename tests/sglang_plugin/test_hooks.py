@@ -60,11 +60,9 @@ class TestVerification:
         assert hooks.ensure_applied((hook,)) == []
         assert overlap_utils.PrefixPackTestRunner().forward(1) == 11
 
-    def test_a_classmethod_is_seen_through(self, hook: hooks.Hook) -> None:
+    def test_a_classmethod_is_seen_through_and_a_lost_target_reported(self, hook: hooks.Hook) -> None:
         on_class = self.hook_on("PrefixPackTestRunner.init_new")
         assert hooks.ensure_applied((on_class,)) == []
         assert hooks.is_applied(on_class)
-
-    def test_a_target_that_sglang_lost_is_reported(self, hook: hooks.Hook) -> None:
         lost = self.hook_on("PrefixPackTestRunner.gone")
         assert hooks.ensure_applied((lost,)) == [lost]

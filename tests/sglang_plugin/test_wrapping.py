@@ -96,14 +96,12 @@ class TestWrapped:
 
     @pytest.mark.parametrize("kind", [PrefixPackBackend, StockOnlyBackend])
     def test_dflash_finds_that_no_graph_needs_a_mask(self, kind: type) -> None:
-        """`dflash_utils` decides by the class's name; a mask of the capture would hide nothing from a draft."""
-        dflash_utils = pytest.importorskip("sglang.srt.speculative.dflash_utils")
+        policy = pytest.importorskip("sglang.srt.speculative.dflash_utils").resolve_dflash_verify_mask_policy
         for name in ("TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "TorchNativeAttnBackend"):
-            stock = type(name, (TorchNativeAttnBackend,), {})
-            backend = kind.__new__(kind, None, stock.__new__(stock))
-            backend.stock = stock.__new__(stock)
-            policy = dflash_utils.resolve_dflash_verify_mask_policy
-            assert policy(backend) == policy(backend.stock) == (name, name == "TorchNativeAttnBackend")
+            stock = type(name, (), {"full_attn_backend": None})()
+            backend = kind.__new__(kind, None, stock)
+            backend.stock = stock
+            assert policy(backend) == policy(stock) == (name, name == "TorchNativeAttnBackend")
             assert isinstance(backend, kind)
 
     def test_what_sglang_decides_by_the_name_is_left_alone(self, asked: list[Any]) -> None:
@@ -223,14 +221,13 @@ class TestRefused:
             layer.k_scale, layer.k_scale_float = torch.ones(2), None
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.KV_SCALES
 
-    def test_a_gpu_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runner = on_gpu(monkeypatch)
+    def test_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner, stock = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE), gpu_stock()
+        assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.SPECULATIVE
+        never = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
+        assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", stock, never) == reasons.DISABLED
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.NO_CUDA_KERNEL
-
-    def test_speculation_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE)
-        assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.SPECULATIVE
+        assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.NO_CUDA_KERNEL
 
     @pytest.mark.parametrize(
         ("variable", "value"), [(versions.CPP_TREE_VARIABLE, "1"), (versions.TREE_CORE_VARIABLE, "rust")]
@@ -253,10 +250,6 @@ class TestRefused:
         assert eligibility.unsupported_at_start(runner, "fa3", WRAP, made) == reasons.PREFILL_ONLY
         packs = Settings(wrap=True, pack_extend=True)  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), packs) is None
-
-    def test_a_route_that_is_never_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        settings = Settings(wrap=True, route="stock")  # type: ignore[arg-type]
-        assert eligibility.wrap_refusal(on_gpu(monkeypatch), "fa3", gpu_stock(), settings) == reasons.DISABLED
 
     @pytest.mark.parametrize("mixes", [False, True])
     def test_steps_that_the_server_does_not_have_keep_no_wrapper(self, mixes: bool) -> None:

@@ -6,13 +6,15 @@ AROUND `PrefillAdder.add_one_req` passes over such a request while another one c
 its place in the queue, and requests behind it may be admitted. It finds the prefix in the tree a round or two later.
 
 What is lost by waiting is a prefill step. So a few recomputed tokens beside each prefill are allowed (`WORTH_WAITING`).
-A request waits only for a prefill that is under way, and never while nothing runs. Decisions depend on the queue, the
+A request waits only for a prefill that is under way, and never while nothing runs. It waits for few prefills: if the
+pool is so small that their KV is evicted at once, it computes its own. Decisions depend on the queue, the
 tree and the requests' tokens, so all ranks take the same ones.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,15 +26,17 @@ logger = logging.getLogger(__name__)
 
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
-# Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step. The
-# number is a guess: no GPU has measured where the two are equal.
-WORTH_WAITING: Final = 256
+# Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step, which
+# the waiting requests of all prompts share. See docs/design-notes.md; no GPU has measured it.
+WORTH_WAITING: Final = 64
 # Tokens of requests that are passed over in one round of admission, each with so many more for itself. SGLang matches
 # each of them with its tree.
 MOST_PASSED_OVER: Final = 1 << 18
 PASSED_OVER: Final = 1 << 10
+# Prefills that a request waits for. Each may give it a longer prefix.
+MOST_WAITED_FOR: Final = 8
 # Tokens of the keys by which prefills are found.
-_KEY_TOKENS: Final = (WORTH_WAITING, WORTH_WAITING // 2, WORTH_WAITING // 4, LEAST_COMMON)
+_KEY_TOKENS: Final = (WORTH_WAITING, LEAST_COMMON)
 # Rounds after which a prefill without progress counts as lost. A prefill ends within two.
 _ROUNDS: Final = 3
 
@@ -102,6 +106,8 @@ class SharedPrefill:
         self._prefills: list[_Prefill] = []
         # The first by node, namespace and the next tokens. A prefill holds its node, so no other has its id.
         self._by_key: dict[tuple[Any, ...], _Prefill] = {}
+        # The last that a request waited for, and how many there were.
+        self._waited: weakref.WeakKeyDictionary[Any, tuple[_Prefill, int]] = weakref.WeakKeyDictionary()
         self._adder: Any = None  # SGLang makes one for each round of admission
         self._passed_over = 0
         self._beside: tuple[_Prefill, int] | None = None
@@ -152,6 +158,11 @@ class SharedPrefill:
             return False
         if not _can_use(request, depth + common) or not (adder.can_run_list or versions.anything_runs(adder)):
             return False
+        last_and_count: tuple[_Prefill | None, int] = self._waited.get(request, (None, 0))
+        waited = last_and_count[1] + (last_and_count[0] is not prefill)
+        if waited > MOST_WAITED_FOR:
+            return False
+        self._waited[request] = prefill, waited
         self._passed_over += PASSED_OVER + len(tokens)
         self._counters.shared_prefill_waits += 1
         return True
@@ -160,6 +171,7 @@ class SharedPrefill:
         """To be called after admission was tried."""
         if not adder.can_run_list or adder.can_run_list[-1] is not request:
             return
+        self._waited.pop(request, None)
         if self._beside is not None:
             prefill, tokens = self._beside
             prefill.recomputed += tokens
@@ -205,18 +217,21 @@ class SharedPrefill:
             logger.exception("prefixpack: shared_prefill failed; from now on admission is SGLang's own")
         self.failures += 1
         self._prefills, self._by_key, self._adder = [], {}, None
+        self._waited.clear()
 
 
 def _key(request: Any, node: Any, depth: int, tokens: int) -> tuple[Any, ...]:
     salt = getattr(request, "cache_salt", None)  # from SGLang 0.5.18 on
-    return id(node), request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
+    if type(node) is not int:  # else a number of SGLang's, which the native tree gives each request as a new object
+        node = id(node)
+    return node, request.extra_key, salt, tuple(request.origin_input_ids[depth : depth + tokens])
 
 
 def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: int) -> int:
     """Where the tokens of two prompts, alike up to `begin`, differ; at most `end`."""
     if first[begin:end] == second[begin:end]:
         return end
-    return next(at for at in range(begin, end) if first[at] != second[at])
+    return next((at for at in range(begin, end) if first[at] != second[at]), end)
 
 
 def _can_use(request: Any, tokens: int) -> bool:

@@ -21,6 +21,7 @@ def test_a_record_lives_as_long_as_its_backend() -> None:
     fixture = Fixture(SHARED, LENGTHS)
     second = another(fixture)
     assert list(fixture.state.backends) == [fixture.backend, second]
+    assert fixture.state.serve("hooks", fixture.runner) is fixture.handover  # one for all backends
     del second
     gc.collect()
     assert list(fixture.state.backends) == [fixture.backend]
@@ -35,12 +36,6 @@ def test_the_backend_that_packed_is_reported_whichever_came_last() -> None:
     batch = process_state(fixture.state)["batch"]
     assert batch is not None
     assert batch["seq_lens"] == LENGTHS
-
-
-def test_one_handover_serves_all_backends() -> None:
-    fixture = Fixture(SHARED, LENGTHS)
-    first = fixture.handover
-    assert fixture.state.serve("hooks", fixture.runner) is first
 
 
 def test_paths_are_read_while_one_backend_may_pack_them() -> None:

@@ -23,10 +23,6 @@ def says_yes(backend: str) -> bool:
 def test_on_a_cpu_there_is_no_triton_for_prefixpack(fallbacks: CpuFallbacks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(device="cpu"))
     assert fallbacks.around_support_triton(says_yes, "prefixpack") is False
-
-
-def test_other_backends_and_devices_are_left_alone(fallbacks: CpuFallbacks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(device="cpu"))
     assert fallbacks.around_support_triton(says_yes, "triton") is True
     monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(device="cuda"))
     assert fallbacks.around_support_triton(says_yes, "prefixpack") is True
@@ -35,20 +31,16 @@ def test_other_backends_and_devices_are_left_alone(fallbacks: CpuFallbacks, monk
 def test_last_slots_are_those_of_sglangs_own_torch_version(fallbacks: CpuFallbacks) -> None:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    fallbacks.has_cpu_backend = True
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     rows, prefixes = torch.tensor([3, 0, 1]), torch.tensor([10, 0, 1])
 
     def unused(*args: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the Triton path was taken")
 
+    sglangs_own = fallbacks.around_get_last_loc(lambda *args: torch.tensor([5]), table, rows, prefixes)
+    assert sglangs_own.tolist() == [5], "no backend runs on a CPU"
+    fallbacks.has_cpu_backend = True
     ours = fallbacks.around_get_last_loc(unused, table, rows, prefixes)
     theirs = get_last_loc_torch(table, rows, prefixes)
     assert ours.tolist() == theirs.tolist() == [39, -1, 10]
     assert ours.dtype == theirs.dtype
-
-
-def test_without_a_cpu_backend_sglangs_own_is_called(fallbacks: CpuFallbacks) -> None:
-    table = torch.zeros((1, 1), dtype=torch.int32)
-    index = torch.zeros(1, dtype=torch.int64)
-    assert fallbacks.around_get_last_loc(lambda *args: torch.tensor([5]), table, index, index).tolist() == [5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -23,8 +22,8 @@ from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
+from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
@@ -151,9 +150,9 @@ def test_heads_of_a_rank_are_those_that_sglangs_model_has(
     _, attention_ranks, *_ = compute_dp_attention_world_info(bool(ranks), 0, 2, 2 if ranks else 1)
     rank = SimpleNamespace(tp_size=2, tp_rank=0, attn_tp_size=attention_ranks, attn_tp_rank=0)
     monkeypatch.setattr(module, "get_parallel", lambda: rank)
-    kind = module.LlamaAttention if model == "llama" else module.Qwen3Attention
-    names = {"config": mock.MagicMock(), "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    real = kind(**{name: value for name, value in names.items() if name in inspect.signature(kind).parameters}).attn
+    kind = getattr(module, f"{model.capitalize()}Attention")
+    config = {"config": mock.MagicMock()} if model == "llama" else {}
+    real = kind(hidden_size=64, num_heads=4, num_kv_heads=2, **config).attn
 
     found = diagnosis(models[model], "--tp-size", "2", *ranks, **WRAP)
     ((text, answer),) = found.layers
@@ -185,14 +184,6 @@ def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
     before = dict(os.environ)
     diagnosis(models["llama"], SGLANG_TEST_VARIABLE="1", **WRAP)
     assert dict(os.environ) == before
-
-
-def test_every_reason_has_an_answer() -> None:
-    for reason in (*reasons.EXPLANATIONS, *advice.EXPLANATIONS):
-        change = advice.change_for(reason)
-        assert change.reason == reason
-        assert change.text.endswith(".")
-        assert advice.explained(reason)
 
 
 @given(st.lists(st.sampled_from(["--a", "--b=1", "--b", "--spec-x", "--spec-y=2", "value", "-1"]), max_size=8))
@@ -229,11 +220,6 @@ def test_a_model_without_an_option() -> None:
         {},
         ["--model-path", "org/model", "--port", "1"],
     )
-
-
-def test_a_pasted_command_of_another_program() -> None:
-    with pytest.raises(ValueError, match="'bash' is no launch argument"):
-        launch_command(["bash", "run.sh", *ARGUMENTS])
 
 
 class TestCommand:

@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sgl_prefix_attn.sglang_plugin.prefix import batch_tracker
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
@@ -78,6 +79,21 @@ class TestKnownSituations:
         del request
         gc.collect()
         assert not any(reference() for reference in prefilled)
+
+    def test_many_prefills_without_a_decode_step_forget_the_decode_batch(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batch_tracker, "_MOST_PREFILLED", 4)
+        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
+        scheduler.decode()
+        check(scheduler, tracker, scheduler.decode_batch())
+        for number in range(5):
+            assert tracker._decode is not None
+            request = scheduler.request([1] * 50 + [number + 4])
+            scheduler.match(request)
+            check(scheduler, tracker, scheduler.extend_batch([request]))
+            scheduler.prefill_done(request)
+        assert (tracker._decode, len(tracker._prefilled)) == (None, 0)
 
     def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
