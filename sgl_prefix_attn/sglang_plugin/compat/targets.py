@@ -125,7 +125,6 @@ DELEGATED_MEMBERS = frozenset(
         "draft_extend_metadata_captured_in_graph",
         "extend_dummy_seqs_capped_by_req_pool",
         "folds_encoder_swa_replay",
-        "forward_metadata",
         "forward_mixed",
         "get_cuda_graph_seq_len_fill_value",
         "get_fused_kv_write_buffers",

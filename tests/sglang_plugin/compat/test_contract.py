@@ -29,7 +29,7 @@ ALL_TARGETS = (*TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
 # Members that our backend adds to the base class: what a patched SGLang and our process state call.
-ADDED_MEMBERS = {NATIVE_SEAM, "stop_packing"}
+ADDED_MEMBERS = {NATIVE_SEAM, "stop_packing", "token_to_kv_pool"}
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
