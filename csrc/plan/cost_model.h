@@ -84,9 +84,8 @@ class CostModel {
   }
 
   int32_t group() const { return group_; }
+  // Whether the step has costs of its own, and with them splits that were judged by the makespan simulator.
   bool even() const { return even_; }
-  // A GPU computes while it waits for KV. Only its plans were judged by the makespan simulator.
-  bool on_gpu() const { return device_.overlap == 1; }
   int32_t queries_per_tile() const { return queries_per_tile_; }
   // The most of `queries` that fill their tiles.
   int32_t whole_tiles(int32_t queries) const {

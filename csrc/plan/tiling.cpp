@@ -20,7 +20,7 @@ constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.3
 constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
-constexpr int32_t kFirstOnGpu = 2;      // of kShares: longer work tiles never won
+constexpr int32_t kFirstOfEven = 2;     // of kShares, in decode and verify steps: longer work tiles never won
 constexpr int32_t kHalvings = 9;        // of the range in which the longest work tile is searched
 constexpr double kWorthFitting = 0.98;  // of the time with other splits
 
@@ -229,7 +229,7 @@ void Tiling::sort_out_splittable() {
   double all_work = 0, computing = 0;
   double duration = 0;  // of the tile that decides: the first of a pack
   for (const Tile& tile : *this) {
-    if (tile.first_of_pack || !cost_->on_gpu()) duration = tile.duration;
+    if (tile.first_of_pack || !cost_->even()) duration = tile.duration;
     const bool is_narrow = this->is_narrow(tile);
     const double work = tile.seconds - tile.overhead;
     if (!is_narrow) {
@@ -291,7 +291,7 @@ double Tiling::fit_workers(SplitLimits* best, double finish) {
 void Tiling::choose_split(int32_t nearby) {
   SplitLimits best{longest_, longest_};
   double finish = finish_time(best, std::numeric_limits<double>::infinity());
-  int32_t first = cost_->on_gpu() ? kFirstOnGpu : 0, last = static_cast<int32_t>(kShares.size()) - 1;
+  int32_t first = cost_->even() ? kFirstOfEven : 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
     first = std::max(first, nearby - kNearbyShares);
     last = std::min(last, nearby + kNearbyShares);
@@ -304,7 +304,7 @@ void Tiling::choose_split(int32_t nearby) {
     const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
     if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
-  if (cost_->on_gpu() && nearby < 0) finish = fit_workers(&best, finish);
+  if (cost_->even() && nearby < 0) finish = fit_workers(&best, finish);
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
     if (finish <= kEvenEnough * even()) break;

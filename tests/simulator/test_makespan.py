@@ -83,16 +83,17 @@ def verify_plan(step: RowsCase, **costs: float) -> tuple[Plan, float]:
 
 
 def test_measured_verify_steps_are_met() -> None:
-    """Those whose plan is still the measured one; they were made with the costs of mixed steps."""
+    """Their plans were made with the costs of decode steps."""
     measured = json.loads((ROOT / "benchmarks/results/verify_4_159410291.json").read_text())
     rows = {row["key"]: row for row in measured["rows"]}
     steps = [step for step in draw_verify(measured["seed"], 70, measured["verify"]) if step.case.key in rows]
     ratios = []
     for step in steps:
-        (plan, seconds), row = verify_plan(step, widest_flops=0.0), rows[step.case.key]
-        if (len(plan.items), plan.kv_tokens_packed) == (row["items"], row["kv_tokens_packed"]):
-            ratios.append(seconds * 1e6 / row["baselines"]["prefixpack"]["cold_us"])
-    assert len(ratios) >= 35
+        plan, seconds = verify_plan(step, widest_flops=0.0)
+        row = rows[step.case.key]
+        assert (len(plan.items), plan.kv_tokens_packed) == (row["items"], row["kv_tokens_packed"])
+        ratios.append(seconds * 1e6 / row["baselines"]["prefixpack"]["cold_us"])
+    assert len(steps) == 48
     assert np.median(np.abs(np.array(ratios) - 1)) <= 0.05
     assert np.mean(ratios) == pytest.approx(1, abs=0.03)
 
@@ -102,7 +103,7 @@ def test_verify_steps_are_sooner_with_costs_of_their_own() -> None:
     steps = [step for drafts in (4, 8) for step in draw_verify(73, 60, drafts) if step.case.head_dim == 128]
     times = [[verify_plan(step, **costs)[1] for costs in ({"widest_flops": 0.0}, {})] for step in steps]
     gains = [before / now for before, now in times]
-    assert np.exp(np.mean(np.log(gains))) > 1.01
+    assert np.exp(np.mean(np.log(gains))) > 1.015
     assert np.mean(np.array(gains) < 0.95) < 0.03
     document = Case("long", (16, 2), (((0, 0, 36_453),),) * 18, (36_470,) * 18)
     plan, _ = verify_plan(RowsCase(document, np.full(18, 4), 0))

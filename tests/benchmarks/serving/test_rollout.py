@@ -1,0 +1,50 @@
+"""The rollout benchmark: drawn requests, the measured window, steps of a server's log, one run of the real thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving import rollout
+from benchmarks.serving.rollout import Window, WindowOver
+from benchmarks.serving.step_log import read_steps, summary
+from sgl_prefix_attn.demo.client import Answer, Sample
+from sgl_prefix_attn.demo.workload import Request
+
+
+def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
+    request = Request("r", (1,), 4)
+    window = Window(begin_after=1, seconds=0.0)
+    sample = Sample("id", [1, 2], 0, 0, "", 0.0, 0.0)
+    window.on_token(request, sample)
+    assert window.tokens == 0, "tokens before the window do not count"
+    window.on_answer(Answer(request, (sample,)))
+    sample.tokens = [1, 2, 3, 4, 5]
+    with pytest.raises(WindowOver):
+        window.on_token(request, sample)
+    assert window.tokens == 3
+
+
+def test_accepted_tokens_are_a_mean_over_requests() -> None:
+    line = "[2026-11-23 14:41:52.{}] Decode batch, #running-req: {}, #token: 0, token usage: 0.00{}, cpu graph: False"
+    log = [line.format(*fields) for fields in (("000", 8, ""), ("010", 3, ", accept len: 3.00"), ("020", 1, ""))]
+    assert summary(read_steps(log))["accepted_tokens"] == (3 * 3.0 + 1) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_rollout_on_the_cpu_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rollout.json"
+    sizes = ["--prompt-tokens", "64", "--output-tokens", "16", "--groups", "60", "--samples", "4", "--running", "8"]
+    arguments = [*sizes, "--window", "2", "--out", str(out), "--seed", "1"]
+    assert rollout.main(["--backends", "prefixpack", *arguments]) == 0
+    first = json.loads(out.read_text())
+    assert first["runs"][0]["steps"]["steps"] > 10
+    assert sum(first["runs"][0]["steps_packed"].values()) > 10
+    assert rollout.main(["--backends", "prefixpack,torch_native", *arguments, "--resume"]) == 0
+    both = json.loads(out.read_text())
+    assert both["runs"][0] == first["runs"][0]
+    assert [row["backend"] for row in both["runs"]] == ["prefixpack", "torch_native"]
+    assert "torch_native" in capsys.readouterr().out
