@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_prefix_attn import __version__
 from sgl_prefix_attn.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,10 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         env=environ | {"COLUMNS": "120"} | variables,
         check=False,
     )
+
+
+def test_version() -> None:
+    assert command("--version").stdout.strip() == __version__
 
 
 def test_settings_need_neither_torch_nor_the_native_module() -> None:
@@ -48,6 +53,12 @@ def test_settings_table_shows_value_and_source(tmp_path: Path) -> None:
     assert rows["metrics"] == ["true", "default"]
 
 
+def test_settings_with_a_mistake() -> None:
+    result = command("settings", PREFIXPACK_METRICS="perhaps")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "PREFIXPACK_METRICS='perhaps' is not usable: accepted is true or false\n"
+
+
 def test_explain_as_json_with_every_machine_option() -> None:
     options = "--heads 16/4 --head-dim 64 --kv-dtype fp8 --partial-dtype bf16 --device a100 --workers 32"
     result = command("explain", "--tree", "1,4/512,64", "--json", *options.split())
@@ -58,18 +69,32 @@ def test_explain_as_json_with_every_machine_option() -> None:
     assert len(numbers["worker_seconds"]) == 32
 
 
+def test_explain_a_trace_window(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 600, "output_length": 8, "hash_ids": [1, %d]}\n'
+    (tmp_path / "trace.jsonl").write_text("".join(row % n for n in range(4)))
+    result = command("explain", "--trace", str(tmp_path / "trace.jsonl"), "--window", "0:4", "--progress", "1")
+    assert result.returncode == 0, result.stderr
+    assert "0 to 512: 512 tokens read by 4 requests\n    4 private tails of 96 tokens" in result.stdout
+
+
 MISTAKES = [
     ("explain --tree 1,2/3", "explain: tree '1,2/3': 2 levels of nodes but 1 of tokens"),
     ("explain --tree 1,2/64,16 --window 0:4", "explain: --window belongs to --trace"),
+    ("explain --batch x.json --query-len 4", "explain: --query-len belongs to --tree"),
+    ("explain --tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
     ("explain --tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
     ("explain --tree 1,2/64,16 --heads 32/0 --device h200", "explain: 32/0 heads: expected at least one KV head"),
     ("explain --tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
     ("explain --tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
+    ("explain --tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
+    ("explain --tree 1,2/64,16 --server http://x", "not allowed with argument"),
+    ("explain", "one of the arguments --tree --batch --trace --server is required"),
     ("route explain --tree 1,10", "tree '1,10': expected NODES/TOKENS"),
     ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 or more"),
     ("route explain --tree 4/8 --margin -5", "--margin -5: expected a percentage from 0 to 1000"),
     ("demo --requests 0", "--requests 0: at least 1"),
     ("demo --model /nowhere --device cpu", "--model /nowhere: "),
+    ("demo --speed 0", "speed"),
     ("demo --trace /nowhere", "/nowhere"),
     ("calibrate --device cuda", "--device cuda: there is no CUDA device"),
     ("calibrate --check-seeds 4", "--check-seeds 4: at least 5 are needed"),
@@ -92,6 +117,7 @@ MISTAKES = [
     ("abtest record nowhere --out x", "server 'nowhere': expected http://HOST:PORT"),
     ("abtest record http://127.0.0.1:9 --out x", "/prefixpack/record: no answer"),
     ("abtest record http://a --out x --steps 100", "steps: Input should be greater than or equal to 512"),
+    ("abtest record http://a --out x --steps 70000", "steps: Input should be less than or equal to 65536"),
     ("abtest servers http://a http://a/ --block 1 --requests THREE", "both addresses are http://a: the second sending"),
     ("abtest servers a http://b --requests THREE", "server 'a': expected http://HOST:PORT"),
     ("abtest servers http://a http://b --block 2 --requests THREE", "3 requests are fewer than two blocks of 2"),

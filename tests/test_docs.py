@@ -153,7 +153,15 @@ def check_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["ray", "job", "submit", "--runtime-env-json", environment, "--", *inner]:
             check_variables(json.loads(environment)["env_vars"])
             check_words(inner, monkeypatch)
-        case ["python3", "-m", "venv", _] | ["cd" | ".", _] | ["grep" | "git" | "apt" | "docker", *_]:
+        case ["python3", "-m", "venv", _] | ["cd", _] | ["git", "clone", *_]:
+            pass
+        case [".", script]:
+            assert script.endswith("/bin/activate")
+        case ["apt", "install", *packages]:
+            assert {"git", "make", "g++", "python3-dev", "python3-venv"} >= set(packages)
+        case ["docker", "build", *_]:
+            assert (ROOT / "Dockerfile").is_file()
+        case ["grep", *_]:
             pass
         case ["python", "-c", code]:
             compile(code, "-c", "exec")
@@ -290,6 +298,7 @@ def test_the_requests_of_the_offline_page_and_of_the_example_are_accepted() -> N
     page = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     example = (ROOT / "examples" / "batch.jsonl").read_text(encoding="utf-8")
+    assert len(example.splitlines()) == 5
     for line in (lines.replace("\n ", "") + example).splitlines():
         assert isinstance(parse_line(1, line.encode()), BatchRequest)
 

@@ -28,8 +28,8 @@ GPU_KERNELS = ("fa3", "flashinfer_tc", "flashinfer_cc", "triton_gqa", "triton_mh
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in STOCK_BASELINES.values()))
 # KV type in the results -> bytes of an element.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp16": 2, "fp32": 4}
-# Names of the number of SMs in `machine`, the present one first.
 HEAD_DIMS = (64, 128, 256)  # that calibrate measures
+# Names of the number of SMs in `machine`, the present one first.
 _SM_COUNTS = ("sm_count", "num_sms", "multiprocessors")
 # In a model the L2 cache holds none of a layer's KV when the layer starts.
 TIME = "cold_us"

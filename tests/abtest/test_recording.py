@@ -15,7 +15,7 @@ import torch
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import recording
-from sgl_prefix_attn.abtest.client import check_writable, write_whole
+from sgl_prefix_attn.abtest.client import StepBar, check_writable, write_whole
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import live_plan
@@ -204,3 +204,12 @@ def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixtur
     assert [row[0] for row in rows] == [name for policy in policies for name in (policy, *families)]
     steps, packed = rows[0][1:3]
     assert steps == packed
+
+
+def test_a_bar_says_when_no_step_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(StepBar, "IDLE_SECONDS", -1.0)
+    with StepBar(8, "record") as bar:
+        bar.reach(3)
+        assert "no decode step runs" not in capsys.readouterr().err
+        bar.reach(3)
+        assert "no decode step runs: send requests to the server" in capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement
+from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
 from sgl_prefix_attn.demo.workload import Request
 
 
@@ -34,6 +36,12 @@ def test_a_difference_is_counted_and_located(packed: list[int], same: int, total
     assert compared.differences() == located
 
 
+def test_latencies_are_in_milliseconds() -> None:
+    run = measurement("stock", [1, 2, 3], [1])
+    assert run.first_token_ms(50) == pytest.approx(100)
+    assert run.output_token_ms(50) == pytest.approx(100)  # the sample of one token has none
+
+
 def test_kv_reads_are_counted_between_two_states() -> None:
     before = {"counters": {"kv_tokens_read": 10, "kv_tokens_per_request": 20, "kv_tokens_unique": 5}}
     after = {"counters": {"kv_tokens_read": 40, "kv_tokens_per_request": 140, "kv_tokens_unique": 25}}
@@ -41,3 +49,14 @@ def test_kv_reads_are_counted_between_two_states() -> None:
     assert kv == KVReads(read=30, per_request=120, unique=20)
     assert kv.saved == 0.75
     assert KVReads(0, 0, 0).saved == 0.0
+
+
+def test_table_and_record() -> None:
+    same = comparison([1, 2, 3], [1, 2, 3])
+    lines = table([same]).splitlines()
+    assert len(lines) == 4
+    assert "4/4" in lines[3]
+    assert "25.0% (300 of 400)" in lines[3]
+    record = json.loads(json.dumps(same.as_json()))
+    assert record["tokens_identical"] == record["tokens"] == 4
+    assert record["runs"][1]["kv_tokens"]["saved"] == 0.25

@@ -91,8 +91,12 @@ def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
     with serve(options) as server:
         bodies = [line["body"] for line in lines]
         answers = replay(server.url, [Request("", body["prompt"], body["max_tokens"]) for body in bodies])
-    results = [entry["response"]["body"]["choices"] for entry in batches.read(output)]
-    assert [choice["token_ids"] for (choice,) in results] == [answer.samples[0].tokens for answer in answers]
+    for line, entry, answer in zip(lines, batches.read(output), answers, strict=True):
+        body, (choice,) = entry["response"]["body"], entry["response"]["body"]["choices"]
+        assert (entry["custom_id"], choice["finish_reason"]) == (line["custom_id"], "length")
+        assert choice["token_ids"] == answer.samples[0].tokens
+        prompt, new = len(line["body"]["prompt"]), line["body"]["max_tokens"]
+        assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def resumed(source: Path, output: Path, count: int, kills: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_prefix_attn.patching.diffs import load_patches, patches_for
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from tests.patches.conftest import unpacked_wheel
 
@@ -26,3 +27,12 @@ def test_apply_check_compile_revert(version: str, tmp_path: Path) -> None:
     assert wheel.patch("revert") == 0
     assert wheel.patch("check") == 1
     assert wheel.contents() == published
+
+
+def test_each_supported_version_has_the_seam_and_each_file_one_diff() -> None:
+    for version in SUPPORTED_VERSIONS:
+        patches = patches_for(version, load_patches())
+        assert [patch.name for patch in patches] == ["prepare_schedule_batch"], version
+        files = [file for patch in patches for file in patch.files]
+        assert len(files) == len(set(files)), version
+    assert {version for patch in load_patches() for version in patch.versions} == set(SUPPORTED_VERSIONS)

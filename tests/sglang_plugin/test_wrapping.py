@@ -87,7 +87,7 @@ class TestWrapped:
         wrapped = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         for kind in (TorchNativeAttnBackend, AttentionBackend, PrefixPackBackend):
             assert isinstance(wrapped, kind)
-        assert not isinstance(wrapped, TritonAttnBackend)
+        assert not isinstance(wrapped, TritonAttnBackend | StockOnlyBackend)
 
     def test_under_our_own_name_it_does_not(self) -> None:
         backend = new_fixture().backend
@@ -322,7 +322,9 @@ class TestRegistry:
     def test_a_stock_backend_of_ours_is_never_wrapped(self, asked: list[Any]) -> None:
         fixture = new_fixture()
         wrapping.install(WRAP)
-        assert isinstance(ATTENTION_BACKENDS["torch_native"](fixture.runner), PrefixPackBackend)
+        wrapped = ATTENTION_BACKENDS["torch_native"](fixture.runner)
+        assert isinstance(wrapped, PrefixPackBackend)
+        assert not isinstance(wrapped, StockOnlyBackend)
         assert type(build_stock(fixture.runner, "torch_native")) is TorchNativeAttnBackend
 
     def test_sglangs_own_errors_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.measure import Agreement, Progress, Run, steady_times
 from benchmarks.serving.provenance import without_folders
-from benchmarks.serving.rollout import Window, WindowOver
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.comparison import KVReads
 from sgl_prefix_attn.demo.workload import Request
@@ -32,18 +31,6 @@ def test_results_hold_no_path_of_a_machine() -> None:
     for path in (Path(command.__file__).parents[1] / "results").glob("*.json"):
         found = re.search(r"(?<![\w./])/(root|work|tmp|home)/", path.read_text(encoding="utf-8"))
         assert found is None, f"{path.name}: a path at {found.start()}"
-
-
-def test_the_window_begins_with_the_steady_state_and_ends_by_itself() -> None:
-    window = Window(begin_after=1, seconds=0.0)
-    sample = Sample("id", [1, 2], 0, 0, "", 0.0, 0.0)
-    window.on_token(REQUEST, sample)
-    assert window.tokens == 0, "tokens before the window do not count"
-    window.on_answer(Answer(REQUEST, (sample,)))
-    sample.tokens = [1, 2, 3, 4, 5]
-    with pytest.raises(WindowOver):
-        window.on_token(REQUEST, sample)
-    assert window.tokens == 3
 
 
 def test_agreement_counts_samples_and_common_beginnings() -> None:

@@ -22,8 +22,8 @@ from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
-from sgl_prefix_attn.sglang_plugin.doctor import planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
@@ -186,6 +186,14 @@ def test_the_environment_stays_as_it_is(models: dict[str, Path]) -> None:
     assert dict(os.environ) == before
 
 
+def test_every_reason_has_an_answer() -> None:
+    for reason in (*reasons.EXPLANATIONS, *advice.EXPLANATIONS):
+        change = advice.change_for(reason)
+        assert change.reason == reason
+        assert change.text.endswith(".")
+        assert advice.explained(reason)
+
+
 @given(st.lists(st.sampled_from(["--a", "--b=1", "--b", "--spec-x", "--spec-y=2", "value", "-1"]), max_size=8))
 def test_left_out_arguments_go_with_their_values(arguments: list[str]) -> None:
     kept = arguments_without(arguments, ["--b", "--spec-"])
@@ -220,6 +228,11 @@ def test_a_model_without_an_option() -> None:
         {},
         ["--model-path", "org/model", "--port", "1"],
     )
+
+
+def test_a_pasted_command_of_another_program() -> None:
+    with pytest.raises(ValueError, match="'bash' is no launch argument"):
+        launch_command(["bash", "run.sh", *ARGUMENTS])
 
 
 class TestCommand:
