@@ -30,7 +30,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ from benchmarks.kernel.gpu_report import OURS
 from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
-from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer
+from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer, copy_bandwidth
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-from sgl_prefix_attn.core.gpu import h200_model
+from sgl_prefix_attn.core.gpu import H200, Gpu, gpu_of, planner_model
 from sgl_prefix_attn.core.planner import Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
@@ -52,7 +52,7 @@ from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 
-BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured, for the limit
+BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured; runs measure the bandwidth of their GPU
 HEADS = (32, 8)
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
@@ -65,11 +65,20 @@ Run = Callable[[], Output]
 
 @dataclass(frozen=True)
 class RowsCase:
-    """A step. query_lens: [requests] new tokens; num_prefill: requests that prefill, which stand in front."""
+    """A step.
+
+    Attributes:
+        query_lens: [requests] new tokens.
+        num_prefill: requests that prefill, which stand in front.
+        gpu: that plans are for.
+        bandwidth: its bytes per second, for the limit.
+    """
 
     case: Case
     query_lens: Int64Array
     num_prefill: int
+    gpu: Gpu = H200
+    bandwidth: float = BANDWIDTH
 
     @property
     def limit_us(self) -> float:
@@ -79,13 +88,13 @@ class RowsCase:
         new, lens = self.query_lens, self.case.lengths
         seen = float((new * lens - new * (new - 1) / 2).sum())
         flops = 4.0 * q_heads * self.case.head_dim * seen
-        return max((self.case.kv_bytes() + row_bytes) / BANDWIDTH, flops / FLOPS) * 1e6
+        return max((self.case.kv_bytes() + row_bytes) / self.bandwidth, flops / FLOPS) * 1e6
 
     def plan(self, requests: slice) -> tuple[Plan, Int64Array, Any]:
         """Plan of a part of the requests, their lengths, and the device that it is for."""
         lens, new = self.case.lengths[requests].copy(), self.query_lens[requests].copy()
         forest = PrefixForest.from_paths(self.case.paths[requests], prefix_lens=(lens - new).tolist())
-        device = h200_model(self.case.shape)
+        device = planner_model(self.gpu, self.case.shape, code=90)
         return Planner(self.case.shape, device).plan(forest, lens, new), lens, device
 
 
@@ -349,11 +358,13 @@ def main(argv: list[str] | None = None) -> int:
         print("mixed_steps: no CUDA device; this benchmark measures on one (try --list)", file=sys.stderr)
         return 2
     begin, device, known = time.monotonic(), torch.device("cuda", 0), {row["key"] for row in results}
+    gpu, bandwidth = gpu_of(device), copy_bandwidth(device)
+    steps = [replace(step, gpu=gpu, bandwidth=bandwidth) for step in steps]
     timer = Timer(device, effort=EFFORT)
     pool = KvPool(pool_elements(step.case for step in steps), device)
     header = {
-        "machine": machine_of(device), "commit": args.commit, "kernels_version": KERNELS_VERSION,
-        "seed": args.seed, "verify": args.verify,
+        "machine": machine_of(device) | {"copy_bandwidth": bandwidth}, "commit": args.commit,
+        "kernels_version": KERNELS_VERSION, "seed": args.seed, "verify": args.verify,
     }  # fmt: skip
     with torch.inference_mode():
         for step in steps:
