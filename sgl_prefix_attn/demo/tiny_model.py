@@ -110,6 +110,49 @@ _VARIANTS["deepseek_gpu"] = (
         "v_head_dim": 128,
     },
 )
+# Kinds of layers beside full attention, and experts, with the head sizes that kernels of a GPU have.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_VARIANTS |= {
+    "qwen3_moe_gpu": ("Qwen3MoeForCausalLM", {"head_dim": 128, "num_attention_heads": 4, **_EXPERTS}),
+    # Window layers, and sinks in all layers.
+    "gpt_oss_gpu": (
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    # Chunked attention in three layers of four.
+    "llama4_gpu": (
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 128,
+            "num_attention_heads": 4,
+            "intermediate_size_mlp": 512,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 128,
+        },
+    ),
+    # Linear attention in three layers of four.
+    "qwen3_next_gpu": (
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 128,
+            "num_attention_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "shared_expert_intermediate_size": 128,
+            **_EXPERTS,
+        },
+    ),
+}
 VARIANTS = tuple(_VARIANTS)
 # Gemma 2 normalises what each layer adds. At the initial weights, with tied embeddings, that would be too little to
 # outweigh the input: the model would repeat its last token.
