@@ -124,6 +124,7 @@ _VARIANTS |= {
             "num_experts_per_tok": 2,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "swiglu_limit": 7.0,
         },
     ),
     # Chunked attention in three layers of four.
@@ -144,6 +145,7 @@ _VARIANTS |= {
         "Qwen3NextForCausalLM",
         {
             "num_hidden_layers": 4,
+            "full_attention_interval": 4,
             "head_dim": 128,
             "num_attention_heads": 4,
             "linear_num_key_heads": 2,
@@ -197,6 +199,11 @@ def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
                 if name.endswith(_BRANCH_NORMS):
                     weight.fill_(_GEMMA_BRANCH_WEIGHT)
     model.save_pretrained(folder)
+    # SGLang reads what transformers has replaced by other keys.
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    if missing := values.keys() - saved.keys():
+        path.write_text(json.dumps(saved | {name: values[name] for name in missing}, indent=2) + "\n")
 
 
 def _publish(scratch: Path, folder: Path) -> None:
