@@ -1,8 +1,8 @@
-"""Starts SGLang servers as forks of a process that has imported SGLang: a start takes 5 s of processor time, not 27.
+"""Starts SGLang servers as forks of a process that has imported SGLang: a start takes 2 s of processor time, not 27.
 
 Each of a server's processes imports SGLang for eight seconds or more. Here one process per environment imports it once,
-loads no plug-in and starts no thread. The server is a fork of it, and so are the children that SGLang spawns: SGLang's
-request for "spawn" gets multiprocessing's fork server.
+loads no plug-in and starts no thread. The server is a fork of it, and so are the children that SGLang spawns, and
+theirs: whoever asks multiprocessing for "spawn" gets its fork server.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ import psutil
 from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_process
 
 # Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
-COMMON_MODULES = ("sglang.launch_server", "sglang.srt.managers.detokenizer_manager", "torch._inductor.compile_fx")
+COMMON_MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.entrypoints.openai.serving_chat",
+    "sglang.srt.models.registry",  # with the files of all models
+    "torch._inductor.compile_fx",
+)
 SERVER_MODULE = "sglang.launch_server"
 MODULES = (SERVER_MODULE, "tests.e2e.launchers")  # programs that forks can become
-NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_")  # beginnings of variables
+NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_ENABLE_HEALTH_")  # beginnings of variables
 POLL_SECONDS = 0.05
 
 
@@ -73,6 +79,12 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
     if not pid:
         raise ServerError("the process that servers are forked from has ended: see its traceback above")
     return Forked(int(pid))
+
+
+def start_without_warm_up(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
+    """As `start`, for a server that is healthy at once. SGLang's warm-up and /health sleep for a second each."""
+    variables = {**environment, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    return start([*command, "--skip-server-warmup"], variables, output)
 
 
 @functools.cache
@@ -143,7 +155,7 @@ def _become_server(module: str, arguments: list[str], environment: dict[str, str
 def _spawn_by_forks() -> None:
     """Makes a fork of this process the fork server of multiprocessing, whatever start method is asked for.
 
-    Children get the environment that the server has when it starts them.
+    Children get the environment that the server has when it starts them, and have a fork server of their own.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses an address without a file
@@ -167,8 +179,9 @@ def _spawn_by_forks() -> None:
         return connect(*arguments)
 
     vars(forkserver)["connect_to_new_process"] = connect_with_environment
-    multiprocessing.set_start_method("forkserver")
-    vars(multiprocessing)["set_start_method"] = lambda method, force=False: None
+    contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["forkserver"]
+    multiprocessing.set_start_method("forkserver", force=True)
 
 
 def _serve_children(listener: int, alive: int, variables: int) -> None:
@@ -177,6 +190,8 @@ def _serve_children(listener: int, alive: int, variables: int) -> None:
 
     def run_child(*arguments: Any) -> Any:
         os.environ.update(json.loads(os.pread(variables, os.fstat(variables).st_size, 0)))
+        forkserver.spawn._main = run  # type: ignore[attr-defined]
+        _spawn_by_forks()
         return run(*arguments)
 
     forkserver.spawn._main = run_child  # type: ignore[attr-defined]
