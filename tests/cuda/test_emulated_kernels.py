@@ -22,7 +22,7 @@ from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2)], ids=str)
 def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
     case = make_case(heads[0], heads=heads)
-    check(case, emulate(emulation, case, late_copies=late_copies))
+    check(case, emulate(emulation, case, late_copies=late_copies, layers=2))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -197,7 +197,7 @@ def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulati
 @pytest.mark.parametrize("seed", range(4))
 def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=70)
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, layers=2))
 
 
 def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
@@ -329,4 +329,4 @@ def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, layers=2))
