@@ -36,8 +36,11 @@ COMMON_MODULES = (
     "torch._inductor.compile_fx",
 )
 SERVER_MODULE = "sglang.launch_server"
-MODULES = (SERVER_MODULE, "tests.e2e.launchers")  # programs that forks can become
-NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_ENABLE_HEALTH_")  # beginnings of variables
+MODULES = (SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements")  # programs that forks can become
+# Beginnings of variables.
+NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
+# Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
+AT_IMPORT = {"TORCHDYNAMO_DISABLE": "1"}
 POLL_SECONDS = 0.05
 
 
@@ -69,7 +72,7 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
     if command[1] != "-m" or command[2] not in MODULES or sys.platform != "linux" or sys.version_info >= (3, 14):
         return start_process(command, environment, output)
     read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
-    template = _template(tuple(sorted(read_at_import.items())))
+    template = _template(tuple(sorted((read_at_import | AT_IMPORT).items())))
     assert template.stdin is not None
     assert template.stdout is not None
     request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "output": output.name}
