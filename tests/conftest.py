@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, settings
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # What stands for session fixtures of 10 s or more, by folder: files that use one run on one worker.
 SHARED_FIXTURES = {
-    "stock_server": ("tests/e2e/", re.compile(r"\b(stock_server|packed|expected|rollout_on): ")),
-    "emulation": ("tests/cuda/", re.compile(r"\bemulation: ")),
+    "stock_server": ("tests/e2e/", re.compile(r"def \w+\([^)]*\b(stock_server|packed|expected|rollout_on)\b")),
+    "emulation": ("tests/cuda/", re.compile(r"def \w+\([^)]*\bemulation\b")),
     "forks": ("tests/", re.compile(r"\b(launch: Launch|import forked_server)")),
 }
 # Files of half a minute or more by a few tests, which would keep one worker busy at the end.
-LONG = re.compile(r"tests/(test_package|cuda/test_triton_interpreter|pinning/test_(schedules|ranks)|offline/test_real)")
+LONG = re.compile(r"tests/(test_package|cuda/test_(triton_interpreter|emulated_capabilities)|pinning/test_schedules)")
 ROOT = Path(__file__).parents[1]
 
 # SGLang reads it at import.

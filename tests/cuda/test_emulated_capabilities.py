@@ -33,9 +33,7 @@ def test_shared_memory_that_gpus_have() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "rows"), [(64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (256, 32), (256, 64)]
 )
-def test_every_tile(
-    emulation_without_wgmma: ModuleType, head_dim: int, rows: int, kv_dtype: torch.dtype | None, shared: int
-) -> None:
+def test_every_tile(emulation_without_wgmma, head_dim, rows, kv_dtype, shared):
     """Full tiles of more KV tiles than the ring holds, whole and split."""
     queries = rows // 8
     lens = shared + np.arange(1, queries + 1)
