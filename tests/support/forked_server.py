@@ -116,6 +116,7 @@ def _serve_forks() -> None:
         os.dup2(2, 1)  # what imports print
         for name in COMMON_MODULES:
             __import__(name)
+        assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"} & sys.modules.keys()
         signal.signal(signal.SIGCHLD, _reap)
         while request := sys.stdin.readline():
             pid = os.fork()
