@@ -136,6 +136,7 @@ def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
         "disable_cuda_graph": True,
         "grammar_backend": "none",
         "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
         "max_total_tokens": POOL_TOKENS,
         "sleep_on_idle": True,
         "log_level": "warning",
@@ -148,8 +149,9 @@ def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
     start = start_process if way == "engine" else forked_server.start
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.launchers", way, str(task)]
+    environment = {**ServerOptions("", None).full_environment(), **WRAP, **forked_server.HEALTHY}
     with log.open("wb") as output:
-        process = start(command, {**ServerOptions("", None).full_environment(), **WRAP}, output)
+        process = start(command, environment, output)
     try:
         process.wait(TIMEOUT_SECONDS)
     finally:

@@ -41,6 +41,7 @@ MODULES = (SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements")  
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
 # Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
 AT_IMPORT = {"TORCHDYNAMO_DISABLE": "1"}
+HEALTHY = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else /health sleeps for a second
 POLL_SECONDS = 0.05
 
 
@@ -85,9 +86,8 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
 
 
 def start_without_warm_up(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
-    """As `start`, for a server that is healthy at once. SGLang's warm-up and /health sleep for a second each."""
-    variables = {**environment, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    return start([*command, "--skip-server-warmup"], variables, output)
+    """As `start`, for a server that is healthy at once. SGLang's warm-up sleeps for a second as well."""
+    return start([*command, "--skip-server-warmup"], {**environment, **HEALTHY}, output)
 
 
 @functools.cache
