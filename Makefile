@@ -4,8 +4,8 @@ SGLANG ?= 0.5.20
 VENV ?= .venv
 PYTHON ?= python3
 VERSIONS ?= 0.5.16 0.5.23
-# One GPU is not shared by two test processes.
-WORKERS ?= $(if $(shell command -v nvidia-smi),1,2)
+# One GPU is not shared by test processes. Those without one wait for servers now and then, so that two cores serve three.
+WORKERS ?= $(if $(shell command -v nvidia-smi),1,3)
 # Of `make wheel`.
 WHEEL_ARCHS ?= 80+PTX;86;89;90a;120
 KIND := $(if $(and $(filter-out 0,$(or $(PREFIXPACK_CUDA),auto)),$(shell command -v nvcc)),cuda,cpu)
@@ -29,7 +29,7 @@ setup: ## make the environment: torch, SGLang, this package (CPU, or the GPU's w
 demo: setup ## real server, trace slice and RL group, prefixpack against the stock backend
 	@$(BIN)/python -m sgl_prefix_attn demo $(DEMO_ARGS)
 
-test: setup ## all tests but the slow ones, with the real server, in two processes
+test: setup ## all tests but the slow ones, with the real server, in three processes
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: setup ## tests of minutes to hours: 10,000 schedules, 20 kills, more server options, GPU kernel registers

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-# Parameters that stand for session fixtures of 10 s or more, by folder: files that use one run on one worker.
+# What stands for session fixtures of 10 s or more, by folder: files that use one run on one worker.
 SHARED_FIXTURES = {
-    "stock_server": ("tests/e2e/", re.compile(r"\b(stock_server|packed|expected): ")),
-    "emulation": ("tests/cuda/", re.compile(r"\bemulation: ")),
+    "stock_server": ("tests/e2e/", re.compile(r"def \w+\([^)]*\b(stock_server|packed|expected|rollout_on)\b")),
+    "emulation": ("tests/cuda/", re.compile(r"def \w+\([^)]*\bemulation\b")),
+    "forks": ("tests/", re.compile(r"\b(launch: Launch|import forked_server)")),
 }
 # Files of half a minute or more by a few tests, which would keep one worker busy at the end.
-LONG = re.compile(r"tests/(test_package|cuda/test_triton_interpreter|pinning/test_(schedules|ranks)|offline/test_real)")
+LONG = re.compile(r"tests/(test_package|cuda/test_(triton_interpreter|emulated_capabilities)|pinning/test_schedules)")
 ROOT = Path(__file__).parents[1]
 
 # SGLang reads it at import.
@@ -35,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # The duration of an example depends on the load of the machine.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In the background of a shell. Servers would inherit that, and a stop waits 8 s for those that ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -129,9 +129,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_mistakes_are_named(
-    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if "THREE" in words:
         Path("THREE").write_text(3 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
@@ -162,9 +160,7 @@ def test_route_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 class TestDeprecatedOptions:
     @pytest.mark.parametrize("option", [["--inner", "triton"], ["--inner=triton"]])
-    def test_an_option_is_read_with_a_warning(
-        self, option: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_option_is_read_with_a_warning(self, option, capsys, caplog):
         assert main(["route", "explain", "--tree", "4/8", *option]) == 0
         assert "stock (triton_gqa): " in capsys.readouterr().out
         assert "--inner is deprecated and will not be read by the next release; use --stock" in caplog.text

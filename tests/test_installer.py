@@ -37,9 +37,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("gpu", "first"), [("no", "torch=="), ("yes", "sglang==")])
-def test_a_call_goes_on_where_the_last_one_ended(
-    gpu: str, first: str, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_goes_on_where_the_last_one_ended(gpu, first, commands, tmp_path, capsys):
     words = ["--venv", str(tmp_path / "venv"), "--gpu", gpu]
     assert setup_env.main(words) == 0
     assert commands[0].endswith(f"-m venv {tmp_path / 'venv'}")
@@ -55,9 +53,7 @@ def test_a_call_goes_on_where_the_last_one_ended(
     assert any("sglang==0.5.21" in command for command in commands)
 
 
-def test_a_command_that_fails_ends_with_its_last_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_ends_with_its_last_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(setup_env, "HEARTBEAT_SECONDS", 0.2)
     installer = Installer(Settings(tmp_path, "0.5.20", gpu=False))
     with pytest.raises(SetupError, match=r"failed with status 3: (.|\n)*no such package\nwhole output: "):
@@ -74,9 +70,7 @@ def test_a_command_that_fails_ends_with_its_last_lines(
         ({"compiler": "/no/c++"}, "0.5.20", "no C++ compiler '/no/c++'"),
     ],
 )
-def test_a_machine_that_cannot_do_is_told_what_to_change(
-    here: dict[str, Any], sglang: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_cannot_do_is_told_what_to_change(here, sglang, message, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", here.get("compiler", "c++"))
     known = {"platform": "linux", "version_info": (3, 11), "executable": "python", **here}
     monkeypatch.setattr(setup_env, "sys", SimpleNamespace(**known))
@@ -90,9 +84,7 @@ def test_the_wheel_takes_the_shims_as_data(setup_names: dict[str, Any]) -> None:
     assert not [name for name in packages if "sgl_kernel" in name]
 
 
-def test_setup_cpu_leaves_environments_of_others_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_setup_cpu_leaves_environments_of_others_alone(monkeypatch, tmp_path, capsys):
     """It installs into an environment of its own only; nothing runs here."""
     monkeypatch.setattr(cli.HereInstaller, "run", lambda self: print("installs"))
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)
@@ -128,22 +120,14 @@ class TestNvcc:
         path.chmod(0o755)
         return path
 
-    def test_a_stale_cuda_home_does_not_hide_the_one_on_path(
-        self,
-        find: Callable[[], str | None],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_a_stale_cuda_home_does_not_hide_the_one_on_path(self, find, tmp_path, monkeypatch, capsys):
         on_path = self.compiler(tmp_path / "cuda-13")
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda-12"))
         monkeypatch.setenv("PATH", str(on_path.parent))
         assert find() == str(on_path)
         assert f"no nvcc in CUDA_HOME={tmp_path / 'cuda-12'}/bin" in capsys.readouterr().err
 
-    def test_none_at_all_is_an_error_only_if_it_is_asked_for(
-        self, find: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_none_at_all_is_an_error_only_if_it_is_asked_for(self, find, tmp_path, monkeypatch):
         monkeypatch.delenv("CUDA_HOME", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
         assert find() is None

@@ -175,9 +175,7 @@ class TestDeprecatedNames:
             ({"PREFIXPACK_ROUTE": "inner"}, Settings(route="stock"), "PREFIXPACK_ROUTE=inner", "route=stock"),
         ],
     )
-    def test_a_variable_is_read_with_a_warning(
-        self, environ: dict[str, str], expected: Settings, old: str, new: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_variable_is_read_with_a_warning(self, environ, expected, old, new, caplog):
         assert load_settings(environ) == expected
         assert f"{old} is deprecated and will not be read by the next release; use {new}" in caplog.text
 

@@ -188,7 +188,17 @@ def stop(process: ServerProcess) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
-    psutil.wait_procs(left, timeout=STOP_SECONDS)
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(map(_runs, left)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended. Orphans may stay zombies for seconds, until a container's init gets to them."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

@@ -186,9 +186,7 @@ def test_policies_over_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture
         ('{"copies": []}', ["packed"], "the recording has no step: the server got no request meanwhile"),
     ],
 )
-def test_unusable_recordings_are_named(
-    content: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_recordings_are_named(content, arguments, message, tmp_path, capsys):
     path = tmp_path / "steps.json"
     path.write_text(f'{{"format": "{recording.FORMAT}",{content[1:]}'.replace(",}", "}"))
     assert main(["abtest", "steps", str(path), *arguments]) == 2

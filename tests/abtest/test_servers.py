@@ -18,9 +18,7 @@ REQUESTS = [Request(str(number), (1, 2, number), 8) for number in range(4 * 61)]
 
 
 @pytest.mark.parametrize(("b_over_a", "winner"), [(1.0, None), (1.05, "A"), (1 / 1.05, "B")])
-def test_each_block_goes_to_both_in_a_drawn_order(
-    b_over_a: float, winner: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_block_goes_to_both_in_a_drawn_order(b_over_a, winner, monkeypatch):
     sent: list[tuple[str, str]] = []
     rng = np.random.default_rng(1)
 

@@ -17,7 +17,7 @@ from tests.test_docs import INLINE, ROOT, shell_commands
 FAST = {
     "benchmarks/kernel/plan_time.py --out": "--repeats 1 --steps 2",
     "benchmarks/kernel/plan_time.py --drawn": "--cases 2",
-    "benchmarks/kernel/cpu_packed.py": "--trees 2 --heads 32/8 --dtypes float32 --seconds 0.01",
+    "benchmarks/kernel/cpu_packed.py": "--trees 2 --heads 32/8 --dtypes float32 --seconds 0.01 --max-kv-gib 0.1",
     "-m benchmarks.serving.abtest_simulated": "--tests 1 --pairs 20",
     "-m benchmarks.prefix.deep_paths": "--repeats 1 --limit 0.001",
     "-m benchmarks.offline.tree_time": "--prompts 200 --tokens 40",

@@ -175,9 +175,7 @@ def test_pages_are_whole_and_shared_ones_are_those_of_all_requests(page_size: in
         assert max(used) < case.slots(page_size)
 
 
-def test_the_whole_command_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_whole_command_on_the_cpu(tmp_path, monkeypatch, capsys):
     """The profile is then the one that a CPU server takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     families = ["rollouts", "few_shot", "ragged"]
@@ -193,9 +191,7 @@ def test_the_whole_command_on_the_cpu(
     assert "cpu-4-2-64-fp32-page4.json: cpu, heads 4/2/64, 32-bit KV, pages of 4" in capsys.readouterr().out
 
 
-def test_the_kernels_that_servers_take_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_kernels_that_servers_take_are_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(command, "why_not_native", lambda device, asked: None if asked else "they never ran")

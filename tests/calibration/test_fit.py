@@ -141,9 +141,7 @@ class TestMeasuredSteps:
         assert verdict.regret < self.verdict(measured, "stock", backend).regret / 4
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
-    def test_the_conservative_rule_of_the_triton_kernels_loses_on_no_step(
-        self, measured: Results, backend: str
-    ) -> None:
+    def test_the_conservative_rule_of_the_triton_kernels_loses_on_no_step(self, measured, backend):
         steps = outcomes(measured.cases, candidate("conservative", "triton", backend, measured), "triton", backend)
         verdict = judge(steps)
         assert verdict.behind == 0
@@ -191,9 +189,7 @@ class TestMeasuredSteps:
         assert verdict.mean_regret < conservative.mean_regret / 10
 
     @pytest.mark.parametrize(("sources", "kv_bytes"), [(SOURCES, 2), (SOURCES_OF_FP8_KV, 1)])
-    def test_the_shipped_profile_is_what_the_command_makes_of_the_results(
-        self, sources: list[str], kv_bytes: int, tmp_path: Path
-    ) -> None:
+    def test_the_shipped_profile_is_what_the_command_makes_of_the_results(self, sources, kv_bytes, tmp_path):
         files = [str(RESULTS_FOLDER / source) for source in sources]
         out = tmp_path / "p.json"
         assert main(["calibrate", "--kv-bits", str(8 * kv_bytes), "--out", str(out), "--from", *files]) == 0
@@ -262,9 +258,7 @@ class TestResultsFile:
         assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
 
-    def test_the_key_of_the_previous_release_is_read_with_a_warning(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_key_of_the_previous_release_is_read_with_a_warning(self, tmp_path, caplog):
         row = self.ROW | {"step": self.STEP, "ways": self.ROW["baselines"]}
         with pytest.raises(ResultsError, match="'ways' is the deprecated name of 'baselines', and both are given"):
             read_results(self.write(tmp_path, row))

@@ -34,9 +34,7 @@ def margin(predicted_stock: list[float], measured_packed: list[float]) -> int | 
         ([float("nan")] * 3, [130.0, 60.0, 103.0], None),
     ],
 )  # fmt: skip
-def test_the_smallest_that_keeps_steps_from_losing(
-    predicted_stock: list[float], measured_packed: list[float], percent: int | None
-) -> None:
+def test_the_smallest_that_keeps_steps_from_losing(predicted_stock, measured_packed, percent):
     assert margin(predicted_stock, measured_packed) == percent
 
 

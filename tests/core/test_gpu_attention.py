@@ -49,9 +49,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return capability
 
 
-def test_what_native_kernels_do_not_run_is_said(
-    capability: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_native_kernels_do_not_run_is_said(capability, monkeypatch):
     plan, _ = make_plan(DeviceModel.gpu(132))
     for_cpu, _ = make_plan(DeviceModel.cpu(2))
     q = OnGpu()

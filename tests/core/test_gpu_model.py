@@ -52,9 +52,7 @@ def test_an_h200_keeps_its_fitted_figures(shape: ModelShape) -> None:
         ("NVIDIA B200", 7.33, 192, 192, 8),
     ],
 )
-def test_other_gpus_scale_with_what_the_driver_tells(
-    name: str, terabytes: float, flops: float, wide: float, fill: int
-) -> None:
+def test_other_gpus_scale_with_what_the_driver_tells(name, terabytes, flops, wide, fill):
     gpu = Gpu.of_properties(PROPERTIES[name])
     major, minor = gpu.capability
     model = planner_model(gpu, ModelShape(32, 8, 128), code={10: 80}.get(major, 10 * major + minor))

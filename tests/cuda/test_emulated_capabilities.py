@@ -33,9 +33,7 @@ def test_shared_memory_that_gpus_have() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "rows"), [(64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (256, 32), (256, 64)]
 )
-def test_every_tile(
-    emulation_without_wgmma: ModuleType, head_dim: int, rows: int, kv_dtype: torch.dtype | None, shared: int
-) -> None:
+def test_every_tile(emulation_without_wgmma, head_dim, rows, kv_dtype, shared):
     """Full tiles of more KV tiles than the ring holds, whole and split."""
     queries = rows // 8
     lens = shared + np.arange(1, queries + 1)
@@ -70,7 +68,7 @@ def test_drawn_steps(emulation_without_wgmma: ModuleType, seed: int) -> None:
         grown=int(rng.choice([0, GROWTH])),
         trees=trees,
     )
-    out, lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN)
+    out, lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, layers=2)
     check(case, (out, lse))
     again, again_lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, ctas=5, warps_first=True)
     assert torch.equal(out.view(torch.int16), again.view(torch.int16))
@@ -84,4 +82,4 @@ def test_deferred_combines(emulation_without_wgmma: ModuleType, head_dim: int) -
     case = make_case(tokens, heads=(8, 1), head_dim=head_dim, batch=batch, num_sms=10, with_sinks=True)
     words, _ = _native.serialize_plan(case.plan, lens, growth=0, group=8, warp_ctas=64, cta_warps=7)
     assert words[_native.plan_header_words - 2] > 0, "combines are deferred"
-    check(case, emulate(emulation_without_wgmma, case, fan_in=64))
+    check(case, emulate(emulation_without_wgmma, case, fan_in=64, layers=2))

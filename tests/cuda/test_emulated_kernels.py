@@ -22,14 +22,12 @@ from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2)], ids=str)
 def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
     case = make_case(heads[0], heads=heads)
-    check(case, emulate(emulation, case, late_copies=late_copies))
+    check(case, emulate(emulation, case, late_copies=late_copies, layers=2))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (11, 1), (64, 2)], ids=str)
-def test_whoever_brings_the_last_partial_combines_to_the_same_bits(
-    emulation: ModuleType, heads: tuple[int, int], head_dim: int
-) -> None:
+def test_whoever_brings_the_last_partial_combines_to_the_same_bits(emulation, heads, head_dim):
     """CTAs before warps: these combine. Warps before CTAs: those do, of what is in memory and what is still near."""
     group = heads[0] // heads[1]
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
@@ -77,9 +75,7 @@ def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> Non
     ("head_dim", "kv_dtype"), [(64, None), *((head_dim, torch.float8_e4m3fn) for head_dim in (64, 128, 256))]
 )
 @pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])
-def test_every_tile_of_the_table(
-    emulation: ModuleType, queries: int, head_dim: int, kv_dtype: torch.dtype | None
-) -> None:
+def test_every_tile_of_the_table(emulation, queries, head_dim, kv_dtype):
     """`queries` requests of group 8 share one node: 8 .. 160 rows, so tiles of 16, 32, 64, 128 and 128 + 32."""
     ones, lens = np.ones(queries, dtype=np.int64), 200 + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, 200)]] * queries, lens, ones)
@@ -197,7 +193,7 @@ def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulati
 @pytest.mark.parametrize("seed", range(4))
 def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=70)
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, layers=2))
 
 
 def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
@@ -207,9 +203,7 @@ def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("heads", [(8, 2), (32, 2)], ids=str)
-def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(
-    emulation: ModuleType, heads: tuple[int, int], late_copies: bool
-) -> None:
+def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(emulation, heads, late_copies):
     """One prefix for CTAs, 24 tails of 300 for warps: the work tiles are dealt to half of the CTAs."""
     prefix = 160 if heads == (32, 2) else 64
     paths = [[(0, 0, prefix)]] * 24
@@ -222,9 +216,7 @@ def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("heads", [(16, 1), (24, 2)], ids=str)
-def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(
-    emulation: ModuleType, heads: tuple[int, int], late_copies: bool
-) -> None:
+def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(emulation, heads, late_copies):
     """At this bandwidth the sooner start of a warp makes up for about 140 tokens that two work tiles read."""
     prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190, 180, 170])
     batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
@@ -280,9 +272,7 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
         (0, 0, 8),
     ],
 )  # fmt: skip
-def test_work_tiles_of_one_length_fill_their_rounds(
-    emulation: ModuleType, work_tiles: int, tokens: int, warps: int
-) -> None:
+def test_work_tiles_of_one_length_fill_their_rounds(emulation, work_tiles, tokens, warps):
     """On an H200, with 264 CTAs of eight warps."""
     assert emulation.active_warps(work_tiles, tokens, 264) == warps
 
@@ -329,4 +319,4 @@ def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
-    check(case, emulate(emulation, case))
+    check(case, emulate(emulation, case, layers=2))

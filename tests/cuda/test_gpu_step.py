@@ -64,9 +64,7 @@ def test_a_tile_that_the_kernels_do_not_have_is_refused(launches: list[str]) -> 
         step_of(256).load(plan, lens, 0)
 
 
-def test_more_partial_results_than_can_be_combined_are_refused(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_partial_results_than_can_be_combined_are_refused(launches, monkeypatch):
     plan, lens = shared_by(60, 128, DeviceModel.gpu(FEW))
     most = np.diff(plan.combine_offset).max()
     monkeypatch.setattr(cuda_step._native, "combine_room", int(most))

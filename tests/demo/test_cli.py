@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from sgl_prefix_attn.demo.workload import Request
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_the_status_says_whether_all_tokens_are_identical(
-    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_says_whether_all_tokens_are_identical(same, tmp_path, monkeypatch, capsys):
     def served(options: ServerOptions, workloads: list[tuple[str, list[Request]]]) -> list[Measurement]:
         ours = options.backend == "prefixpack"
         sample = Sample("id", [1, 2 if same or not ours else 3], 0, 0, "length", first=0.1, last=0.2)

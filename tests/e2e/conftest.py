@@ -122,7 +122,7 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
             extra=(*sizes, "--max-running-requests", "64", "--enable-metrics", *extra),
             environment=environment or {},
             log_folder=tmp_path_factory.mktemp("server"),
-            starter=forked_server.start,
+            starter=forked_server.start_without_warm_up,
         )
         return serve(options)
 

@@ -48,9 +48,7 @@ def test_prompts_that_share_three_levels(server: Server, expected: Expected, voc
         ("diverging", ("decode",)),
     ],
 )
-def test_requests_sent_together(
-    server: Server, expected: Expected, vocabulary: Vocabulary, name: str, modes: tuple[str, ...]
-) -> None:
+def test_requests_sent_together(server, expected, vocabulary, name, modes):
     requests = workloads.ALL[name](vocabulary)
     with packing(server) as done:
         answers = replay(server.url, requests)
@@ -65,9 +63,7 @@ def test_requests_sent_together(
         assert len({tuple(answer.samples[0].tokens) for answer in answers}) == 16
 
 
-def test_a_late_request_splits_a_node_that_others_run_on(
-    server: Server, expected: Expected, vocabulary: Vocabulary
-) -> None:
+def test_a_late_request_splits_a_node_that_others_run_on(server, expected, vocabulary):
     running, late = workloads.late_split(vocabulary)
     replay(server.url, [dataclasses.replace(running[0], prompt=running[0].prompt[:400], max_new_tokens=1)])
     with packing(server) as done:

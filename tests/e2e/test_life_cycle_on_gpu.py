@@ -150,9 +150,7 @@ def servers(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterat
     [(["weights"], 0), (["cuda_graph"], 0), (["kv_cache", "cuda_graph"], 128 * MIB), (list(TAGS), 128 * MIB)],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )
-def test_a_steady_group_after_a_release(
-    servers: Servers, models: tuple[Path, Path], judges: tuple[Judge, Judge], tags: list[str], least: int
-) -> None:
+def test_a_steady_group_after_a_release(servers, models, judges, tags, least):
     """The same requests before and after, so that plans and graphs are those from before the release."""
     with servers.running() as server:
         for _ in range(2):
@@ -174,9 +172,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.parametrize("seed", range(SEQUENCES))
-def test_random_sequence_with_released_memory(
-    servers: Servers, models: tuple[Path, Path], judges: tuple[Judge, Judge], seed: int
-) -> None:
+def test_random_sequence_with_released_memory(servers, models, judges, seed):
     start = time.monotonic()
     with ThreadPoolExecutor(64) as pool, servers.running() as server:
         engine = Engine(server, REQUESTS, models, judges, pool, random.Random(seed), releases=RELEASES)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from sgl_prefix_attn.demo.client import replay
-from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
+from sgl_prefix_attn.demo.server import ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import life_cycle
-from tests.e2e.conftest import BACKEND, Launch, Packing, packing
+from tests.e2e.conftest import BACKEND, Packing, packing
 from tests.e2e.reference import SMALLEST_MARGIN, Reference
-from tests.e2e.rollout import SMALL_POOL, Rollout
+from tests.e2e.rollout import SMALL_POOL
 
 pytestmark = pytest.mark.e2e
 
@@ -42,9 +41,7 @@ def check(done: Packing, *modes: str) -> None:
         pytest.param((NO_OVERLAP,), "extend", 25, id="no overlap", marks=pytest.mark.slow),
     ],
 )
-def test_random_rollouts_in_a_small_pool(
-    launch: Launch, rollout_on: Callable[[Server], Rollout], arguments: tuple[str, ...], mode: str, seeds: int
-) -> None:
+def test_random_rollouts_in_a_small_pool(launch, rollout_on, arguments, mode, seeds):
     """With aborts, retractions and flushes. Without mixed chunk, a refill is a prefill of one token by itself."""
     conservative = ("--schedule-conservativeness", "0.01")
     with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=ONE_TOKEN) as server:
@@ -69,9 +66,7 @@ ON_GPU = torch.cuda.is_available()
         pytest.param(DRAFTS, VERIFY, "verify", id="drafts", marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")),
     ],
 )
-def test_fifty_schedules_judged_by_transformers(
-    arguments: tuple[str, ...], settings: dict[str, str], mode: str
-) -> None:
+def test_fifty_schedules_judged_by_transformers(arguments, settings, mode):
     """In 16 bits the stock backend's own tokens depend on the batch, so fp32 logits judge them. Also without a GPU."""
     dtype, stock = (("--dtype", "bfloat16"), {"PREFIXPACK_STOCK_BACKEND": "triton"}) if ON_GPU else ((), {})
     model = tiny_model("llama_gpu")

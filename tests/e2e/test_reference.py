@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import Tokens
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -21,9 +18,7 @@ def reference(model: Path) -> Reference:
 
 
 @pytest.mark.parametrize("name", workloads.ALL)
-def test_stock_tokens_are_those_of_transformers_with_room_to_spare(
-    expected: Callable[[Sequence[Request]], Tokens], reference: Reference, vocabulary: Vocabulary, name: str
-) -> None:
+def test_stock_tokens_are_those_of_transformers_with_room_to_spare(expected, reference, vocabulary, name):
     requests = workloads.ALL[name](vocabulary)
     for request, samples in zip(requests, expected(requests), strict=True):
         assert samples == [samples[0]] * request.samples

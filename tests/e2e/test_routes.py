@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, Tokens, packing, tokens_of
+from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, packing, tokens_of
 from tests.routing.profiles import write_profile
 
 pytestmark = pytest.mark.e2e
@@ -44,9 +43,7 @@ def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def test_tokens_are_those_of_the_stock_backend_while_routes_change(
-    server: Server, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary
-) -> None:
+def test_tokens_are_those_of_the_stock_backend_while_routes_change(server, expected, vocabulary):
     for workload, both_routes in ((workloads.diverging, True), (workloads.ragged, False)):
         requests = workload(vocabulary)
         server.flush_cache()
@@ -60,13 +57,7 @@ def test_tokens_are_those_of_the_stock_backend_while_routes_change(
         assert not both_routes or min(taken["packed"], taken["stock"]) > 3
 
 
-def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
-    server: Server,
-    expected: Callable[[Sequence[Request]], Tokens],
-    vocabulary: Vocabulary,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected, vocabulary, tmp_path, capsys):
     """The arms take other routes; the test ends by itself, and the server then routes as before."""
     client = Client(server.url, TESTS)
     requests = workloads.diverging(vocabulary)
@@ -105,13 +96,7 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(
         assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
 
-def test_steps_that_a_server_records_are_read_by_abtest_steps(
-    server: Server,
-    expected: Callable[[Sequence[Request]], Tokens],
-    vocabulary: Vocabulary,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_steps_that_a_server_records_are_read_by_abtest_steps(server, expected, vocabulary, tmp_path, capsys):
     path, requests = tmp_path / "steps.json", workloads.diverging(vocabulary)
     server.flush_cache()
     before = routed_steps(server)
@@ -139,9 +124,7 @@ def test_steps_that_a_server_records_are_read_by_abtest_steps(
 
 
 @pytest.mark.parametrize("what", ["recording", "live"])
-def test_a_client_that_is_killed_leaves_nothing_behind(
-    what: str, server: Server, vocabulary: Vocabulary, tmp_path: Path
-) -> None:
+def test_a_client_that_is_killed_leaves_nothing_behind(what, server, vocabulary, tmp_path):
     """The server is on its own policy again, within the lease."""
     arguments = {"recording": ["--steps", "65536"], "live": ["stock", "stock"]}[what]
     action = {"recording": "record", "live": "live"}[what]
@@ -164,9 +147,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(
         assert copy["steps_done"] == 15, "and one prefill step"
 
 
-def test_two_servers_are_compared_by_the_same_requests(
-    packed: Server, stock_server: Server, vocabulary: Vocabulary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_are_compared_by_the_same_requests(packed, stock_server, vocabulary, tmp_path, capsys):
     lines = [
         {"input_ids": vocabulary.tokens(60, 31, number), "max_new_tokens": 6, "n": 4} for number in range(2 * 10 + 1)
     ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 
 import pytest
 
 from sgl_prefix_attn.demo.server import Server
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
-from tests.e2e.conftest import BACKEND, Launch, Tokens
+from sgl_prefix_attn.demo.workload import Request
+from tests.e2e.conftest import BACKEND
 from tests.e2e.rollout import Rollout
 
 pytestmark = pytest.mark.e2e
@@ -23,13 +22,7 @@ SAMPLES = 8
     ("chunk", "arguments"),
     [("512", ()), pytest.param("128", ("--enable-mixed-chunk", "--disable-overlap-schedule"), marks=pytest.mark.slow)],
 )
-def test_groups_that_arrive_at_once(
-    launch: Launch,
-    expected: Callable[[Sequence[Request]], Tokens],
-    vocabulary: Vocabulary,
-    chunk: str,
-    arguments: tuple[str, ...],
-) -> None:
+def test_groups_that_arrive_at_once(launch, expected, vocabulary, chunk, arguments):
     prompts = [Request(f"group-{index}", vocabulary.tokens(700, 3, index), 6) for index in range(3)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
     with launch(BACKEND, "--chunked-prefill-size", chunk, *arguments, environment=SHARED) as server:
@@ -38,9 +31,7 @@ def test_groups_that_arrive_at_once(
     assert computed < 1.6 * 3 * 700  # some tokens beside each prompt, pages, and a last token of each request
 
 
-def test_random_rollouts_in_a_small_pool(
-    launch: Launch, expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary
-) -> None:
+def test_random_rollouts_in_a_small_pool(launch, expected, vocabulary):
     """With aborts, retractions and flushes. A chunk of 128 makes the prefill of a long prompt several steps."""
     prompts = [Request(f"long-{length}", vocabulary.tokens(length, 14, 0), 60) for length in (640, 380, 40)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}

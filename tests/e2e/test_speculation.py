@@ -14,10 +14,10 @@ import pytest
 
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.tiny_model import tiny_model
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Request
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, tokens_of
-from tests.e2e.rollout import SMALL_POOL, Rollout
+from tests.e2e.conftest import BACKEND, Tokens, packing, tokens_of
+from tests.e2e.rollout import SMALL_POOL
 
 pytestmark = [
     pytest.mark.e2e,
@@ -47,14 +47,7 @@ def environment() -> dict[str, str]:
     ],
 )
 @pytest.mark.slow
-def test_tokens_are_those_of_plain_decoding(
-    launch: Launch,
-    expected: Expected,
-    vocabulary: Vocabulary,
-    environment: dict[str, str],
-    arguments: tuple[str, ...],
-    names: list[str],
-) -> None:
+def test_tokens_are_those_of_plain_decoding(launch, expected, vocabulary, environment, arguments, names):
     with launch(BACKEND, *arguments, environment=environment) as server, packing(server) as done:
         for name in names:
             requests = workloads.ALL[name](vocabulary)
@@ -67,14 +60,7 @@ def test_tokens_are_those_of_plain_decoding(
     ("seeds", "count"), [pytest.param(1, 24, id="one"), pytest.param(10, 48, id="ten", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("arguments", [STANDALONE, NGRAM, (*NGRAM, *BREADTH_1)], ids=["chains", "trees", "breadth 1"])
-def test_random_rollouts(
-    launch: Launch,
-    rollout_on: Callable[..., Rollout],
-    environment: dict[str, str],
-    arguments: tuple[str, ...],
-    seeds: int,
-    count: int,
-) -> None:
+def test_random_rollouts(launch, rollout_on, environment, arguments, seeds, count):
     """With aborts, retractions and flushes."""
     conservative = ("--schedule-conservativeness", "0.01")
     with launch(BACKEND, *arguments, *conservative, pool_tokens=SMALL_POOL, environment=environment) as server:

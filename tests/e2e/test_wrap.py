@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -41,9 +40,7 @@ def replayed(server: Server, requests: list[Request]) -> tuple[Tokens, Packing]:
     return tokens_of(answers), done
 
 
-def test_launch_server_with_the_stock_backends_name(
-    wrapped: Server, expected: Expected, vocabulary: Vocabulary
-) -> None:
+def test_launch_server_with_the_stock_backends_name(wrapped, expected, vocabulary):
     requests = workloads.three_levels(vocabulary)
     tokens, done = replayed(wrapped, requests)
     assert tokens == expected(requests)
@@ -103,9 +100,7 @@ def test_doctor_on_a_server_without_us(stock_server: Server, wrapped: Server, vo
     ("arguments", "settings"),
     [(("--disable-radix-cache",), {}), ((), {"PREFIXPACK_ROUTE": "stock", "PREFIXPACK_PACK_EXTEND": "0"})],
 )
-def test_doctor_on_a_refused_server(
-    launch: Launch, wrapped: Server, vocabulary: Vocabulary, arguments: tuple[str, ...], settings: dict[str, str]
-) -> None:
+def test_doctor_on_a_refused_server(launch, wrapped, vocabulary, arguments, settings):
     with launch(STOCK, *arguments, environment=WRAP | settings) as refused:
         found = doctor(refused.options)
         assert refused.packing_state() is None
@@ -131,9 +126,7 @@ def test_doctor_on_a_refused_server(
         *((way, STOCK) for way in ("serve", "slime", "verl", "areal")),
     ],
 )
-def test_other_launchers(
-    way: str, backend: str | None, model: Path, expected: Expected, vocabulary: Vocabulary, tmp_path: Path
-) -> None:
+def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
     requests = workloads.three_levels(vocabulary)[:6]
     (length,) = {request.max_new_tokens for request in requests}
     arguments = {
@@ -143,6 +136,7 @@ def test_other_launchers(
         "disable_cuda_graph": True,
         "grammar_backend": "none",
         "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
         "max_total_tokens": POOL_TOKENS,
         "sleep_on_idle": True,
         "log_level": "warning",
@@ -155,8 +149,9 @@ def test_other_launchers(
     start = start_process if way == "engine" else forked_server.start
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.launchers", way, str(task)]
+    environment = {**ServerOptions("", None).full_environment(), **WRAP, **forked_server.HEALTHY}
     with log.open("wb") as output:
-        process = start(command, {**ServerOptions("", None).full_environment(), **WRAP}, output)
+        process = start(command, environment, output)
     try:
         process.wait(TIMEOUT_SECONDS)
     finally:

@@ -130,9 +130,7 @@ def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: P
         ("h200 --head-dim 64 --kv-dtype fp8", "planner", None),
     ],
 )
-def test_what_neither_simulator_nor_profile_knows_is_not_predicted(
-    options: str, by: str, reason: str | None, capsys: Capture
-) -> None:
+def test_what_neither_simulator_nor_profile_knows_is_not_predicted(options, by, reason, capsys):
     words = ["explain", "--tree", "1,64/4096,416", "--device", *options.split()]
     assert main(words) == 0
     text = capsys.readouterr().out

@@ -45,9 +45,7 @@ def test_recorded_answer(serve: Serve, server_info: Info) -> None:
     assert batch.paths[0][0][1] == 0
 
 
-def test_the_state_of_the_previous_release_is_read_with_a_warning(
-    serve: Serve, server_info: Info, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_state_of_the_previous_release_is_read_with_a_warning(serve, server_info, caplog):
     state = own_state(server_info)
     state["inner_backend"] = state.pop("stock_backend")
     url = serve({"/server_info": (200, server_info)})
@@ -137,9 +135,7 @@ def h200_info(server_info: Info, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return server_info
 
 
-def test_a_profile_that_the_servers_setting_names_is_read_here(
-    serve: Serve, h200_info: Info, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_profile_that_the_servers_setting_names_is_read_here(serve, h200_info, tmp_path, capsys):
     path = write_profile(tmp_path, {"launch": 10.0}, {"launch": 25.0}, kernels="native", backend="flashinfer_cc")
     route = own_state(h200_info)["route"]
     route |= {"profile_from": f"setting profile {path}", "recording": {"status": "running", "steps_done": 1}}
@@ -220,9 +216,7 @@ def test_unusable_device(serve: Serve, server_info: Info, capsys: Capture) -> No
         ({"steps_packed": {}, "fallbacks": {"compute_bound": 9}, "routed_steps": {}}, None),
     ],
 )
-def test_options_for_refills_are_named_where_prefill_steps_are_many(
-    serve: Serve, server_info: Info, capsys: Capture, changes: Info, shown: str | None
-) -> None:
+def test_options_for_refills_are_named_where_prefill_steps_are_many(serve, server_info, capsys, changes, shown):
     own_state(server_info)["counters"].update({"routed_steps": {"packed": 1506, "stock": 4}, **changes})
     assert main(["explain", "--server", serve({"/server_info": (200, server_info)})]) == 0
     out = capsys.readouterr().out

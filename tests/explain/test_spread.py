@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,9 +58,7 @@ def told(server_info: dict[str, Any], *prompts: str) -> dict[str, Any]:
     return info
 
 
-def test_the_command(
-    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(serve, server_info, capsys):
     urls = [
         serve({"/server_info": (200, told(server_info, *prompts))})
         for prompts in (("promptAB", "promptAB"), ("promptAB",))
@@ -76,9 +73,7 @@ def test_the_command(
     assert json.loads(capsys.readouterr().out)["lost"] == 0.5
 
 
-def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(
-    serve: Callable[..., str], server_info: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(serve, server_info, capsys):
     old, idle = serve({"/server_info": (200, server_info)}), serve({"/server_info": (200, told(server_info))})
     assert main(["explain", "--server", idle, "--server", old]) == 2
     assert f"{old}: its version of sgl-prefix-attn does not tell the prompts" in capsys.readouterr().err

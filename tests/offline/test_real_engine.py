@@ -87,7 +87,7 @@ def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.
 def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
     lines, output = batches.grouped(120), tmp_path / "out.jsonl"
     resumed(batches.write(tmp_path / "in.jsonl", lines), output, len(lines), kills=1)
-    options = ServerOptions(str(tiny_model()), "torch_native", starter=forked_server.start)
+    options = ServerOptions(str(tiny_model()), "torch_native", starter=forked_server.start_without_warm_up)
     with serve(options) as server:
         bodies = [line["body"] for line in lines]
         answers = replay(server.url, [Request("", body["prompt"], body["max_tokens"]) for body in bodies])

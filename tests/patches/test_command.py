@@ -48,9 +48,7 @@ def test_apply_twice_and_revert_without_apply_are_no_errors(wheel: UnpackedWheel
 
 
 @pytest.mark.parametrize("action", ["apply", "revert"])
-def test_dry_runs_and_files_changed_by_others_change_nothing(
-    wheel: UnpackedWheel, action: str, capsys: Capture
-) -> None:
+def test_dry_runs_and_files_changed_by_others_change_nothing(wheel, action, capsys):
     if action == "revert":
         assert wheel.patch("apply") == 0
     before = wheel.contents()
@@ -81,9 +79,7 @@ def test_a_missing_file_is_refused_and_named(wheel: UnpackedWheel, capsys: Captu
 
 
 @pytest.mark.parametrize(("action", "state"), [("apply", 0), ("revert", 1)])
-def test_a_half_applied_diff_is_seen_and_finished_or_removed(
-    wheel: UnpackedWheel, action: str, state: int, capsys: Capture
-) -> None:
+def test_a_half_applied_diff_is_seen_and_finished_or_removed(wheel, action, state, capsys):
     published = (wheel.root / WORKER).read_bytes()
     assert wheel.patch("apply") == 0
     (wheel.root / WORKER).write_bytes(published)
@@ -96,9 +92,7 @@ def test_a_half_applied_diff_is_seen_and_finished_or_removed(
 
 
 @pytest.mark.parametrize("failing_call", [1, 3])
-def test_when_a_file_cannot_be_written_no_file_is(
-    wheel: UnpackedWheel, failing_call: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_when_a_file_cannot_be_written_no_file_is(wheel, failing_call, monkeypatch, capsys):
     before = wheel.contents()
     replace, calls = os.replace, []
 

@@ -114,9 +114,7 @@ def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     "method", ["forward_batch_generation", "forward_batch_embedding", "forward_batch_split_prefill"]
 )
-def test_backend_sees_each_batch_once_right_before_its_forward_batch_is_built(
-    patched: UnpackedWheel, method: str
-) -> None:
+def test_backend_sees_each_batch_once_right_before_its_forward_batch_is_built(patched, method):
     log: list[tuple[str, Any]] = []
     worker, batch = worker_of(patched, log), batch_in("extend")
     getattr(worker, method)(batch)
@@ -135,9 +133,7 @@ def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_ann
 @pytest.mark.parametrize(
     ("mode", "child"), [("decode", "decode"), ("idle", "decode"), ("extend", "prefill"), ("mixed", "prefill")]
 )
-def test_hybrid_backend_passes_the_batch_to_the_child_that_runs_it(
-    patched: UnpackedWheel, mode: str, child: str
-) -> None:
+def test_hybrid_backend_passes_the_batch_to_the_child_that_runs_it(patched, mode, child):
     partial, _ = methods_of(patched, f"{ATTENTION}/hybrid_attn_backend.py", "prepare_schedule_batch", "_select_backend")
     hybrid, batch = partial(), batch_in(mode)
     hybrid.prefill_backend, hybrid.decode_backend = Backend(), Backend()

@@ -29,9 +29,7 @@ def serve(server: SmallServer, tokens: list[int], extra_key: str | None = None) 
 
 
 @pytest.mark.parametrize("step", ["find", "path", "lock"])
-def test_a_cache_that_raises_leaves_no_pin_behind(
-    server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_raises_leaves_no_pin_behind(server, step, monkeypatch):
     manager = server.manager
 
     def broken(*args: object) -> None:
@@ -46,9 +44,7 @@ def test_a_cache_that_raises_leaves_no_pin_behind(
     assert manager.pins.locked_tokens(pin.id) == 20
 
 
-def test_where_keys_have_no_salt_it_comes_before_the_extra_key(
-    server: SmallServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_keys_have_no_salt_it_comes_before_the_extra_key(server, monkeypatch):
     """SGLang up to 0.5.17: a request with the salt "pepper" and the extra key "lora" carries "pepperlora"."""
     tree: Any = server.manager._tree
     with_salt = tree._radix_key
@@ -86,9 +82,7 @@ class CountedTree:
 
 
 @pytest.mark.parametrize(("branches", "tokens"), [(300, 8), (40, 60)])
-def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(
-    server: SmallServer, branches: int, tokens: int
-) -> None:
+def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_branches(server, branches, tokens):
     """An eviction locks no branch and frees 1/256 of the pool. A request's end looks at no sibling."""
     settings = PinningSettings(retention=True, lookahead=0, block=4)
     server = SmallServer(server.kind, slots=branches * tokens, settings=settings)
@@ -116,9 +110,7 @@ def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_bra
 
 
 @pytest.mark.parametrize("step", ["in_use", "evict", "alive"])
-def test_an_eviction_that_fails_leaves_the_cache_usable(
-    server: SmallServer, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eviction_that_fails_leaves_the_cache_usable(server, step, monkeypatch):
     server.hooks = PinningHooks(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         serve(server, [1000 * name + position for position in range(14)])

@@ -109,9 +109,7 @@ def test_a_request_that_does_not_fit_takes_no_room_from_the_pin_that_it_uses(kin
     assert server.cached_tokens == 40
 
 
-def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(kind, monkeypatch):
     server = SmallServer(kind, slots=64, settings=PinningSettings(budget_percent=100, retention=True, block=1))
     hold_everything_by_a_running_request(server)
     pin = server.manager.pin(prompt(1, 20))
@@ -140,9 +138,7 @@ def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("retains", [True, False])
-def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_have_lost_it(
-    kind: str, retains: bool
-) -> None:
+def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_have_lost_it(kind, retains):
     server = SmallServer(kind, slots=64, rows=1, settings=retention() if retains else pinning())
     run(server, prompt(1))
     for name in (2, 3, 4, 5, 6, 7):
@@ -231,9 +227,7 @@ class TestCommands:
 
     @pytest.mark.parametrize("of_their_own", [True, False], ids=["up to 0.5.20", "0.5.23"])
     @pytest.mark.parametrize(("rank", "said"), [(3, {"data_parallel_rank": 3}), (None, {})])
-    def test_an_answer_says_which_copy_gave_it(
-        self, rank: int | None, said: dict[str, int], of_their_own: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_answer_says_which_copy_gave_it(self, rank, said, of_their_own, monkeypatch):
         server = SmallServer(CACHES[0], slots=64, settings=pinning(50))
         scheduler = SimpleNamespace(tree_cache=server.cache)
         ranks = SimpleNamespace(dp_rank=rank)

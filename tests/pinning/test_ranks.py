@@ -151,9 +151,7 @@ def events_of_both(folder: Path) -> tuple[list[dict[str, Any]], list[list[str]]]
     return own, lines
 
 
-def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(
-    servers: tuple[Server, Server], folder: Path
-) -> None:
+def test_two_ranks_decide_alike_and_the_tokens_are_those_of_the_stock_backend(servers, folder):
     ours, stock = servers
     requests = Requests()
     expected = answers(stock, [*requests.job, *requests.users])

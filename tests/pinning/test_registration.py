@@ -19,7 +19,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import FLUSH, RUN_BATCH
-from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY, Target
+from sgl_prefix_attn.sglang_plugin.compat.targets import ADD_ONE_REQ, CALC_PRIORITY
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import client, registration
 from sgl_prefix_attn.sglang_plugin.pinning import state as pinning_state
@@ -40,9 +40,7 @@ PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {CALC_PRIORITY
         ({"group_scheduling": True}, GROUPS),
     ],
 )  # fmt: skip
-def test_what_is_asked_for_is_hooked_in_schedulers(
-    asked: dict[str, Any], hooked: set[Target], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_asked_for_is_hooked_in_schedulers(asked, hooked, monkeypatch):
     registered: list[Hook] = []
     monkeypatch.setattr(compat_hooks, "register", registered.extend)
     entry.register_hooks(Settings(**asked), "0.5.20")
@@ -79,9 +77,7 @@ def test_a_server_in_a_child_process_gets_addresses(routes: list[str], monkeypat
     assert routes == ["routes"]
 
 
-def test_a_child_process_that_imports_the_server_later_gets_addresses(
-    routes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_process_that_imports_the_server_later_gets_addresses(routes, monkeypatch):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace())
     registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
@@ -141,18 +137,14 @@ class TestInternalState:
     def test_it_has_our_counters(self, server: Any) -> None:
         assert self.ask(server) == {"world_size": 1, "prefixpack_pinning": PinningCounters().as_dict()}
 
-    def test_metrics_that_fail_are_counted_and_logged_once_and_the_answer_arrives(
-        self, server: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_metrics_that_fail_are_counted_and_logged_once_and_the_answer_arrives(self, server, caplog):
         server.hooks.state.metrics = Broken()
         for _ in range(3):
             assert self.ask(server)["world_size"] == 1
         assert server.manager.counters.failures == 3
         assert caplog.text.count("Traceback") == 1
 
-    def test_a_cache_that_no_manager_can_be_made_for_is_logged_once(
-        self, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_cache_that_no_manager_can_be_made_for_is_logged_once(self, server, monkeypatch, caplog):
         def broken(tree: Any) -> None:
             raise RuntimeError("a cache of another release")
 

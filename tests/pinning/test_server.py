@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "PREFIXPACK_METRICS_FLUSH_STEPS": "1",
         },
         log_folder=tmp_path_factory.mktemp("pins"),
-        starter=forked_server.start,
+        starter=forked_server.start_without_warm_up,
     )
     with serve(options) as running:
         yield running

@@ -102,9 +102,7 @@ def test_the_folder_follows_xdg() -> None:
     assert user_folder({"XDG_CACHE_HOME": "x"}) == user_folder({}) == Path.home() / ".cache/sgl-prefix-attn/profiles"
 
 
-def test_route_profiles_lists_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_route_profiles_lists_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     user_folder().mkdir(parents=True)
     write(user_folder(), "mine", head_shapes=["32/8/128"])

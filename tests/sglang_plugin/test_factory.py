@@ -89,9 +89,7 @@ class TestFactory:
             ("patch", True, "patch"),
         ],
     )
-    def test_how_paths_are_handed_over(
-        self, setting: Any, patched: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_how_paths_are_handed_over(self, setting, patched, kind, monkeypatch):
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
         assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
         if setting == "auto":
@@ -99,9 +97,7 @@ class TestFactory:
             assert factory.handover_kind(Settings(), "0.5.20", speculates) == "hooks"
 
     @pytest.mark.parametrize("layers", ["linear", "sparse"])
-    def test_where_other_layers_hide_what_the_patch_shows_paths_go_through_hooks(
-        self, layers: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_where_other_layers_hide_what_the_patch_shows_paths_go_through_hooks(self, layers, asked, monkeypatch):
         """SGLang's backends for several kinds of layers do not pass it on."""
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
         from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
@@ -124,9 +120,7 @@ class TestFactory:
         with pytest.raises(ValueError, match="handover='patch', but this model has layers of linear attention"):
             factory.handover_kind(Settings(handover="patch"), "0.5.20", runner)
 
-    def test_a_hook_that_could_not_be_applied_is_named_with_the_version(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_hook_that_could_not_be_applied_is_named_with_the_version(self, monkeypatch, caplog):
         lost = factory.hook_table.handover_hooks(HandoverHooks())[1].target
         monkeypatch.setattr(
             factory.hooks, "ensure_applied", lambda wanted: [hook for hook in wanted if hook.target == lost]
@@ -140,9 +134,7 @@ class TestFactory:
 
     @pytest.mark.usefixtures("no_stock")
     @pytest.mark.parametrize(("route", "hooked"), [("auto", True), ("packed", False), ("stock", False)])
-    def test_decode_graphs_are_hooked_where_steps_may_go_either_way(
-        self, route: Any, hooked: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_decode_graphs_are_hooked_where_steps_may_go_either_way(self, route, hooked, asked, monkeypatch):
         monkeypatch.setattr(factory.eligibility, "choose_kernels", lambda setting, device: host_kernels())
         runner = new_runner(head_dim=64, kv_dtype=torch.bfloat16, dtype=torch.bfloat16)
         runner.device = "cuda"
@@ -154,9 +146,7 @@ class TestFactory:
         ("family", "stock", "hooked"),
         [("Gemma3", "triton", True), ("Gemma3", "fa3", False), ("X", "triton", False)],
     )
-    def test_image_masks_are_hooked_where_the_stock_backend_reads_them(
-        self, family: str, stock: Any, hooked: bool, asked: list[Any]
-    ) -> None:
+    def test_image_masks_are_hooked_where_the_stock_backend_reads_them(self, family, stock, hooked, asked):
         architectures = [f"{family}ForConditionalGeneration"]
         model = SimpleNamespace(is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=architectures))
         runner = draft_on_gpu(draft_attention_backend=None, model_config=model)
@@ -164,9 +154,7 @@ class TestFactory:
         assert (set(factory.hook_table.IMAGE_MASK_HOOKS) <= set(asked)) == hooked
 
     @pytest.mark.parametrize("patched", [False, True])
-    def test_one_token_steps_hook_the_forward_batch_beside_the_patch(
-        self, patched: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_token_steps_hook_the_forward_batch_beside_the_patch(self, patched, asked, monkeypatch):
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
         create_backend(self.text_runner(), Settings(metrics=False))
         (hook,) = factory.hook_table.one_token_hooks(HandoverHooks())
@@ -200,9 +188,7 @@ class TestFactory:
         assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
 
     @pytest.mark.parametrize("needs_lens", [False, True])
-    def test_a_server_that_is_refused_runs_the_stock_backends_own_methods(
-        self, needs_lens: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_server_that_is_refused_runs_the_stock_backends_own_methods(self, needs_lens, asked, monkeypatch):
         """On a GPU without pack_verify, nothing of a speculating server packs: no hook runs in its steps."""
         stock = GraphStock(new_runner())
         stock.needs_cpu_seq_lens = needs_lens
@@ -243,9 +229,7 @@ class TestFactory:
             (None, "triton"),
         ],
     )
-    def test_on_cuda_the_stock_backend_is_sglangs_own_choice_where_it_can_be_wrapped(
-        self, chosen: str | None, stock: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_cuda_the_stock_backend_is_sglangs_own_choice_where_it_can_be_wrapped(self, chosen, stock, monkeypatch):
         monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
         assert stock_name(gpu_runner(), "auto") == stock
 
@@ -269,9 +253,7 @@ class TestSuitedStockBackend:
         assert "stock backend 'triton' instead of 'fa3': it reads no fp8_e5m2 KV cache" in caplog.text
 
     @pytest.mark.parametrize("setting", ["auto", "fa3", "flashinfer"])
-    def test_decode_context_parallelism_is_known_to_triton_alone(
-        self, setting: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_decode_context_parallelism_is_known_to_triton_alone(self, setting, caplog):
         assert stock_name(gpu_runner(dcp_size=2), setting) == "triton"
         assert "it does not know KV that is spread over ranks (--dcp-size)" in caplog.text
 

@@ -126,9 +126,7 @@ class TestWrapped:
         assert list(state.backends) == [prefill, decode]
 
     @pytest.mark.parametrize(("name", "wrapped"), [("fa3", True), ("flashinfer", False)])
-    def test_on_a_gpu_a_backend_for_prefill_alone_is_not(
-        self, name: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_a_gpu_a_backend_for_prefill_alone_is_not(self, name, wrapped, monkeypatch):
         names = {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "fa3"}
         runner = on_gpu(monkeypatch, server_args=SimpleNamespace(**names))
         refusal = eligibility.wrap_refusal(runner, name, gpu_stock(name), WRAP)
@@ -276,9 +274,7 @@ class TestRefused:
         assert not changed
 
     @pytest.mark.parametrize("place", ["wrap_refusal", "connect", "PrefixPackBackend"])
-    def test_an_error_of_ours_costs_nothing_but_a_line(
-        self, place: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_error_of_ours_costs_nothing_but_a_line(self, place, asked, monkeypatch, caplog):
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("a fault of ours")
 
@@ -369,9 +365,7 @@ class TestLaunchers:
         assert launched(1, 2) == (1, 2)
         assert loaded == ["plugins"]
 
-    def test_a_ray_actor_loads_plugins_with_the_settings_of_the_process_that_makes_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_ray_actor_loads_plugins_with_the_settings_of_the_process_that_makes_it(self, monkeypatch):
         import sglang.srt.plugins
 
         found: list[str | None] = []
@@ -384,9 +378,7 @@ class TestLaunchers:
         assert found == ["1"]
 
     @pytest.mark.parametrize(("arguments", "hooked"), [([], False), (["--use-ray"], True)])
-    def test_ray_actors_are_hooked_where_they_are_made(
-        self, arguments: list[str], hooked: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ray_actors_are_hooked_where_they_are_made(self, arguments, hooked, monkeypatch):
         registered: list[Any] = []
         monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
         monkeypatch.setattr(entry.sys, "argv", ["launch_server", *arguments])

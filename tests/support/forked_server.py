@@ -1,8 +1,8 @@
-"""Starts SGLang servers as forks of a process that has imported SGLang: a start takes 5 s of processor time, not 27.
+"""Starts SGLang servers as forks of a process that has imported SGLang: a start takes 2 s of processor time, not 27.
 
 Each of a server's processes imports SGLang for eight seconds or more. Here one process per environment imports it once,
-loads no plug-in and starts no thread. The server is a fork of it, and so are the children that SGLang spawns: SGLang's
-request for "spawn" gets multiprocessing's fork server.
+loads no plug-in and starts no thread. The server is a fork of it, and so are the children that SGLang spawns, and
+theirs: whoever asks multiprocessing for "spawn" gets its fork server.
 """
 
 from __future__ import annotations
@@ -28,10 +28,20 @@ import psutil
 from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_process
 
 # Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
-COMMON_MODULES = ("sglang.launch_server", "sglang.srt.managers.detokenizer_manager", "torch._inductor.compile_fx")
+COMMON_MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.entrypoints.openai.serving_chat",
+    "sglang.srt.models.registry",  # with the files of all models
+    "torch._inductor.compile_fx",
+)
 SERVER_MODULE = "sglang.launch_server"
-MODULES = (SERVER_MODULE, "tests.e2e.launchers")  # programs that forks can become
-NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_")  # beginnings of variables
+MODULES = (SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements")  # programs that forks can become
+# Beginnings of variables.
+NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
+# Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
+AT_IMPORT = {"TORCHDYNAMO_DISABLE": "1"}
+HEALTHY = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else /health sleeps for a second
 POLL_SECONDS = 0.05
 
 
@@ -63,7 +73,7 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
     if command[1] != "-m" or command[2] not in MODULES or sys.platform != "linux" or sys.version_info >= (3, 14):
         return start_process(command, environment, output)
     read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
-    template = _template(tuple(sorted(read_at_import.items())))
+    template = _template(tuple(sorted((read_at_import | AT_IMPORT).items())))
     assert template.stdin is not None
     assert template.stdout is not None
     request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "output": output.name}
@@ -73,6 +83,11 @@ def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) 
     if not pid:
         raise ServerError("the process that servers are forked from has ended: see its traceback above")
     return Forked(int(pid))
+
+
+def start_without_warm_up(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
+    """As `start`, for a server that is healthy at once. SGLang's warm-up sleeps for a second as well."""
+    return start([*command, "--skip-server-warmup"], {**environment, **HEALTHY}, output)
 
 
 @functools.cache
@@ -101,6 +116,7 @@ def _serve_forks() -> None:
         os.dup2(2, 1)  # what imports print
         for name in COMMON_MODULES:
             __import__(name)
+        assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"} & sys.modules.keys()
         signal.signal(signal.SIGCHLD, _reap)
         while request := sys.stdin.readline():
             pid = os.fork()
@@ -143,7 +159,7 @@ def _become_server(module: str, arguments: list[str], environment: dict[str, str
 def _spawn_by_forks() -> None:
     """Makes a fork of this process the fork server of multiprocessing, whatever start method is asked for.
 
-    Children get the environment that the server has when it starts them.
+    Children get the environment that the server has when it starts them, and have a fork server of their own.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses an address without a file
@@ -167,8 +183,9 @@ def _spawn_by_forks() -> None:
         return connect(*arguments)
 
     vars(forkserver)["connect_to_new_process"] = connect_with_environment
-    multiprocessing.set_start_method("forkserver")
-    vars(multiprocessing)["set_start_method"] = lambda method, force=False: None
+    contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["forkserver"]
+    multiprocessing.set_start_method("forkserver", force=True)
 
 
 def _serve_children(listener: int, alive: int, variables: int) -> None:
@@ -177,6 +194,8 @@ def _serve_children(listener: int, alive: int, variables: int) -> None:
 
     def run_child(*arguments: Any) -> Any:
         os.environ.update(json.loads(os.pread(variables, os.fstat(variables).st_size, 0)))
+        forkserver.spawn._main = run  # type: ignore[attr-defined]
+        _spawn_by_forks()
         return run(*arguments)
 
     forkserver.spawn._main = run_child  # type: ignore[attr-defined]

@@ -40,19 +40,27 @@ struct Exchange {
   int lines[2][kWarpThreads];
 };
 
+// What a fiber waits for: a counter of the emulation, or a semaphore of the kernels, that is at least `least`.
+struct Wait {
+  const uint64_t* counter = nullptr;
+  const int32_t* semaphore = nullptr;
+  uint64_t least = 0;
+  bool done = false;  // the fiber has ended
+
+  bool blocks() const {
+    if (counter != nullptr) return *counter < least;
+    return semaphore != nullptr && *semaphore < static_cast<int64_t>(least);
+  }
+};
+
 struct Cta;
 
 struct Fiber {
   ucontext_t context;  // of its begin; later switches go by jumps, which make no system calls
   jmp_buf place;
   bool begun = false;
-  // What the fiber waits for: a counter of the emulation, or a semaphore of the kernels, that is at least `least`.
-  const uint64_t* counter = nullptr;
-  const int32_t* semaphore = nullptr;
-  uint64_t least = 0;
   Cta* cta = nullptr;
   int thread = 0;
-  bool done = false;
   uint64_t exchanges = 0;
   uint64_t syncs = 0;
   std::vector<PendingCopy> open_group;
@@ -78,6 +86,7 @@ struct Cta {
   bool vote = false;
   Exchange warps[kMaxCtaThreads / kWarpThreads];
   std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Wait> waits;  // of the fibers; side by side, because the scheduler reads them all the time
 
   char* shared_begin() {
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 1023) / 1024 * 1024);
@@ -100,6 +109,8 @@ inline Machine*& machine() {
 
 inline Fiber& self() { return *machine()->current; }
 
+inline Wait& own_wait() { return self().cta->waits[self().thread]; }
+
 inline void yield() {
   if (_setjmp(self().place) == 0) _longjmp(machine()->scheduler, 1);
 }
@@ -107,22 +118,19 @@ inline void yield() {
 // Lets others run until the counter is at least that.
 inline void wait_at_least(const uint64_t* counter, uint64_t least) {
   if (*counter >= least) return;
-  self().counter = counter;
-  self().least = least;
+  Wait& wait = own_wait();
+  wait.counter = counter;
+  wait.least = least;
   yield();
-  self().counter = nullptr;
+  wait.counter = nullptr;
 }
 inline void wait_at_least(const int32_t* semaphore, int32_t least) {
   if (*semaphore >= least) return;
-  self().semaphore = semaphore;
-  self().least = static_cast<uint64_t>(least);
+  Wait& wait = own_wait();
+  wait.semaphore = semaphore;
+  wait.least = static_cast<uint64_t>(least);
   yield();
-  self().semaphore = nullptr;
-}
-
-inline bool waits(const Fiber& fiber) {
-  if (fiber.counter != nullptr) return *fiber.counter < fiber.least;
-  return fiber.semaphore != nullptr && *fiber.semaphore < static_cast<int64_t>(fiber.least);
+  wait.semaphore = nullptr;
 }
 
 inline void resume(Machine& machine, Fiber& fiber) {
@@ -186,7 +194,7 @@ inline void fiber_main() {
   } catch (const std::exception& error) {
     machine()->failure = error.what();
   }
-  fiber.done = true;
+  own_wait().done = true;
   yield();
 }
 
@@ -204,6 +212,7 @@ inline void add_cta(Machine& machine, const Launch& launch, int index) {
   // NaN in every 16-bit and 32-bit format, so that reads of uninitialized memory show.
   cta->shared.assign(launch.shared_bytes + 1024, static_cast<char>(0xff));
   cta->hidden.assign(cta->shared.size() / 16, false);
+  cta->waits.resize(launch.threads);
   for (int thread = 0; thread < launch.threads; ++thread) {
     auto fiber = std::make_unique<Fiber>();
     fiber->cta = cta.get();
@@ -231,12 +240,13 @@ inline void run(Copies copies, const std::vector<Launch>& launches) {
     alive = false;
     bool resumed = false;
     for (auto& cta : here.ctas) {
-      for (auto& fiber : cta->fibers) {
-        if (fiber->done) continue;
+      for (size_t thread = 0; thread < cta->waits.size(); ++thread) {
+        const Wait& wait = cta->waits[thread];
+        if (wait.done) continue;
         alive = true;
-        if (waits(*fiber)) continue;
+        if (wait.blocks()) continue;
         resumed = true;
-        resume(here, *fiber);
+        resume(here, *cta->fibers[thread]);
         if (!here.failure.empty()) break;
       }
     }

@@ -49,6 +49,7 @@ struct Run {
   int ctas;
   emulation::Copies copies;
   bool warps_first;  // warps of the warp kernel go before CTAs of the CTA kernel
+  int layers;        // launches, one after the other: each has to reset the counters
 };
 
 template <int HeadDim, class Format>
@@ -64,7 +65,7 @@ void run_kernels(const KernelParams& params, const Run& run) {
                         [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); }});
   }
   if (run.warps_first) std::reverse(launches.begin(), launches.end());
-  for (int layer = 0; layer < 2; ++layer) emulation::run(run.copies, launches);  // a launch has to reset the counters
+  for (int layer = 0; layer < run.layers; ++layer) emulation::run(run.copies, launches);
 }
 
 template <class Format>
@@ -87,7 +88,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
                const py::object& sinks, const py::object& visible, bool bfloat16, int ctas, bool late_copies,
-               bool warps_first, int fan_in, int warp_ctas) {
+               bool warps_first, int fan_in, int warp_ctas, int layers) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   const auto head_dim = static_cast<int32_t>(q.shape(2));
@@ -135,7 +136,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
   params.step = {items.data(), positions.data(), slots.data(), tile_counters.data(), semaphores.data(), hidden.data()};
-  const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first};
+  const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first, layers};
   const bool float8 = k.itemsize() == 1;
   if (!visible.is_none()) {
     if (!bfloat16) throw std::invalid_argument("trees are emulated with bf16 only");
@@ -179,7 +180,7 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("ctas"),
-        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"));
+        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"), py::arg("layers"));
   m.def("draft_tables", &draft_tables, py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("requests"),
         py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"));
   m.def(

@@ -27,9 +27,7 @@ class TestEligibility:
         vars(runner.server_args).update(arguments)
         return eligibility.make_executor(runner, Settings())
 
-    def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(self, monkeypatch, caplog):
         from sglang.srt.environ import envs
 
         switch = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH

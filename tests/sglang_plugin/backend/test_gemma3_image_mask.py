@@ -110,9 +110,7 @@ def test_wrapped_the_model_finds_the_triton_backend_itself() -> None:
         (Settings(pack_mixed=True), TritonAttnBackend, True),
     ],
 )
-def test_wrap_mode_refuses_packed_prefill_of_such_a_model(
-    settings: Settings, stock: type, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrap_mode_refuses_packed_prefill_of_such_a_model(settings, stock, refused, monkeypatch):
     monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
     fixture = Fixture([[]], [9], head_dim=64, kv_dtype=torch.bfloat16, dtype=torch.bfloat16, server_args=ARGUMENTS)
     model = torch.nn.ModuleList(fixture.layers)

@@ -58,18 +58,14 @@ class TestEntry:
         assert self.choices.count("prefixpack") == 1
         assert "prefixpack" in self.factories
 
-    def test_an_unsupported_version_registers_nothing_and_says_so(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_unsupported_version_registers_nothing_and_says_so(self, monkeypatch, caplog):
         monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
         entry.register()
         assert "prefixpack" not in self.choices
         assert "prefixpack" not in self.factories
         assert "0.5.99 is installed" in caplog.text
 
-    def test_a_typo_in_the_settings_registers_nothing_and_names_the_key(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_typo_in_the_settings_registers_nothing_and_names_the_key(self, monkeypatch, caplog):
         monkeypatch.setenv("PREFIXPACK_STOCK_BACKND", "triton")
         entry.register()
         assert "prefixpack" not in self.choices

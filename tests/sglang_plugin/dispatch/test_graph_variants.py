@@ -73,9 +73,7 @@ class TestCapture:
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert bool(fixture.steps) == (route == "packed"), "a server that never runs packed needs no buffers"
 
-    def test_a_server_whose_kernels_its_own_profile_does_not_know_says_so(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_server_whose_kernels_its_own_profile_does_not_know_says_so(self, tmp_path, caplog):
         path = write_profile(tmp_path, {"launch": 1.0}, {"launch": 2.0}, kernels="native", backend="fa3")
         settings = Settings(metrics=False, route_profile=path)
         fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="torch_native", graphs=4)
@@ -92,9 +90,7 @@ class TestCapture:
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert routes(fixture) == {"packed": int(packed), "stock": int(not packed)}
 
-    def test_without_the_hook_on_keys_there_is_no_second_graph(
-        self, routed: Routed, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_without_the_hook_on_keys_there_is_no_second_graph(self, routed, caplog):
         """It would lie under the key of the first."""
         fixture = routed(ALWAYS_STOCK, 4, hooked=False)
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
@@ -131,9 +127,7 @@ class TestFailedCapture:
 
         monkeypatch.setattr(fixture.stock, "init_forward_metadata_out_graph", out_of_memory)
 
-    def test_the_server_goes_on_with_what_there_is_and_says_so_once(
-        self, routed: Routed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_server_goes_on_with_what_there_is_and_says_so_once(self, routed, monkeypatch, caplog):
         fixture = routed(ALWAYS_STOCK)
         self.fail_from(fixture, 6, monkeypatch)
         fixture.graphs = DecodeGraphs(fixture, 8)
@@ -147,9 +141,7 @@ class TestFailedCapture:
         assert routes(fixture) == {"packed": 0, "stock": 1}
         assert fixture.state.counters.steps_packed["decode"] == 2
 
-    def test_ranks_that_capture_in_step_fail_together(
-        self, routed: Routed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_ranks_that_capture_in_step_fail_together(self, routed, monkeypatch, caplog):
         monkeypatch.setattr(graph_variants, "several_ranks", lambda: True)
         fixture = routed(ALWAYS_STOCK)
         self.fail_from(fixture, 8, monkeypatch)

@@ -48,9 +48,7 @@ class TestKinds:
         assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (Kind.UNSHARED, NOTHING.step)
 
     @pytest.mark.parametrize("error", [ValueError, MemoryError])
-    def test_an_error_of_the_native_planner_is_a_fallback(
-        self, error: type[Exception], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_error_of_the_native_planner_is_a_fallback(self, error, caplog):
         fixture = Fixture(SHARED, LENGTHS)
         fixture.backend._layers.scan_model()
 

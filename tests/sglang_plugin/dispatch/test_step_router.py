@@ -28,9 +28,7 @@ from tests.support.schedulers import step_router
     [("flashinfer", 2, 2), ("flashinfer", 1, 1), ("triton", 1, 2)],
     ids=["16-bit KV", "fp8 KV", "fp8 KV over a kernel that was measured with 16 bits only"],
 )
-def test_the_profile_is_of_the_servers_kv(
-    stock_name: str, kv_bytes: int, profile_of: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_profile_is_of_the_servers_kv(stock_name, kv_bytes, profile_of, caplog):
     caplog.set_level("INFO")
     routes = step_router(ModelShape(32, 8, 128, kv_bytes=kv_bytes), stock_name)
     assert routes.may_change("decode")
@@ -74,9 +72,7 @@ class TestWithoutAProfileForTheGpu:
             (1024, 8192, 8, 3, Route.STOCK),
         ],
     )
-    def test_steps_go_by_the_conservative_rule(
-        self, gpu: str, requests: int, shared: int, own: int, kv_heads: int, expected: Route
-    ) -> None:
+    def test_steps_go_by_the_conservative_rule(self, gpu, requests, shared, own, kv_heads, expected):
         assert self.routed(requests, shared, own, kv_heads)[0] is expected
         of_triton = Route.STOCK if shared == 128 else expected  # reuse of 2 is too little there
         for route in ("auto", "conservative"):

@@ -99,9 +99,7 @@ def test_a_server_in_wrap_mode_and_one_under_our_name(models: dict[str, Path]) -
         ([], {**WRAP, "PREFIXPACK_ROUTE": "stock"}, reasons.DISABLED, True),
     ],
 )
-def test_what_refuses_decode_and_what_the_changes_lead_to(
-    models: dict[str, Path], arguments: list[str], variables: dict[str, str], reason: str, helps: bool
-) -> None:
+def test_what_refuses_decode_and_what_the_changes_lead_to(models, arguments, variables, reason, helps):
     found = diagnosis(models["llama"], *arguments, **variables)
     assert found.steps["decode"].reason == reason
     assert found.changes[0].reason == reason
@@ -141,9 +139,7 @@ def test_kinds_of_layers(models: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("ranks", [(), ("--dp-size", "2", "--enable-dp-attention")])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_heads_of_a_rank_are_those_that_sglangs_model_has(
-    models: dict[str, Path], model: str, ranks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_of_a_rank_are_those_that_sglangs_model_has(models, model, ranks, monkeypatch):
     module = importlib.import_module(f"sglang.srt.models.{model}")
     for name in ("QKVParallelLinear", "RowParallelLinear", "RMSNorm", "get_rope", "get_exec"):
         monkeypatch.setattr(module, name, mock.MagicMock(), raising=False)
@@ -236,9 +232,7 @@ def test_a_pasted_command_of_another_program() -> None:
 
 
 class TestCommand:
-    def test_text_and_status(
-        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: Any
-    ) -> None:
+    def test_text_and_status(self, models, capsys, monkeypatch):
         monkeypatch.delenv("PREFIXPACK_WRAP", raising=False)
         assert main(["doctor", "--model-path", str(models["llama"]), *CPU]) == 1
         text = capsys.readouterr().out.replace(str(models["llama"]), "my-llama")
@@ -247,18 +241,14 @@ class TestCommand:
         text = text.replace("4 x full attention, 4/2 heads", "2 x full attention, 8/2 heads")  # as in `tiny-model`
         assert text.splitlines()[1:] == shown.splitlines()[1:]  # the first line has versions
 
-    def test_json(
-        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_json(self, models, capsys, monkeypatch):
         monkeypatch.setenv("PREFIXPACK_WRAP", "1")
         assert main(["doctor", "--json", "--model-path", str(models["llama"]), *CPU]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["version"], found["way"], found["packs"]) == (1, "wrap", True)
         assert found["steps"]["prefill"]["packed"]
 
-    def test_variables_of_the_shell_and_of_a_pasted_command(
-        self, models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_variables_of_the_shell_and_of_a_pasted_command(self, models, capsys, monkeypatch):
         monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
         command = ["PREFIXPACK_WRAP=1", "python", "-m", "sglang.launch_server", "--model-path", str(models["llama"])]
         assert main(["doctor", *command, *CPU]) == 1
@@ -278,14 +268,7 @@ class TestCommand:
             (["--model-path", "/nowhere"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
         ],
     )
-    def test_what_cannot_be_used_is_named(
-        self,
-        arguments: list[str],
-        variables: dict[str, str],
-        message: str,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_what_cannot_be_used_is_named(self, arguments, variables, message, capsys, monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         assert main(["doctor", *arguments]) == 2

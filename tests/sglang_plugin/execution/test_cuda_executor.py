@@ -56,9 +56,7 @@ class TestEagerSteps:
             fixture.grow(1)
         assert len(fixture.device_step.loads) > 1
 
-    def test_without_memory_for_buffers_the_server_goes_on_with_the_stock_backend(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_without_memory_for_buffers_the_server_goes_on_with_the_stock_backend(self, caplog):
         fixture = decode()
         out_of_memory(fixture)
         for _ in range(2):

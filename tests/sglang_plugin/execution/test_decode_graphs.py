@@ -111,18 +111,14 @@ class TestDecodeGraphs:
         assert fixture.stock.graph_calls[-1] == "replay"
         assert list(fixture.fallbacks) == [fallback_reasons.NO_MEMORY]
 
-    def test_ranks_that_capture_in_step_do_not_start_where_one_has_no_memory_for_buffers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ranks_that_capture_in_step_do_not_start_where_one_has_no_memory_for_buffers(self, monkeypatch):
         fixture = decode()
         out_of_memory(fixture)
         monkeypatch.setattr(backend, "several_ranks", lambda: True)
         with pytest.raises(RuntimeError, match="--mem-fraction-static"):
             DecodeGraphs(fixture, 4)
 
-    def test_reading_one_by_one_never_leaves_more_to_combine_than_the_kernels_can(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_reading_one_by_one_never_leaves_more_to_combine_than_the_kernels_can(self, monkeypatch):
         fixture = decode(graphs=4, settings=Settings(metrics=False, workers=64))
         lens = fixture.batch.seq_lens_cpu.numpy()
         assert any(plan.num_slots for plan in fixture.executor.unshared(lens)), "long requests are split"

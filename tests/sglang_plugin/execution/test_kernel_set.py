@@ -56,9 +56,7 @@ class TestKernels:
             ((10, 0), 0, 227, "no code for compute capability 10.0: no kernel image; build with"),
         ],
     )
-    def test_triton_where_there_is_no_code(
-        self, h200: pytest.MonkeyPatch, capability: tuple[int, int], code: int, shared_kib: int, message: str
-    ) -> None:
+    def test_triton_where_there_is_no_code(self, h200, capability, code, shared_kib, message):
         gpu(h200, capability, code, shared_kib)
         assert choose("auto").name == "triton"
         assert message in choose("native")
@@ -66,9 +64,7 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("capability", "code"), [((8, 0), 80), ((9, 0), 80), ((10, 0), 80), ((8, 6), 86), ((8, 9), 89), ((12, 0), 120)]
     )
-    def test_native_where_they_never_ran_if_asked(
-        self, h200: pytest.MonkeyPatch, capability: tuple[int, int], code: int
-    ) -> None:
+    def test_native_where_they_never_ran_if_asked(self, h200, capability, code):
         gpu(h200, capability, code, 163)
         assert choose("auto").name == "triton"
         assert "has never run" in str(limits.why_not_native(self.GPU))

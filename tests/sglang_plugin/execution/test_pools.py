@@ -125,9 +125,7 @@ class TestGraphs:
         return fixture
 
     @pytest.mark.parametrize(("packed_us", "packed_steps"), [(1.0, 1), (100.0, 0)])
-    def test_both_variants_give_the_numbers_with_stock_metadata_at_each_replay(
-        self, tmp_path: Path, packed_us: float, packed_steps: int
-    ) -> None:
+    def test_both_variants_give_the_numbers_with_stock_metadata_at_each_replay(self, tmp_path, packed_us, packed_steps):
         fixture = self.capture(tmp_path, packed_us)
         assert fixture.backend.graph_variants.sizes == [4, 8]
         for size in (4, 8):

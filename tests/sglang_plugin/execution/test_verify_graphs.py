@@ -228,9 +228,7 @@ def test_packed_verify_steps_ask_for_no_lengths_in_host_memory(stock_needs_them:
         ("NONE", {}, False, None),
     ],
 )
-def test_servers_whose_verify_steps_run_packed(
-    algorithm: str, arguments: dict[str, Any], reads_trees: bool, reason: str | None
-) -> None:
+def test_servers_whose_verify_steps_run_packed(algorithm, arguments, reads_trees, reason):
     defaults = {"speculative_num_draft_tokens": 8, "speculative_eagle_topk": 1, "attention_backend": "prefixpack"}
     runner = SimpleNamespace(
         spec_algorithm=getattr(SpeculativeAlgorithm, algorithm),

@@ -90,9 +90,7 @@ class TestHooks:
         assert vars(forward_batch) == {}
         assert hooks.around_forward(lambda runner, batch: 5, TARGET, forward_batch) == 5
 
-    def test_an_exception_is_counted_logged_once_and_the_step_falls_back(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_exception_is_counted_logged_once_and_the_step_falls_back(self, caplog):
         hooks, active, counters = started(step=AttributeError("no such field"))
         seen = []
         for _ in range(3):

@@ -123,9 +123,7 @@ class RandomHistory:
 @pytest.mark.parametrize(
     ("seed", "one_token_steps", "drafts"), [(0, False, 0), (1, False, 0), (2, True, 0), (3, True, 0), (4, False, 4)]
 )
-def test_sharing_is_exact_after_every_step_of_a_random_history(
-    kind: str, seed: int, one_token_steps: bool, drafts: int, steps: int
-) -> None:
+def test_sharing_is_exact_after_every_step_of_a_random_history(kind, seed, one_token_steps, drafts, steps):
     history = RandomHistory(kind, seed, one_token_steps=one_token_steps, drafts=drafts)
     for _ in range(steps):
         history.step()

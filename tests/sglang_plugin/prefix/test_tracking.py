@@ -80,9 +80,7 @@ class TestKnownSituations:
         gc.collect()
         assert not any(reference() for reference in prefilled)
 
-    def test_many_prefills_without_a_decode_step_forget_the_decode_batch(
-        self, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_many_prefills_without_a_decode_step_forget_the_decode_batch(self, kind, monkeypatch):
         monkeypatch.setattr(batch_tracker, "_MOST_PREFILLED", 4)
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
         scheduler.decode()
@@ -119,9 +117,7 @@ class TestKnownSituations:
         assert step.forest.tail_node[20] == -1
         assert (np.delete(step.forest.tail_node, 20) >= 0).all()
 
-    def test_only_requests_that_joined_or_whose_turn_it_is_are_looked_up(
-        self, kind: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_requests_that_joined_or_whose_turn_it_is_are_looked_up(self, kind, monkeypatch):
         looked_up: list[int] = []
         look_up = TreeMirror._look_up
 
@@ -152,9 +148,7 @@ class TestKnownSituations:
         assert tracker.step(scheduler.decode_batch()) is first
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_kinds_of_steps_that_never_run_packed_are_not_read(
-        self, kind: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kinds_of_steps_that_never_run_packed_are_not_read(self, kind, overlap, monkeypatch):
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
         tracker.never_packed = lambda mode: None if mode == "decode" else fallback_reasons.COMPUTE_BOUND
         scheduler.decode()

@@ -55,9 +55,7 @@ class TestMetrics:
         server_info.after_on_idle(None)
         assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 4.0
 
-    def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_update_that_fails_is_counted_and_logged_once_and_steps_go_on(self, monkeypatch, caplog):
         fixture = Fixture(SHARED, LENGTHS)
         fixture.state.exporter, registry = self.exporter()
         fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 1})
@@ -90,9 +88,7 @@ class TestMetrics:
             ({"enable_metrics": True, "enable_metrics_for_all_schedulers": True}, 1, True),
         ],
     )
-    def test_who_exports(
-        self, options: dict[str, Any], tp_rank: int, exports: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_who_exports(self, options, tp_rank, exports, monkeypatch):
         arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
         ranks = SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
