@@ -28,12 +28,14 @@ def emulate(
     warps_first: bool = False,
     fan_in: int = 16,
     warp_ctas: int = 64,
+    starts: int = 2048,
 ) -> Result:
     """Output and log-sum-exp of a case.
 
     Args:
         fan_in: most KV splits of a tile that are combined in one level.
         warp_ctas: CTAs of the warp kernel, by which the number of deferred combines is limited; 0: none is deferred.
+        starts: items whose first slots and tokens are read beside their record.
     """
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
@@ -46,7 +48,7 @@ def emulate(
         case.plan, bits(case.q), bits(pool.k_cache), bits(pool.v_cache), bits(out), lse.numpy(),
         pool.req_to_token.numpy(), pool.req_pool_indices.numpy(), case.planned_lens, pool.seq_lens.numpy(),
         growth=GROWTH, bfloat16=case.q.dtype == torch.bfloat16, ctas=ctas, late_copies=late_copies,
-        warps_first=warps_first, fan_in=fan_in, warp_ctas=warp_ctas, **{**case.variant, **of_arrays},
+        warps_first=warps_first, fan_in=fan_in, warp_ctas=warp_ctas, starts_of=starts, **{**case.variant, **of_arrays},
     )  # fmt: skip
     return out, lse
 

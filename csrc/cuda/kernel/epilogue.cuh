@@ -80,12 +80,12 @@ PREFIXPACK_DEVICE bool leave_group(CtaState& state, QuerySplit* splits) {
 }
 
 // Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
-// precedes the call, and another one its return. The next tile's record is prefetched meanwhile.
+// precedes the call, and another one its return. The next tile's record and start are prefetched meanwhile.
 //
 // If all other partials of a query have arrived, it is combined at once: its own partial does not go through global
 // memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
+PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   constexpr int kWidth = kAccumulatorStride<HeadDim>;
   CtaState& state = *cta_state(shared);
@@ -106,9 +106,17 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
                  results + thread);
   }
-  const int32_t next_tile = state.next.tile_index_of(inputs.claimed);
-  const int32_t word = state.next.prefetch_record(state.params, next_tile);
+  const int32_t claimed_tile = state.next.tile_index_of(inputs.claimed);
+  if (thread < 32) state.next.tile_index = claimed_tile;
   ptx::cta_sync();
+  TileStart next{0, 0};
+  int32_t word = 0;
+  const int32_t next_tile = state.next.tile_index;
+  if (ptx::uniform(next_tile < state.next.num_tiles)) {
+    const int32_t next_item = work_tile_of(next_tile, state.params.heads.kv).item;
+    word = NextTile::record_word(state.params, next_item);
+    next = TileStart::load(state.params, next_item);
+  }
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
   const int32_t column = thread % kQuads * 4;
@@ -147,9 +155,9 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
       }
     }
   }
-  state.next.store(next_tile, word);
+  NextTile::store_record(state.next.record, word);
   ptx::cta_sync();
-  if (!combines) return;
+  if (!combines) return next;
   const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
 #pragma unroll 1
   for (bool arrives = has_split;;) {
@@ -157,9 +165,9 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
     const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
     load_slots<HeadDim>(state, own, 0, end);
     if (arrives) arrives = arrive(state, splits);
-    if (!ptx::cta_any(arrives)) return;
+    if (!ptx::cta_any(arrives)) return next;
     combine_splits<HeadDim, Output>(state, own, end);
-    if (ptx::uniform(item.parent < 0)) return;
+    if (ptx::uniform(item.parent < 0)) return next;
     arrives = leave_group(state, splits);
   }
 }

@@ -24,14 +24,14 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 // kernel_params: in constant or shared memory.
 template <class Mainloop>
-PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared, TileStart start) {
   ptx::warp_sync();
-  return Mainloop(kernel_params, *cta_state(shared), shared).run();
+  return Mainloop(kernel_params, *cta_state(shared), shared).run(start);
 }
 // A function per tile: if inlined side by side they would share one set of registers, and spill.
 template <class Mainloop>
-PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
-  return run_mainloop<Mainloop>(cta_state(shared)->params, shared);
+PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared, TileStart start) {
+  return run_mainloop<Mainloop>(cta_state(shared)->params, shared, start);
 }
 
 // Tiles of the CTA kernel by rows. With wgmma one tile serves more than 32 rows.
@@ -53,24 +53,42 @@ struct TileTable {
   }
 };
 
+// The start of the CTA's current tile. Loads it if the item has none, or if the window has passed its first keys.
+PREFIXPACK_DEVICE TileStart complete_start(const KernelParams& params, const CtaState& state, TileStart start) {
+  const ItemRecord& item = state.item;
+  int32_t begin = item.kv_begin;
+  if (params.attention.window_left >= 0) {
+    begin = first_visited(item.kv_begin, item.kv_end, item.lowest, params.attention.window_left, kWindowGranularity);
+  }
+  if (ptx::uniform(start.slot < 0 || begin != item.kv_begin)) {
+    const int32_t thread = ptx::volatile_thread_index(), keys = item.kv_end - begin;
+    const int32_t* slots = params.step.kv_slots + item.slots_at + (begin - item.kv_begin);
+    if (keys > 0) start.slot = slots[thread < keys ? thread : keys - 1];
+    const int32_t query = params.heads.group.quotient(thread);
+    start.token = state.plan().query_token(item.query_begin + (query < item.query_count ? query : 0));
+  }
+  return start;
+}
+
 // Runs the mainloop of the CTA's current tile. kernel_params: in constant memory.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared, TileStart start) {
   using Table = TileTable<HeadDim, Format>;
   const int32_t rows = cta_state(shared)->item.tile_rows;
-  if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared);
+  start = complete_start(kernel_params, *cta_state(shared), start);
+  if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
   if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
     if (ptx::uniform(rows <= Table::kMiddleRows))
-      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared);
+      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, start);
   }
   // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
   // serializes them.
   if constexpr (Table::kWarpgroups) {
     using Mainloop = std::conditional_t<kPermutesDims<Format>, WgmmaFp8Mainloop<typename Table::Wide, Format>,
                                         WgmmaMainloop<typename Table::Wide, Format>>;
-    return run_mainloop<Mainloop>(kernel_params, shared);
+    return run_mainloop<Mainloop>(kernel_params, shared, start);
   } else {
-    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared);
+    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared, start);
   }
 }
 
@@ -83,21 +101,22 @@ PREFIXPACK_DEVICE bool take_tile(char* shared) {
     state->tile_index = state->next.tile_index;
     state->kv_head = work_tile_of(state->next.tile_index, state->params.heads.kv).head;
   }
-  if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
+  if (thread < kRecordWords) NextTile::store_record(&state->item, state->next.record[thread]);
   ptx::cta_sync();
   return state->tile_index < state->next.num_tiles;
 }
 
-// Keeps nothing in registers across tiles: a mainloop needs them all. kernel_params: in constant memory.
+// Runs the current tile and those behind it. Keeps nothing in registers across tiles: a mainloop needs them all.
+// kernel_params: in constant memory. start: of the current tile.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared, TileStart start) {
   CtaState* state = cta_state(shared);
-  while (ptx::uniform(take_tile(shared))) {
-    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared);
+  do {
+    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared, start);
     const AccumulatorLayout layout = TileTable<HeadDim, Format>::accumulators(state->item.tile_rows);
-    run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
+    start = run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
     ptx::cta_sync();
-  }
+  } while (ptx::uniform(take_tile(shared)));
 }
 
 // The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
@@ -112,10 +131,20 @@ template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
                                       int32_t few_ctas) {
   CtaState* state = cta_state(shared);
-  // Issued beside the header's load, before it is known whether there is such a tile.
-  const int32_t tile_index = ptx::cta_index(), word = NextTile::record_word(kernel_params, tile_index);
+  const int32_t thread = ptx::thread_index(), tile_index = ptx::cta_index();
+  const WorkTile tile = work_tile_of(tile_index, kernel_params.heads.kv);
+  // The first tile's record and start are asked for beside the header, before it is known whether there is such a tile.
+  constexpr int32_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+  const int32_t header_word = thread < kHeaderWords ? kernel_params.plan.words[thread] : 0;
+  const int32_t word = NextTile::record_word(kernel_params, tile.item);
+  const TileStart start = TileStart::load(kernel_params, tile.item);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
-  copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
+  if (thread < 32) {
+    state->tile_index = tile_index;
+    state->kv_head = tile.head;
+  }
+  if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&state->header)[thread] = header_word;
+  NextTile::store_record(&state->item, word);
   ptx::cta_sync();
   // Not earlier: with work for CTAs the step would take longer, see docs/design-notes.md.
   ptx::pdl_launch_dependents();
@@ -124,13 +153,11 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
   const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
   if (ptx::uniform(tile_index < (num_tiles < active_ctas ? num_tiles : active_ctas))) {
-    if (ptx::thread_index() < 32) {
+    if (thread < 32) {  // read behind the mainloop's barriers
       state->next.num_tiles = num_tiles;
       state->next.static_tiles = active_ctas;
     }
-    state->next.store(tile_index, word);
-    ptx::cta_sync();
-    run_tiles<HeadDim, Format>(kernel_params, shared);
+    run_tiles<HeadDim, Format>(kernel_params, shared, start);
   }
   exit_grid(kernel_params.step, total_ctas);
 }
