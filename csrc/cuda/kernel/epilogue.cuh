@@ -18,12 +18,19 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   const AttentionParams& attention = state.params.attention;
   const ItemRecord& item = state.item;
   const Row place = row_of(row, state.kv_head, state.params.heads.group);
-  SoftmaxState joined = softmax_identity();
-#pragma unroll 1
-  for (int32_t warp = 0; warp < key_warps; ++warp) {
-    const SoftmaxState theirs{accumulators[warp * stride], accumulators[warp * stride + 1]};
-    float scale_a, scale_b;
-    joined = softmax_combine(joined, theirs, [](float x) { return ptx::exp2(x); }, &scale_a, &scale_b);
+  // All reads at once, and no exponential that waits for another one: this is in the way of every tile's end.
+  SoftmaxState of_warps[kMaxKeyWarps], joined = softmax_identity();
+#pragma unroll
+  for (int32_t warp = 0; warp < kMaxKeyWarps; ++warp) {
+    of_warps[warp] = softmax_identity();
+    if (warp < key_warps) of_warps[warp] = {accumulators[warp * stride], accumulators[warp * stride + 1]};
+    joined.max = ptx::max(joined.max, of_warps[warp].max);
+  }
+  float weights[kMaxKeyWarps];
+#pragma unroll
+  for (int32_t warp = 0; warp < kMaxKeyWarps; ++warp) {
+    weights[warp] = ptx::exp2(of_warps[warp].max - safe_max(joined.max));
+    joined.sum = ptx::fma(weights[warp], of_warps[warp].sum, joined.sum);
   }
   FinalSoftmax normalized;
   if (item.slot_begin == kWriteThrough) {
@@ -39,10 +46,8 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   }
   result->lse = normalized.lse;
   const float factor = normalized.factor * attention.v_scale;
-#pragma unroll 1
-  for (int32_t warp = 0; warp < key_warps; ++warp) {
-    result->weights[warp] = ptx::exp2(accumulators[warp * stride] - safe_max(joined.max)) * factor;
-  }
+  ptx::store_quad(result->weights,
+                  {weights[0] * factor, weights[1] * factor, weights[2] * factor, weights[3] * factor});
 }
 
 // Counts the tile's partial of the split that is this thread's number; whether it was the last one.
@@ -98,13 +103,14 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
 
   const bool combines = item.slot_begin != kWriteThrough;
   const bool has_split = combines && thread < item.query_count * state.params.heads.splits;
-  if (has_split) {
-    const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
-    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
-  }
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
                  results + thread);
+  }
+  // Behind the rows' arithmetic, which waits for none of the inputs of a tile with partials.
+  if (has_split) {
+    const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
+    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
   }
   const int32_t claimed_tile = state.next.tile_index_of(inputs.claimed);
   if (thread < 32) state.next.tile_index = claimed_tile;
