@@ -75,6 +75,7 @@ template <int HeadDim, class Format>
 PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared, TileStart start) {
   using Table = TileTable<HeadDim, Format>;
   const int32_t rows = cta_state(shared)->item.tile_rows;
+  EpilogueInputs::announce(kernel_params, *cta_state(shared));
   start = complete_start(kernel_params, *cta_state(shared), start);
   if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
   if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
