@@ -120,7 +120,8 @@ struct StepState {
   ItemStart* starts;        // [num_starts] of the first items; fewer than 2^31 words
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
-  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs that have finished, next deferred row
+  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs of the warp kernel that have finished
+                            // deferred rows, next deferred row
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts

@@ -120,17 +120,18 @@ PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared
   } while (ptx::uniform(take_tile(shared)));
 }
 
-// The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
-PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
-  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
-    for (int32_t i = 0; i < kTileCounters; ++i) step.tile_counters[i] = 0;
+// Counters are 0 when a launch ends, so that a captured graph can be replayed. The last claim of a queue resets its
+// counter: how many there will be is known, and nobody waits for a count of CTAs that have finished. That of deferred
+// rows is reset by the last CTA of the warp kernel.
+PREFIXPACK_DEVICE void leave_deferred(const StepState& step) {
+  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == ptx::grid_size() - 1) {
+    step.tile_counters[2] = step.tile_counters[3] = 0;
   }
 }
 
-// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
+// few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
-                                      int32_t few_ctas) {
+PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t few_ctas) {
   CtaState* state = cta_state(shared);
   const int32_t thread = ptx::thread_index(), tile_index = ptx::cta_index();
   const WorkTile tile = work_tile_of(tile_index, kernel_params.heads.kv);
@@ -160,24 +161,32 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
     }
     run_tiles<HeadDim, Format>(kernel_params, shared, start);
   }
-  exit_grid(kernel_params.step, total_ctas);
 }
 
 // shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
+PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared) {
   const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
   const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
   // Issued beside the header's load, by the warps that take part in every case.
-  int32_t tile_index = warp < kMinActiveWarps ? claim() : 0;
+  int32_t claimed = warp < kMinActiveWarps ? claim() : 0;
   WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
-  if (ptx::uniform(warp < decode.active_warps() && decode.num_tiles() > 0)) {
-    if (warp >= kMinActiveWarps) tile_index = claim();
-    decode.run(tile_index);
+  const int32_t num_tiles = decode.num_tiles(), warps = ptx::cta_size() / 32;
+  int32_t claiming = kMinActiveWarps;  // of a CTA: each claims in vain once
+  if (ptx::uniform(num_tiles > 0)) {
+    claiming = decode.active_warps() < warps ? decode.active_warps() : warps;
+    if (ptx::uniform(warp < claiming)) {
+      if (warp >= kMinActiveWarps) claimed = claim();
+      claimed = decode.run(claimed);
+    }
   }
-  DeferredCombine<HeadDim, typename Format::Output>(params).run(decode.deferred());
-  ptx::cta_sync();
-  exit_grid(params.step, total_ctas);
+  if (lane == 0 && claimed == num_tiles + claiming * ptx::grid_size() - 1) params.step.tile_counters[1] = 0;
+  const DeferredHeader deferred = decode.deferred();
+  DeferredCombine<HeadDim, typename Format::Output>(params).run(deferred);
+  if (ptx::uniform(deferred.count > 0)) {
+    ptx::cta_sync();
+    leave_deferred(params.step);
+  }
   // The next kernel of the stream waits for this kernel, and thereby for the first one.
   if (ptx::cta_index() == 0) ptx::pdl_wait();
 }
