@@ -129,6 +129,21 @@ PREFIXPACK_DEVICE void leave_deferred(const StepState& step) {
   }
 }
 
+// Asks memory for the first records and starts of the warp kernel, whose warps then find them in the L2.
+// cta: number of this CTA among those without a tile.
+template <int kWarps>
+PREFIXPACK_DEVICE void announce_warp_items(const StepState& step, const PlanHeader& header, int32_t cta) {
+  const int32_t thread = ptx::thread_index(), lane = thread % 32;
+  const int32_t item = header.num_cta_items + cta * kWarps + thread / 32;
+  if (ptx::uniform(item < (header.num_items < step.num_starts ? header.num_items : step.num_starts))) {
+    const int32_t* start = step.starts[item].slots + lane;
+    ptx::prefetch_l2(start);
+    ptx::prefetch_l2(start + kStartSlots);  // tokens
+    ptx::prefetch_l2(&step.items[item]);
+    ptx::prefetch_l2(&step.items[item].group_slot);  // in another sector
+  }
+}
+
 // few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t few_ctas) {
@@ -154,12 +169,15 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;
   // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
   const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
-  if (ptx::uniform(tile_index < (num_tiles < active_ctas ? num_tiles : active_ctas))) {
+  const int32_t busy_ctas = num_tiles < active_ctas ? num_tiles : active_ctas;
+  if (ptx::uniform(tile_index < busy_ctas)) {
     if (thread < 32) {  // read behind the mainloop's barriers
       state->next.num_tiles = num_tiles;
       state->next.static_tiles = active_ctas;
     }
     run_tiles<HeadDim, Format>(kernel_params, shared, start);
+  } else if constexpr (kHasWarpKernel<HeadDim>) {
+    announce_warp_items<kCtaWarps<HeadDim>>(kernel_params.step, state->header, tile_index - busy_ctas);
   }
 }
 
