@@ -114,6 +114,8 @@ PREFIXPACK_DEVICE void wait_at_least(const int32_t* semaphore, int32_t least) {
 #pragma unroll 1
   while (any(load_relaxed(semaphore) < least)) __nanosleep(20);
 }
+// Brings a line to the L2.
+PREFIXPACK_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // a * b + c * d without fma, so that exchanging the pairs gives the same bits.
 PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {

@@ -22,8 +22,8 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
       : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {}
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run() {
-    begin_loads();
+  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
+    begin_loads(start);
     this->clear_accumulators();
     // A warpgroup without rows only copies. It has a loop of its own: a branch around wgmma would serialize them.
     const int32_t work = this->computed_tiles();
@@ -66,11 +66,12 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
 
   // Loads -----------------------------------------------------------------------------------------------------------
 
-  // KV slots of the rows that this warp copies: lane i has row i / kChunks of those of pass i % kChunks.
-  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const {
-    return this->slot_of(tile * TileT::kKeys + lane_ % kChunks * kRowsPerPass + thread_ / 32 * kWarpRowsPerPass +
-                         lane_ / kChunks);
+  // Rows that this warp copies: lane i has row i / kChunks of those of pass i % kChunks.
+  PREFIXPACK_DEVICE int32_t copied_row() const {
+    return lane_ % kChunks * kRowsPerPass + thread_ / 32 * kWarpRowsPerPass + lane_ / kChunks;
   }
+  // KV slots of these rows.
+  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const { return this->slot_of(tile * TileT::kKeys + copied_row()); }
 
   // Addresses are recomputed for each tile to save registers. Without any key to read, zeros are copied: masked values
   // still must not be NaN.
@@ -93,15 +94,14 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     }
   }
 
-  // Loads the queries and the first KV tile, even if it is empty. All loads of their addresses are issued at once.
-  PREFIXPACK_DEVICE void begin_loads() {
-    const int32_t first_slots = slots_of(0);
-    const int64_t offset = this->query_offset();
-    this->offsets()[thread_] = offset;
+  // Loads the queries and the first KV tile, even if it is empty.
+  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+    this->store_start(start);
     next_slots_ = slots_of(1);
     ptx::cta_sync();
+    // Beyond the KV tile's rows only lanes whose slot no pass asks for.
+    copy_tile(0, this->first_slots()[copied_row() % TileT::kKeys]);
     this->load_queries(this->offsets());
-    copy_tile(0, first_slots);
     ptx::cp_async_commit();
   }
 

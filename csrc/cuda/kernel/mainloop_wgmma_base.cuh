@@ -41,7 +41,8 @@ struct WgmmaTile {
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
 
   static_assert(kRows == kMaxTileRows<HeadDim>);
-  static_assert(kOffsetsAt + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
+  static_assert(kOffsetsAt + kThreads * sizeof(int64_t) + kKeys * sizeof(int32_t) <= SharedBytes,
+                "two KV tiles, query offsets, first slots");
 };
 
 // The MMAs of a warpgroup. The compiler serializes wgmma around a call or a branch: all of this is inlined, and callers
@@ -69,8 +70,16 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
-  // Room for the query offsets, behind the KV tiles.
+  // Room for the query offsets, behind the KV tiles, and for the slots of the first KV tile.
   PREFIXPACK_DEVICE int64_t* offsets() const { return reinterpret_cast<int64_t*>(shared_ + TileT::kOffsetsAt); }
+  PREFIXPACK_DEVICE int32_t* first_slots() const { return reinterpret_cast<int32_t*>(offsets() + kThreads); }
+
+  // Spreads what the first copies need. A barrier follows.
+  PREFIXPACK_DEVICE void store_start(TileStart start) const {
+    static_assert(TileT::kKeys <= kThreads && TileT::kKeys <= kStartSlots && TileT::kRows <= kStartQueries);
+    offsets()[thread_] = this->query_offset(start);
+    if (thread_ < TileT::kKeys) first_slots()[thread_] = keys_ > 0 ? start.slot : 0;
+  }
 
   // Issues Q*K^T of this warpgroup's queries.
   PREFIXPACK_DEVICE void issue_scores(ptx::SharedAddress key_tile, float (&scores)[kKeyBlocks][4]) const {

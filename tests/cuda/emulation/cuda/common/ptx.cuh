@@ -44,6 +44,7 @@ inline void store_pair(float* address, float left, float right) {
   address[1] = right;
 }
 
+inline void prefetch_l2(const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); }
 inline void store_quad(float* address, const float (&quad)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte store");
   for (int i = 0; i < 4; ++i) address[i] = quad[i];
