@@ -138,16 +138,28 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
 // shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
-  const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
-  const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
+  const int32_t warp = ptx::thread_index() / 32;
+  PartQueue queue{&params.step.tile_counters[1], 0};
   // Issued beside the header's load, by the warps that take part in every case.
-  int32_t tile_index = warp < kMinActiveWarps ? claim() : 0;
-  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
-  if (ptx::uniform(warp < decode.active_warps() && decode.num_tiles() > 0)) {
-    if (warp >= kMinActiveWarps) tile_index = claim();
-    decode.run(tile_index);
+  int32_t claimed = warp < kMinActiveWarps ? queue.claim() : 0;
+  const char* own = shared + warp * kWarpBytes;
+  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, own);
+  const DeferredCombine<HeadDim, typename Format::Output> combine(params, decode.deferred(), own);
+  queue.first = decode.num_tiles();
+  // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
+  // claim tiles.
+  const int32_t active = decode.active_warps();
+  if (ptx::uniform(warp < active && queue.first + combine.num_parts() > 0)) {
+    if (warp >= kMinActiveWarps) claimed = queue.claim();
+    if (ptx::uniform(queue.first > 0)) claimed = decode.run(claimed);
   }
-  DeferredCombine<HeadDim, typename Format::Output>(params).run(decode.deferred());
+  if (ptx::uniform(combine.num_parts() > 0)) {
+    if (ptx::uniform(active < ptx::cta_size() / 32)) {
+      queue = {&params.step.tile_counters[3], 0};
+      claimed = queue.claim();
+    }
+    combine.run(queue, claimed);
+  }
   ptx::cta_sync();
   exit_grid(params.step, total_ctas);
   // The next kernel of the stream waits for this kernel, and thereby for the first one.
