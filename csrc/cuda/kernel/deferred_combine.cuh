@@ -14,9 +14,15 @@ namespace prefixpack {
 struct PartQueue {
   int32_t* counter;
   int32_t first;
+  int32_t claims;  // of the whole launch: each warp that claims ends with a claim of nothing
 
   // Called by all lanes; the first one gets the result.
   PREFIXPACK_DEVICE int32_t claim() const { return ptx::thread_index() % 32 == 0 ? ptx::atomic_increment(counter) : 0; }
+  // The launch's last claim resets the counter for the next launch, so that a captured graph can be replayed. claimed:
+  // behind the last part.
+  PREFIXPACK_DEVICE void end(int32_t claimed) const {
+    if (ptx::volatile_thread_index() % 32 == 0 && claimed == claims - 1) *counter = 0;
+  }
 };
 
 // A warp combines a part of a row at a time: some of its dimensions, of all partials, so that no part depends on
@@ -44,7 +50,7 @@ class DeferredCombine {
 #pragma unroll 1
     for (;;) {
       const int32_t place = ptx::broadcast(claimed, 0) - queue.first;
-      if (ptx::uniform(place >= end)) return;
+      if (ptx::uniform(place >= end)) return queue.end(claimed);
       const int32_t row = place >> deferred_.part_bits, part = place - (row << deferred_.part_bits);
       // Virtual KV heads follow each other in a record's rows, as query heads do.
       const int32_t split = heads.split_heads.quotient(row), index = heads.virtual_heads.quotient(split);

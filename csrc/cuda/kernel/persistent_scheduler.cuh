@@ -100,17 +100,16 @@ PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared
   }
 }
 
-// The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
-PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
-  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
-    for (int32_t i = 0; i < kTileCounters; ++i) step.tile_counters[i] = 0;
+// The last CTA of the CTA kernel resets its counters for the next launch, so that a captured graph can be replayed.
+PREFIXPACK_DEVICE void exit_grid(const StepState& step) {
+  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == ptx::grid_size() - 1) {
+    step.tile_counters[0] = step.tile_counters[2] = 0;
   }
 }
 
-// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
+// few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
-                                      int32_t few_ctas) {
+PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t few_ctas) {
   CtaState* state = cta_state(shared);
   // Issued beside the header's load, before it is known whether there is such a tile.
   const int32_t tile_index = ptx::cta_index(), word = NextTile::record_word(kernel_params, tile_index);
@@ -132,14 +131,14 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
     ptx::cta_sync();
     run_tiles<HeadDim, Format>(kernel_params, shared);
   }
-  exit_grid(kernel_params.step, total_ctas);
+  exit_grid(kernel_params.step);
 }
 
 // shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
-  const int32_t warp = ptx::thread_index() / 32;
-  PartQueue queue{&params.step.tile_counters[1], 0};
+PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared) {
+  const int32_t warp = ptx::thread_index() / 32, warps = ptx::cta_size() / 32;
+  PartQueue queue{&params.step.tile_counters[1], 0, 0};
   // Issued beside the header's load, by the warps that take part in every case.
   int32_t claimed = warp < kMinActiveWarps ? queue.claim() : 0;
   const char* own = shared + warp * kWarpBytes;
@@ -148,20 +147,21 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared,
   queue.first = decode.num_tiles();
   // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
   // claim tiles.
-  const int32_t active = decode.active_warps();
-  if (ptx::uniform(warp < active && queue.first + combine.num_parts() > 0)) {
+  const int32_t parts = combine.num_parts(), active = decode.active_warps();
+  const bool works = queue.first + parts > 0, one_queue = parts == 0 || active == warps;
+  const int32_t claiming = works ? active : kMinActiveWarps;
+  queue.claims = queue.first + (one_queue ? parts : 0) + claiming * ptx::grid_size();
+  if (ptx::uniform(warp < claiming && works)) {
     if (warp >= kMinActiveWarps) claimed = queue.claim();
     if (ptx::uniform(queue.first > 0)) claimed = decode.run(claimed);
   }
-  if (ptx::uniform(combine.num_parts() > 0)) {
-    if (ptx::uniform(active < ptx::cta_size() / 32)) {
-      queue = {&params.step.tile_counters[3], 0};
-      claimed = queue.claim();
-    }
-    combine.run(queue, claimed);
+  if (ptx::uniform(!one_queue)) {
+    if (ptx::uniform(warp < claiming)) queue.end(claimed);
+    ptx::warp_sync();
+    queue = {&params.step.tile_counters[3], 0, parts + warps * ptx::grid_size()};
+    claimed = queue.claim();
   }
-  ptx::cta_sync();
-  exit_grid(params.step, total_ctas);
+  if (ptx::uniform(warp < claiming || !one_queue)) combine.run(queue, claimed);
   // The next kernel of the stream waits for this kernel, and thereby for the first one.
   if (ptx::cta_index() == 0) ptx::pdl_wait();
 }

@@ -54,14 +54,14 @@ struct Run {
 template <int HeadDim, class Format>
 void run_kernels(const KernelParams& params, const Run& run) {
   emulation::run(run.copies, {{2, 128, 0, [&](char*) { prepare_step(params); }}});
-  const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0, total_ctas = run.ctas + warp_ctas;
+  const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0;
   std::vector<emulation::Launch> launches{
       {run.ctas, kCtaThreads<HeadDim>, kSharedBytes + kCtaStateBytes,
-       [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2); }}};
+       [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, (run.ctas + 1) / 2); }}};
   if constexpr (kHasWarpKernel<HeadDim>) {
     constexpr int kWarps = decode_warps(kCapability);
     launches.push_back({warp_ctas, 32 * kWarps, kWarps * kWarpBytes,
-                        [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); }});
+                        [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared); }});
   }
   if (run.warps_first) std::reverse(launches.begin(), launches.end());
   for (int layer = 0; layer < 2; ++layer) emulation::run(run.copies, launches);  // a launch has to reset the counters
