@@ -120,6 +120,8 @@ PREFIXPACK_DEVICE void load_relaxed_generic(const float* address, float (&out)[4
                : "l"(address)
                : "memory");
 }
+// Brings a line to the L2 cache.
+PREFIXPACK_DEVICE void prefetch(const int32_t* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 // Waits until other CTAs or warps of this launch have counted the semaphore up to `least`. Called by all lanes.
 PREFIXPACK_DEVICE void wait_at_least(const int32_t* semaphore, int32_t least) {
 #pragma unroll 1

@@ -73,6 +73,7 @@ class DeferredCombine {
         // it is in the instruction cache when they arrive.
         const bool rehearses = may_rehearse && !complete;
         may_rehearse = false;
+        if (ptx::uniform(rehearses)) prefetch_records(place);
         if (ptx::uniform(!rehearses && !complete)) ptx::wait_at_least(semaphore, record.count);
         // Parts of one query and virtual KV head share a semaphore. The last of them that has waited resets it for the
         // next launch. A warp that waits claims nothing, because another one could do it.
@@ -114,6 +115,13 @@ class DeferredCombine {
   PREFIXPACK_DEVICE int32_t lane_bits() const { return kRowLaneBits - deferred_.part_bits; }
   PREFIXPACK_DEVICE int32_t column(int32_t part) const {
     return (part << lane_bits() | (lane_ & (1 << lane_bits()) - 1)) * 4;
+  }
+
+  // For warps that have no time to wait for memory. place: the first warps to wait have the first ones.
+  PREFIXPACK_DEVICE void prefetch_records(int32_t place) const {
+    const int32_t index = place * 32 + lane_;
+    if (index < deferred_.count) ptx::prefetch(params_.plan.words + deferred_.at + index * kDeferredStride);
+    ptx::warp_sync();
   }
 
   // arrived(): called once, while partials are in flight.

@@ -115,6 +115,7 @@ inline int32_t atomic_add_release(int32_t* address, int32_t value) {
   return before;
 }
 inline int32_t load_relaxed(const int32_t* address) { return *address; }
+inline void prefetch(const int32_t* address) { (void)load_relaxed(address); }
 inline float load_relaxed(const float* address) { return *address; }
 inline void load_relaxed(const float* address, float (&out)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte load");
