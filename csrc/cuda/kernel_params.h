@@ -103,15 +103,15 @@ struct ItemRecord {
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
-constexpr int32_t kTileCounters = 4;
+constexpr int32_t kTileCounters = 3;
 
 // Written by the prepare kernel once per step and read by all layers, except for the counters.
 struct StepState {
   ItemRecord* items;        // [max(num_items, CTAs of the launch)]
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
-  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs that have finished, next part of a
-                            // deferred row, see run_warp_kernel
+  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, next part of a deferred row (or behind the
+                            // warp tiles, see run_warp_kernel)
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts

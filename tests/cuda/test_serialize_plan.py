@@ -6,8 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits, serialize_plan
 from tests.cuda.cases import make_case
 
 HEADER = 12
@@ -115,6 +117,23 @@ def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
         words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
         assert words[DEFERRED] == requests
         assert 1 << words[DEFERRED + 2] == parts
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (32, 4)], ids=str)
+def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
+    """Though they are just large enough for the plan's queries, items and partials."""
+    requests, tokens = 64, 5000
+    lens = tokens + np.arange(1, requests + 1)
+    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    case = make_case(1, heads=heads, batch=batch, num_sms=132)
+    plan = case.plan
+    words, kv_slots = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
+    assert words[DEFERRED] == requests
+    limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
+    buffers = StepBuffers(case.shape, torch.device("cpu"), limits)
+    buffers.warp_ctas = 264
+    buffers.load(plan, lens, 3)
+    np.testing.assert_array_equal(buffers._words[: len(words)].numpy(), words)
 
 
 def test_few_splits_form_no_groups() -> None:

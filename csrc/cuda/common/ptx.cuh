@@ -52,7 +52,16 @@ PREFIXPACK_DEVICE int32_t atomic_increment(int32_t* address) {
                : "l"(address + volatile_thread_index() % 32));
   return before;
 }
-// Increments without an answer; resets what is `last`. Called by the first lane of a warp, as above.
+// As above; resets what is `last`.
+PREFIXPACK_DEVICE int32_t atomic_increment_or_reset(int32_t* address, int32_t last) {
+  int32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address + volatile_thread_index() % 32), "r"(last)
+               : "memory");
+  return before;
+}
+// As above, without an answer.
 PREFIXPACK_DEVICE void increment_or_reset(int32_t* address, int32_t last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address + volatile_thread_index() % 32), "r"(last)
                : "memory");

@@ -100,13 +100,6 @@ PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared
   }
 }
 
-// The last CTA of the CTA kernel resets its counters for the next launch, so that a captured graph can be replayed.
-PREFIXPACK_DEVICE void exit_grid(const StepState& step) {
-  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == ptx::grid_size() - 1) {
-    step.tile_counters[0] = step.tile_counters[2] = 0;
-  }
-}
-
 // few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t few_ctas) {
@@ -131,7 +124,6 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
     ptx::cta_sync();
     run_tiles<HeadDim, Format>(kernel_params, shared);
   }
-  exit_grid(kernel_params.step);
 }
 
 // shared: kWarpBytes for each warp.
@@ -158,7 +150,7 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared)
   if (ptx::uniform(!one_queue)) {
     if (ptx::uniform(warp < claiming)) queue.end(claimed);
     ptx::warp_sync();
-    queue = {&params.step.tile_counters[3], 0, parts + warps * ptx::grid_size()};
+    queue = {&params.step.tile_counters[2], 0, parts + warps * ptx::grid_size()};
     claimed = queue.claim();
   }
   if (ptx::uniform(warp < claiming || !one_queue)) combine.run(queue, claimed);

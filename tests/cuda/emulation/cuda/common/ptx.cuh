@@ -33,10 +33,12 @@ inline int32_t atomic_increment(int32_t* address) {
   if (thread_index() % 32 != 0) emulation::fail("counted up by another lane than the warp's first");
   return (*address)++;
 }
-inline void increment_or_reset(int32_t* address, int32_t last) {
+inline int32_t atomic_increment_or_reset(int32_t* address, int32_t last) {
   const int32_t before = atomic_increment(address);
   if (before >= last) *address = 0;
+  return before;
 }
+inline void increment_or_reset(int32_t* address, int32_t last) { atomic_increment_or_reset(address, last); }
 inline float exp2(float x) { return std::exp2(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
