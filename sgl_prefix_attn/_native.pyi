@@ -17,6 +17,7 @@ built_with_cuda: bool
 # Sizes of the device's structs in 32-bit words (csrc/cuda/kernel_params.h).
 plan_header_words: int
 plan_padding_words: int
+plan_deferred_words: int
 plan_item_words: int
 item_record_words: int
 item_start_words: int

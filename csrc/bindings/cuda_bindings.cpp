@@ -173,6 +173,7 @@ void bind_cuda(py::module_& m) {
         "Warps of a CTA of the warp kernel, in code compiled for a compute capability.");
   m.attr("plan_item_words") = kPlanItemWords;
   m.attr("plan_padding_words") = kPlanPaddingWords;
+  m.attr("plan_deferred_words") = kDeferredStride;
   m.attr("item_record_words") = kRecordWords;
   m.attr("item_start_words") = kItemStartWords;
   m.attr("combine_room") = kCombineScratchWords;

@@ -122,9 +122,6 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
     const int32_t next_item = work_tile_of(next_tile, state.params.heads.kv).item;
     word = NextTile::record_word(state.params, next_item);
     next = TileStart::load(state.params, next_item);
-  } else if (thread == 0 && next_tile - state.next.static_tiles == state.next.num_tiles - 1) {
-    // The last claim: each tile behind the static ones has been claimed, and each CTA has claimed one in vain.
-    state.params.step.tile_counters[0] = 0;
   }
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;

@@ -120,15 +120,6 @@ PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared
   } while (ptx::uniform(take_tile(shared)));
 }
 
-// Counters are 0 when a launch ends, so that a captured graph can be replayed. The last claim of a queue resets its
-// counter: how many there will be is known, and nobody waits for a count of CTAs that have finished. That of deferred
-// rows is reset by the last CTA of the warp kernel.
-PREFIXPACK_DEVICE void leave_deferred(const StepState& step) {
-  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == ptx::grid_size() - 1) {
-    step.tile_counters[2] = step.tile_counters[3] = 0;
-  }
-}
-
 // Asks memory for the first records and starts of the warp kernel, whose warps then find them in the L2.
 // cta: number of this CTA among those without a tile.
 template <int kWarps>
@@ -184,27 +175,31 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
 // shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
 PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared) {
-  const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
-  const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
+  const int32_t warp = ptx::thread_index() / 32, warps = ptx::cta_size() / 32;
+  PartQueue queue{&params.step.tile_counters[1], 0, 0};
   // Issued beside the header's load, by the warps that take part in every case.
-  int32_t claimed = warp < kMinActiveWarps ? claim() : 0;
-  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
-  const int32_t num_tiles = decode.num_tiles(), warps = ptx::cta_size() / 32;
-  int32_t claiming = kMinActiveWarps;  // of a CTA: each claims in vain once
-  if (ptx::uniform(num_tiles > 0)) {
-    claiming = decode.active_warps() < warps ? decode.active_warps() : warps;
-    if (ptx::uniform(warp < claiming)) {
-      if (warp >= kMinActiveWarps) claimed = claim();
-      claimed = decode.run(claimed);
-    }
+  int32_t claimed = warp < kMinActiveWarps ? queue.claim() : 0;
+  const char* own = shared + warp * kWarpBytes;
+  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, own);
+  const DeferredCombine<HeadDim, typename Format::Output> combine(params, decode.deferred(), own);
+  queue.first = decode.num_tiles();
+  // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
+  // claim tiles.
+  const int32_t parts = combine.num_parts(), active = decode.active_warps();
+  const bool works = queue.first + parts > 0, one_queue = parts == 0 || active == warps;
+  const int32_t claiming = works ? active : kMinActiveWarps;
+  queue.claims = queue.first + (one_queue ? parts : 0) + claiming * ptx::grid_size();
+  if (ptx::uniform(warp < claiming && works)) {
+    if (warp >= kMinActiveWarps) claimed = queue.claim();
+    if (ptx::uniform(queue.first > 0)) claimed = decode.run(claimed);
   }
-  if (lane == 0 && claimed == num_tiles + claiming * ptx::grid_size() - 1) params.step.tile_counters[1] = 0;
-  const DeferredHeader deferred = decode.deferred();
-  DeferredCombine<HeadDim, typename Format::Output>(params).run(deferred);
-  if (ptx::uniform(deferred.count > 0)) {
-    ptx::cta_sync();
-    leave_deferred(params.step);
+  if (ptx::uniform(!one_queue)) {
+    if (ptx::uniform(warp < claiming)) queue.end(claimed);
+    ptx::warp_sync();
+    queue = {&params.step.tile_counters[2], 0, parts + warps * ptx::grid_size()};
+    claimed = queue.claim();
   }
+  if (ptx::uniform(warp < claiming || !one_queue)) combine.run(queue, claimed);
   // The next kernel of the stream waits for this kernel, and thereby for the first one.
   if (ptx::cta_index() == 0) ptx::pdl_wait();
 }

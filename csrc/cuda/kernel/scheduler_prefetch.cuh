@@ -33,10 +33,14 @@ struct NextTile {
   int32_t record[kRecordWords];
 
   // Claims a tile; the first lane gets the number of tiles claimed before, once it has arrived. Claimed after the
-  // mainloop and not earlier, so that no CTA holds work that another one could do.
+  // mainloop and not earlier, so that no CTA holds work that another one could do. A CTA claims once for each tile that
+  // it has run, so the last claim of a launch is known, and resets the counter for the next launch. A captured graph
+  // can be replayed, and no CTA waits for a count of CTAs.
   PREFIXPACK_DEVICE int32_t claim(const KernelParams& params) const {
     if (static_tiles >= num_tiles) return 0;
-    return ptx::volatile_thread_index() == 0 ? ptx::atomic_increment(&params.step.tile_counters[0]) : 0;
+    return ptx::volatile_thread_index() == 0
+               ? ptx::atomic_increment_or_reset(&params.step.tile_counters[0], num_tiles - 1)
+               : 0;
   }
   // Index of the claimed tile, for all lanes.
   PREFIXPACK_DEVICE int32_t tile_index_of(int32_t claimed) const { return static_tiles + ptx::shuffle(claimed, 0); }

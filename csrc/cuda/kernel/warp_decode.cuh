@@ -39,10 +39,12 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
 
   PREFIXPACK_DEVICE DeferredHeader deferred() const {
     return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
-            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at))};
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at)),
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, part_bits))};
   }
 
-  // Takes tiles until none is left. tile_index: of the first tile, in the first lane. Returns the one claimed in vain.
+  // Takes tiles until none is left. tile_index: of the first tile, in the first lane. Returns the first index behind
+  // the tiles that the warp has claimed, in the first lane.
   PREFIXPACK_DEVICE int32_t run(int32_t tile_index) {
     tile_index_ = tile_index;
     clear_registers();
