@@ -1,8 +1,8 @@
-// Mainloop of a CTA tile of more than 32 rows with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
+// Mainloop of a CTA tile with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
 //
-// The warpgroups of a CTA share the KV tiles, each has 64 rows. While one of those on an SM computes its softmax, the
-// tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
-// and no warp reads the previous one.
+// The warpgroups of a CTA share the KV tiles: each has 64 rows, or half of the keys. While one of those on an SM
+// computes its softmax, the tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is
+// visible to all, and no warp reads the previous one.
 #pragma once
 
 #include "cuda/common/index_math.h"
