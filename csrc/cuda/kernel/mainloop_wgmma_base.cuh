@@ -31,7 +31,9 @@ struct WgmmaTile {
   static constexpr int kQuerySlabBytes = kRows * kSlabRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a KV tile
   static constexpr int kSlabBytes = kKeys * kSlabRowBytes;
-  static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;  // byte offset of the query offsets
+  static constexpr int kStages = min_of(3, (SharedBytes - kQueryBytes) / (2 * kTileBytes));
+  // Byte offset of the query offsets: behind two KV tiles. They are read before the third one is copied.
+  static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;
   PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
     return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
   }
@@ -42,7 +44,7 @@ struct WgmmaTile {
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
 
   static_assert(Rows % 64 == 0 && Rows <= kMaxTileRows<HeadDim> && kKeysPerWarp % 32 == 0);
-  static_assert(kOffsetsAt + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
+  static_assert(kStages >= 2 && kOffsetsAt + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
 };
 
 // The MMAs of a warpgroup. The compiler serializes wgmma around a call or a branch: all of this is inlined, and callers
@@ -70,7 +72,7 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
-  // Room for the query offsets, behind the KV tiles.
+  // Room for the query offsets.
   PREFIXPACK_DEVICE int64_t* offsets() const { return reinterpret_cast<int64_t*>(shared_ + TileT::kOffsetsAt); }
 
   // Issues Q*K^T of this warpgroup's queries and keys.
