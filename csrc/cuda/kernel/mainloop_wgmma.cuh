@@ -1,8 +1,8 @@
-// Mainloop of a CTA tile of more than 32 rows with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
+// Mainloop of a CTA tile with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
 //
-// The warpgroups of a CTA share the KV tiles, each has 64 rows. While one of those on an SM computes its softmax, the
-// tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
-// and no warp reads the previous one.
+// The warpgroups of a CTA share the KV tiles: each has 64 rows, or half of the keys. While one of those on an SM
+// computes its softmax, the tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is
+// visible to all, and no warp reads the previous one.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -28,18 +28,18 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     // A warpgroup without rows only copies. It has a loop of its own: a branch around wgmma would serialize them.
     const int32_t work = this->computed_tiles();
     for (int32_t tile = work; ptx::uniform(tile < num_tiles_); ++tile) {
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<kAhead - 1>();
       ptx::fence_proxy_async();
       ptx::cta_sync();
-      load_tile(tile + 1);
+      load_tile(tile + kAhead);
     }
     for (int32_t tile = 0; ptx::uniform(tile < work); ++tile) {
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<kAhead - 1>();
       ptx::fence_proxy_async();
       ptx::cta_sync();
       float scores[kKeyBlocks][4];
       this->issue_scores(key_tile(tile), scores);
-      load_tile(tile + 1);
+      load_tile(tile + kAhead);
       this->finish_scores(scores);
       this->softmax_step(tile, 0, scores);
       uint32_t weights[Rows::kSteps][4];
@@ -57,12 +57,15 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
   using Rows::kKeyBlocks;
   using Rows::kRowsPerPass;
   using Rows::kThreads;
+  static constexpr int kAhead = TileT::kStages - 1;  // KV tiles between copies and MMAs
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
   static constexpr int kWarpRowsPerPass = 32 / kChunks;
   static_assert(kRowsPerPass % 4 == 0, "the swizzle of a row follows from that of the first pass");
   static_assert(kPasses <= kChunks, "a lane for each row that a warp copies");
 
-  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const { return ring_ + tile % 2 * 2 * TileT::kTileBytes; }
+  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const {
+    return ring_ + tile % TileT::kStages * 2 * TileT::kTileBytes;
+  }
 
   // Loads -----------------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     }
   }
 
-  // Loads the queries and the first KV tile, even if it is empty.
+  // Loads the queries and the first KV tiles, the first one even if it is empty.
   PREFIXPACK_DEVICE void begin_loads(TileStart start) {
     this->store_start(start);
     next_slots_ = slots_of(1);
@@ -103,6 +106,7 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     copy_tile(0, this->first_slots()[copied_row() % TileT::kKeys]);
     this->load_queries(this->offsets());
     ptx::cp_async_commit();
+    if constexpr (kAhead > 1) load_tile(1);
   }
 
   PREFIXPACK_DEVICE void load_tile(int32_t tile) {

@@ -34,7 +34,8 @@ PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared, TileStart star
   return run_mainloop<Mainloop>(cta_state(shared)->params, shared, start);
 }
 
-// Tiles of the CTA kernel by rows. With wgmma one tile serves more than 32 rows.
+// Tiles of the CTA kernel by rows. Tiles of wgmma serve all rows, or those above 32: with head_dim 256, which has few
+// warps, and with fp8 KV, whose kernels would not fit the code that is prefetched.
 template <int HeadDim, class Format>
 struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
@@ -42,14 +43,18 @@ struct TileTable {
 #else
   static constexpr bool kWarpgroups = false;
 #endif
-  static constexpr int kMiddleRows = kWarpgroups ? 32 : 64, kWideRows = kMaxTileRows<HeadDim>;
+  static constexpr int kWideRows = kMaxTileRows<HeadDim>;
+  static constexpr bool kMmaNarrow = !kWarpgroups || kWideRows == 64 || kPermutesDims<Format>;
+  static constexpr int kMiddleRows = kWarpgroups && kMmaNarrow ? 32 : 64;
   using Narrow = MmaTile<HeadDim, 32, Format::kKvBytes>;
-  using Middle = MmaTile<HeadDim, kMiddleRows, Format::kKvBytes>;
-  using Wide =
-      std::conditional_t<kWarpgroups, WgmmaTile<HeadDim, kSharedBytes>, MmaTile<HeadDim, kWideRows, Format::kKvBytes>>;
+  using Middle = std::conditional_t<kMmaNarrow, MmaTile<HeadDim, kMiddleRows, Format::kKvBytes>,
+                                    WgmmaTile<HeadDim, 64, kSharedBytes>>;
+  using Wide = std::conditional_t<kWarpgroups, WgmmaTile<HeadDim, kWideRows, kSharedBytes>,
+                                  MmaTile<HeadDim, kWideRows, Format::kKvBytes>>;
 
   PREFIXPACK_DEVICE static AccumulatorLayout accumulators(int32_t rows) {
-    return rows <= 32 ? Narrow::accumulators() : rows <= kMiddleRows ? Middle::accumulators() : Wide::accumulators();
+    if (kMmaNarrow && rows <= 32) return Narrow::accumulators();
+    return rows <= kMiddleRows ? Middle::accumulators() : Wide::accumulators();
   }
 };
 
@@ -77,14 +82,20 @@ PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_par
   const int32_t rows = cta_state(shared)->item.tile_rows;
   EpilogueInputs::announce(kernel_params, *cta_state(shared));
   start = complete_start(kernel_params, *cta_state(shared), start);
-  if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
-  if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
-    if (ptx::uniform(rows <= Table::kMiddleRows))
-      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, start);
+  if constexpr (Table::kMmaNarrow) {
+    if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
+    if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
+      if (ptx::uniform(rows <= Table::kMiddleRows))
+        return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, start);
+    }
   }
   // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
   // serializes them.
   if constexpr (Table::kWarpgroups) {
+    if constexpr (!Table::kMmaNarrow) {
+      if (ptx::uniform(rows <= Table::kMiddleRows))
+        return run_mainloop<WgmmaMainloop<typename Table::Middle, Format>>(kernel_params, shared, start);
+    }
     using Mainloop = std::conditional_t<kPermutesDims<Format>, WgmmaFp8Mainloop<typename Table::Wide, Format>,
                                         WgmmaMainloop<typename Table::Wide, Format>>;
     return run_mainloop<Mainloop>(kernel_params, shared, start);
