@@ -36,15 +36,13 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
   // Warps per CTA that take tiles.
   PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
-
   PREFIXPACK_DEVICE DeferredHeader deferred() const {
     return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
             header(sizeof(PlanHeader) + offsetof(DeferredHeader, at)),
             header(sizeof(PlanHeader) + offsetof(DeferredHeader, part_bits))};
   }
 
-  // Takes tiles until none is left. tile_index: of the first tile, in the first lane. Returns the first index behind
-  // the tiles that the warp has claimed, in the first lane.
+  // Takes tiles until none is left. tile_index, in the first lane: the first claim. Returns the last one, of no tile.
   PREFIXPACK_DEVICE int32_t run(int32_t tile_index) {
     tile_index_ = tile_index;
     clear_registers();
