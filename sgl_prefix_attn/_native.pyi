@@ -17,8 +17,10 @@ built_with_cuda: bool
 # Sizes of the device's structs in 32-bit words (csrc/cuda/kernel_params.h).
 plan_header_words: int
 plan_padding_words: int
+plan_deferred_words: int
 plan_item_words: int
 item_record_words: int
+item_start_words: int
 # Partial results of one query that the CUDA kernels can combine.
 tile_counters: int  # words of the kernels' work queue counters
 combine_room: int
@@ -155,11 +157,13 @@ class StepAddresses:
         *,
         words: int,
         items: int,
+        starts: int,
         query_position: int,
         kv_slots: int,
         tile_counters: int,
         semaphores: int,
         hidden: int,
+        num_starts: int,
     ) -> None: ...
 
 class LaunchSize:

@@ -31,8 +31,9 @@ struct PlanHeader {
 
 // Follows the header. Not a part of it, because CTAs hold the header in shared memory, which is full.
 struct DeferredHeader {
-  int32_t count;  // queries
-  int32_t at;     // DeferredRecord of each: offset in words
+  int32_t count;      // queries
+  int32_t at;         // DeferredRecord of each: offset in words
+  int32_t part_bits;  // of the number of parts of a row
 };
 
 constexpr int32_t kPlanHeaderWords = (sizeof(PlanHeader) + sizeof(DeferredHeader)) / sizeof(int32_t);
@@ -42,14 +43,15 @@ constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // w
 
 // A query whose partials the warp kernel combines after its last tile.
 struct DeferredRecord {
-  int32_t list;   // of PlanHeader::list_offset_at
-  int32_t first;  // first entry of PlanHeader::list_slot_at
-  int32_t count;  // partials: one less than the list has entries
-  int32_t token;  // row of the output
+  int32_t list;      // of PlanHeader::list_offset_at
+  int32_t slots_at;  // partial slots of the list: offset in words
+  int32_t count;     // partials: one less than the list has entries
+  int32_t token;     // row of the output
 };
 constexpr int32_t kDeferredWords = sizeof(DeferredRecord) / sizeof(int32_t);
-// Behind each record: the first partial slots of its list, so that they are loaded together.
-constexpr int32_t kInlineSlots = 12, kDeferredStride = kDeferredWords + kInlineSlots;
+// Behind each record: the first partial slots of its list, so that they are loaded together, by a warp at once and from
+// one line of the cache.
+constexpr int32_t kDeferredStride = 32, kInlineSlots = kDeferredStride - kDeferredWords;
 
 struct DevicePlan {
   const int32_t* words;  // device address of the serialized plan
@@ -101,17 +103,31 @@ struct ItemRecord {
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
-constexpr int32_t kTileCounters = 4;
+// KV slots and queries whose copies begin a tile: those of the stages that are filled at once, and of the widest tile.
+constexpr int32_t kStartSlots = 192, kStartQueries = 128;
+
+// What the first copies of a tile need, at an address that follows from the item's number. It is read together with the
+// record; at the addresses that the record says it would be one dependent read more.
+struct ItemStart {
+  int32_t slots[kStartSlots];     // from kv_begin on. Beyond kv_end the last one repeats; 0 if there is none
+  int32_t tokens[kStartQueries];  // [query_count] rows of q
+};
+constexpr int32_t kItemStartWords = sizeof(ItemStart) / sizeof(int32_t);
+
+constexpr int32_t kTileCounters = 3;
 
 // Written by the prepare kernel once per step and read by all layers, except for the counters.
 struct StepState {
   ItemRecord* items;        // [max(num_items, CTAs of the launch)]
+  ItemStart* starts;        // [num_starts] of the first items; fewer than 2^31 words
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
-  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, CTAs that have finished, next deferred row
+  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile, next part of a deferred row (or behind the
+                            // warp tiles, see run_warp_kernel)
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts
+  int32_t num_starts;       // where more items are, the step is long and begins of tiles hardly matter
 };
 
 // All parameters of a launch.

@@ -83,17 +83,22 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.combine_slot_at = append(plan.combine_slot);
   header.list_offset_at = grouped ? append(lists.offset) : header.combine_offset_at;
   header.list_slot_at = grouped ? append(lists.slot) : header.combine_slot_at;
-  DeferredHeader deferred_header{0, static_cast<int32_t>(words.size())};
+  DeferredHeader deferred_header{};
+  deferred_header.count = static_cast<int32_t>(std::count(deferred.begin(), deferred.end(), true));
+  deferred_header.part_bits = deferred_part_bits(int64_t{deferred_header.count} * kv_heads * group);
+  if (deferred_header.count > 0) {
+    words.resize((words.size() + kDeferredStride - 1) / kDeferredStride * kDeferredStride);
+  }
+  deferred_header.at = static_cast<int32_t>(words.size());
   for (size_t combine = 0; combine < deferred.size(); ++combine) {
     if (!deferred[combine]) continue;
     const int32_t first = lists.offset[combine], count = lists.offset[combine + 1] - first - 1;
     const int32_t token = plan.query_token[plan.combine_query[combine]];
-    const DeferredRecord record{static_cast<int32_t>(combine), first, count, token};
+    const DeferredRecord record{static_cast<int32_t>(combine), header.list_slot_at + first, count, token};
     words.resize(words.size() + kDeferredStride, -1);
     int32_t* const place = words.data() + words.size() - kDeferredStride;
     std::memcpy(place, &record, sizeof(record));
     std::copy_n(lists.slot.data() + first, std::min(count, kInlineSlots), place + kDeferredWords);
-    ++deferred_header.count;
   }
   words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));

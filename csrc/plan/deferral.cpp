@@ -13,6 +13,8 @@ constexpr int32_t kRowsPerStep = 32, kPartialsPerStep = 4;  // of a combine by a
 constexpr int32_t kFewestSteps = 4;
 // Most deferred rows of a warp. With more, the rows that CTAs would combine beside each other wait for the warps.
 constexpr int64_t kMostRowsOfWarp = 2;
+// Most rows in four parts, and in two. An H100 or H200 has 2,112 warps for them.
+constexpr int64_t kMostRowsInFour = 256, kMostRowsInTwo = 1024;
 // A longer list is not deferred: its row would keep one warp busy for too long.
 constexpr int32_t kMostPartials = 1024;
 
@@ -57,5 +59,7 @@ std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limi
   }
   return deferred;
 }
+
+int32_t deferred_part_bits(int64_t rows) { return rows <= kMostRowsInFour ? 2 : rows <= kMostRowsInTwo ? 1 : 0; }
 
 }  // namespace prefixpack

@@ -87,13 +87,15 @@ class StepBuffers:
         self._int_buffers: list[torch.Tensor] = []
         self.warp_ctas = 0  # CTAs of a launch whose warps take work tiles of their own
         self.cta_warps = DECODE_WARPS  # warps of each
-        # Three words a query, two for its combine list, 16 and an entry of its list if its combine is deferred, and
-        # the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come on top.
+        # Three words a query, three for its combine lists, a record and an entry of its list if its combine is
+        # deferred, and the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come
+        # on top. Records begin at a multiple of their size.
         num_words = (
             _native.plan_header_words
             + _native.plan_padding_words
             + _native.plan_item_words * limits.items
-            + 23 * limits.queries
+            + (7 + _native.plan_deferred_words) * limits.queries
+            + _native.plan_deferred_words
             + 4 * limits.partial_slots
             + 2
         )

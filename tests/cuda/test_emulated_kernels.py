@@ -320,3 +320,20 @@ def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
 def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
     case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
     check(case, emulate(emulation, case, layers=2))
+
+
+@pytest.mark.parametrize("starts", [0, 2])
+@pytest.mark.parametrize("window", [-1, 70])
+def test_items_without_a_start(emulation: ModuleType, window: int, starts: int) -> None:
+    """Slots and tokens are then read at the addresses that the record says."""
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    for case in (
+        make_case(9, requests=8, window_left=window),
+        make_case(9, heads=(11, 1), window_left=window),
+        wide_case(window_left=window),
+        wide_case(window_left=window, **fp8),
+    ):
+        expected = emulate(emulation, case, ctas=1)
+        check(case, expected)
+        found = emulate(emulation, case, ctas=1, starts=starts)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

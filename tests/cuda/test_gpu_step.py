@@ -27,7 +27,10 @@ FEW = 2  # num_sms, so few that the widest tiles leave none idle
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
-    kept = ("serialize_plan", "head_splits", "item_record_words", "combine_room", "tile_counters", "AttentionParams")
+    kept = (
+        "serialize_plan", "head_splits", "item_record_words", "item_start_words", "combine_room", "tile_counters",
+        "AttentionParams",
+    )  # fmt: skip
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}
     monkeypatch.setattr(cuda_step, "_native", SimpleNamespace(
         built_with_cuda=True, StepAddresses=dict,

@@ -6,12 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits, serialize_plan
 from tests.cuda.cases import make_case
 
 HEADER = 12
-DEFERRED = 16  # of the header: queries whose combine is deferred, and where their records lie
+DEFERRED = 16  # of the header: queries whose combine is deferred, where their records lie, parts of a row (base 2)
+RECORD = 32  # words of a record
 
 
 @pytest.mark.parametrize(("group", "rows_of_warps"), [(1, 8), (8, 8), (9, 8), (10, 16), (16, 16)])
@@ -85,21 +88,52 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
     plan = make_case(1, heads=(8, 1), batch=batch, num_sms=10).plan
     words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
-    count, at = words[DEFERRED : DEFERRED + 2]
+    count, at, part_bits = words[DEFERRED : DEFERRED + 3]
     assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
     lists = combine_lists(words, len(plan.combine_query))
-    records = words[at : at + 16 * count].reshape(-1, 16)
+    assert at % RECORD == 0 or count == 0, "a record lies in one line of the cache"
+    assert part_bits == 2  # at most 128 rows
+    records = words[at : at + RECORD * count].reshape(-1, RECORD)
     deferred = {int(record[0]): record for record in records}
     for combine, slots in enumerate(lists):
         expected = plan.combine_slot[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
         if combine not in deferred:
             assert slots == expected
             continue
-        _, first, partials, token, *inline = deferred[combine].tolist()
+        _, slots_at, partials, token, *inline = deferred[combine].tolist()
         assert slots[:-1] == expected
         assert (partials, token) == (len(expected), plan.query_token[plan.combine_query[combine]])
-        assert words[words[HEADER + 3] + first :][:partials].tolist() == expected
-        assert inline == (expected + [-1] * 12)[:12]
+        assert words[slots_at:][:partials].tolist() == expected
+        assert inline == (expected + [-1] * 28)[:28]
+
+
+@pytest.mark.parametrize(("requests", "parts"), [(8, 4), (16, 2), (32, 2), (48, 1)])
+def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
+    """By the number of rows, and not by the launch."""
+    lens = np.full(requests, 6000)
+    batch = ([[(0, 0, 5000)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    plan = make_case(1, heads=(32, 4), batch=batch, num_sms=132).plan
+    for warp_ctas in (264, 1000):
+        words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
+        assert words[DEFERRED] == requests
+        assert 1 << words[DEFERRED + 2] == parts
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (32, 4)], ids=str)
+def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
+    """Though they are just large enough for the plan's queries, items and partials."""
+    requests, tokens = 64, 5000
+    lens = tokens + np.arange(1, requests + 1)
+    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    case = make_case(1, heads=heads, batch=batch, num_sms=132)
+    plan = case.plan
+    words, kv_slots = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
+    assert words[DEFERRED] == requests
+    limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
+    buffers = StepBuffers(case.shape, torch.device("cpu"), limits)
+    buffers.warp_ctas = 264
+    buffers.load(plan, lens, 3)
+    np.testing.assert_array_equal(buffers._words[: len(words)].numpy(), words)
 
 
 def test_few_splits_form_no_groups() -> None:

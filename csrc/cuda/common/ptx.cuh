@@ -52,6 +52,20 @@ PREFIXPACK_DEVICE int32_t atomic_increment(int32_t* address) {
                : "l"(address + volatile_thread_index() % 32));
   return before;
 }
+// As above; resets what is `last`.
+PREFIXPACK_DEVICE int32_t atomic_increment_or_reset(int32_t* address, int32_t last) {
+  int32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address + volatile_thread_index() % 32), "r"(last)
+               : "memory");
+  return before;
+}
+// As above, without an answer.
+PREFIXPACK_DEVICE void increment_or_reset(int32_t* address, int32_t last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address + volatile_thread_index() % 32), "r"(last)
+               : "memory");
+}
 PREFIXPACK_DEVICE float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
@@ -74,6 +88,12 @@ PREFIXPACK_DEVICE bool uniform(bool condition) { return any(condition); }
 PREFIXPACK_DEVICE int32_t broadcast(int32_t value, int lane) {
   const bool mine = thread_index() % 32 == lane;
   return static_cast<int32_t>(__reduce_or_sync(0xffffffffu, mine ? static_cast<uint32_t>(value) : 0u));
+}
+// Maximum of all lanes' values. Integers of this order have an instruction for it.
+PREFIXPACK_DEVICE float warp_max(float value) {
+  const int bits = __float_as_int(value);
+  const int max = __reduce_max_sync(0xffffffffu, bits ^ (bits >> 31 & 0x7fffffff));
+  return __int_as_float(max ^ (max >> 31 & 0x7fffffff));
 }
 PREFIXPACK_DEVICE void warp_sync() { __syncwarp(); }
 // Release at GPU scope: orders the writes of this thread, and those of threads that it met at a barrier, before the
@@ -114,6 +134,8 @@ PREFIXPACK_DEVICE void wait_at_least(const int32_t* semaphore, int32_t least) {
 #pragma unroll 1
   while (any(load_relaxed(semaphore) < least)) __nanosleep(20);
 }
+// Brings a line to the L2.
+PREFIXPACK_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 PREFIXPACK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // a * b + c * d without fma, so that exchanging the pairs gives the same bits.
 PREFIXPACK_DEVICE float sum_of_products(float a, float b, float c, float d) {

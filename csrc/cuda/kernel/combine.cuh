@@ -12,9 +12,9 @@ namespace prefixpack {
 
 // Epilogue state of a row of the tile.
 struct RowEpilogue {
-  void* target;  // [head_dim] fp32 partial, or 16-bit output if the tile writes through
   float weights[kMaxKeyWarps];
-  float lse;  // to base 2
+  void* target;  // [head_dim] fp32 partial, or 16-bit output if the tile writes through
+  float lse;     // to base 2
 };
 
 // The heads of one query whose partials share a semaphore, see query_of_split.

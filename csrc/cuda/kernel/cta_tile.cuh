@@ -47,21 +47,22 @@ class CtaTile {
 
   // Queries ---------------------------------------------------------------------------------------------------------
 
-  // Offset in q of the row that is this thread's number, in elements; -1 beyond the last row. Issued together with the
-  // tile's other first loads.
-  PREFIXPACK_DEVICE int64_t query_offset() const {
-    const bool valid = thread_ < rows_;
-    const Row place = row_of(valid ? thread_ : 0, cta_.kv_head, params_.heads.group);
-    const int64_t token = cta_.plan().query_token(item_.query_begin + place.query);
-    return valid ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
+  // Offset in q of the row that is this thread's number, in elements; -1 beyond the last row.
+  PREFIXPACK_DEVICE int64_t query_offset(TileStart start) const {
+    const Row place = row_of(thread_, cta_.kv_head, params_.heads.group);
+    const int64_t token = start.token;
+    return thread_ < rows_ ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 
   // offsets: [kRows] from query_offset().
   PREFIXPACK_DEVICE void load_queries(const int64_t* offsets) const {
     const int32_t chunk = thread_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
+    constexpr int32_t kRowsAtOnce = kThreads / kQueryChunks;
+    static_assert(TileT::kRows % kRowsAtOnce == 0);
 #pragma unroll 2
-    for (int32_t row = thread_ / kQueryChunks; row < TileT::kRows; row += kThreads / kQueryChunks) {
+    for (int32_t first = 0; first < TileT::kRows; first += kRowsAtOnce) {
+      const int32_t row = first + thread_ / kQueryChunks;
       const int64_t offset = offsets[row];
       ptx::cp_async(queries_ + TileT::query_place(row, chunk), q + (offset < 0 ? 0 : offset), offset >= 0);
     }

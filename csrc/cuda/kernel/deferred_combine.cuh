@@ -4,147 +4,241 @@
 #include <cstdint>
 
 #include "cuda/common/ptx.cuh"
+#include "cuda/kernel/kernel_traits.cuh"
 #include "cuda/kernel/store_rows.cuh"
 #include "cuda/kernel_params.h"
 
 namespace prefixpack {
 
-// A warp combines one row at a time. It waits until the row's partials have arrived: whoever brings them has taken its
-// tile before, and waits for nobody.
+// What the warps of a launch claim one after the other: `first` other claims, then the parts of deferred rows.
+struct PartQueue {
+  int32_t* counter;
+  int32_t first;
+  int32_t claims;  // of the whole launch: each warp that claims ends with a claim of nothing
+
+  // Called by all lanes; the first one gets the result.
+  PREFIXPACK_DEVICE int32_t claim() const { return ptx::thread_index() % 32 == 0 ? ptx::atomic_increment(counter) : 0; }
+  // The launch's last claim resets the counter for the next launch, so that a captured graph can be replayed. claimed:
+  // behind the last part.
+  PREFIXPACK_DEVICE void end(int32_t claimed) const {
+    if (ptx::volatile_thread_index() % 32 == 0 && claimed == claims - 1) *counter = 0;
+  }
+};
+
+// A warp combines a part of a row at a time: some of its dimensions, of all partials, so that no part depends on
+// another one. It waits until the row's partials have arrived: whoever brings them has taken its tile before, and waits
+// for nobody. Partials go through the warp's shared memory: more are in flight than in registers, and their weights are
+// computed meanwhile. A lane reads what it has copied itself.
 template <int HeadDim, class Output>
 class DeferredCombine {
  public:
-  PREFIXPACK_DEVICE explicit DeferredCombine(const KernelParams& params)
-      : params_(params), attention_(params.attention), lane_(ptx::thread_index() % 32) {}
+  // shared: kWarpBytes of this warp, used by run().
+  PREFIXPACK_DEVICE DeferredCombine(const KernelParams& params, DeferredHeader deferred, const char* shared)
+      : params_(params),
+        attention_(params.attention),
+        deferred_(deferred),
+        lane_(ptx::thread_index() % 32),
+        shared_(ptx::shared_address(shared) + lane_ * 16) {}
 
-  // Called by all lanes.
-  PREFIXPACK_DEVICE void run(DeferredHeader deferred) const {
-    if (ptx::uniform(deferred.count == 0)) return;
+  PREFIXPACK_DEVICE int32_t num_parts() const { return deferred_.count * attention_.q_heads << deferred_.part_bits; }
+
+  // claimed: in the first lane. Called by all lanes.
+  PREFIXPACK_DEVICE void run(const PartQueue& queue, int32_t claimed) const {
     const Heads& heads = params_.heads;
-    const int32_t num_rows = deferred.count * attention_.q_heads;
-    int32_t claimed = claim();
+    const int32_t end = num_parts();
     bool may_rehearse = true;
 #pragma unroll 1
     for (;;) {
-      const int32_t row = ptx::broadcast(claimed, 0);
-      if (ptx::uniform(row >= num_rows)) return;
-      claimed = claim();
+      const int32_t place = ptx::broadcast(claimed, 0) - queue.first;
+      if (ptx::uniform(place >= end)) return queue.end(claimed);
+      const int32_t row = place >> deferred_.part_bits, part = place - (row << deferred_.part_bits);
       // Virtual KV heads follow each other in a record's rows, as query heads do.
       const int32_t split = heads.split_heads.quotient(row), index = heads.virtual_heads.quotient(split);
-      const int32_t word =
-          lane_ < kDeferredStride ? params_.plan.words[deferred.at + index * kDeferredStride + lane_] : -1;
+      const int32_t word = params_.plan.words[deferred_.at + index * kDeferredStride + lane_];
       const int32_t head = row - index * attention_.q_heads, virtual_head = split - index * heads.virtual_heads.number;
+      const DeferredRecord record{ptx::broadcast(word, 0), ptx::broadcast(word, 1), ptx::broadcast(word, 2),
+                                  ptx::broadcast(word, 3)};
+      const int32_t* list = params_.plan.words + record.slots_at;
+      int32_t* semaphore = semaphore_of(params_, record.list, virtual_head);
+      // The list is read only behind the slots that the record has.
+      Pair slots{ptx::shuffle(word, kDeferredWords + lane_), 0};
+      if (lane_ >= kInlineSlots && lane_ < record.count) slots.low = list[lane_];
+      if (32 + lane_ < record.count) slots.high = list[32 + lane_];
+      const float sink = attention_.sinks == nullptr ? kMinusInfinity : attention_.sinks[head];
+      ptx::warp_sync();
 #pragma unroll 1
-      while (ptx::uniform(!combine(word, head, virtual_head, may_rehearse))) may_rehearse = false;
-      may_rehearse = false;
+      for (;;) {
+        const bool complete = ptx::broadcast(ptx::load_relaxed(semaphore), 0) >= record.count;
+        // While partials are missing, the warp goes through the code with what lies in the first ones' places, so that
+        // it is in the instruction cache when they arrive.
+        const bool rehearses = may_rehearse && !complete;
+        may_rehearse = false;
+        if (ptx::uniform(rehearses)) prefetch_records(place);
+        if (ptx::uniform(!rehearses && !complete)) ptx::wait_at_least(semaphore, record.count);
+        // Parts of one query and virtual KV head share a semaphore. The last of them that has waited resets it for the
+        // next launch. A warp that waits claims nothing, because another one could do it.
+        const auto arrived = [&] {
+          if (ptx::uniform(!rehearses)) {
+            claimed = queue.claim();
+            if (lane_ == 0) {
+              ptx::increment_or_reset(semaphore, record.count + (heads.split_heads.number << deferred_.part_bits) - 1);
+            }
+            ptx::warp_sync();
+          }
+        };
+        const int32_t count = rehearses && record.count > kGroup ? kGroup : record.count;
+        const Sums sums = sum(count, head, part, list, slots, sink, arrived);
+        if (ptx::uniform(rehearses)) continue;
+        store(sums, record.token, head, part);
+        break;
+      }
     }
   }
 
  private:
-  static constexpr int32_t kRowLanes = HeadDim / 4;           // lanes that load a row, four values each
-  static constexpr int32_t kRowsPerLoad = 32 / kRowLanes;     // partials that the warp loads at once
-  static constexpr int32_t kBatch = 8;                        // loads in flight
-  static constexpr int32_t kInBatch = kBatch * kRowsPerLoad;  // partials of them
-  static_assert(32 % kInBatch == 0, "a batch lies within the 32 partials whose lse the lanes hold");
+  static constexpr int32_t kGroup = 4;                             // loads that are issued together
+  static constexpr int32_t kGroupBytes = kGroup * 32 * 16;         // of the warp
+  static constexpr int32_t kGroups = kWarpBytes / kGroupBytes;     // in flight
+  static constexpr int32_t kRowLaneBits = HeadDim == 128 ? 5 : 4;  // of the number of lanes that load a row
+  static_assert(HeadDim == 4 << kRowLaneBits, "four values for each lane");
 
-  PREFIXPACK_DEVICE int32_t claim() const {
-    return lane_ == 0 ? ptx::atomic_increment(&params_.step.tile_counters[3]) : 0;
+  // Of partials `lane` and 32 + `lane` of 64.
+  struct Pair {
+    int32_t low, high;
+  };
+  struct Sums {
+    float values[4];
+    float lse;
+  };
+
+  // Lanes that load a part of a partial, four values each. The warp loads the parts of several partials at once.
+  PREFIXPACK_DEVICE int32_t lane_bits() const { return kRowLaneBits - deferred_.part_bits; }
+  PREFIXPACK_DEVICE int32_t column(int32_t part) const {
+    return (part << lane_bits() | (lane_ & (1 << lane_bits()) - 1)) * 4;
   }
 
-  PREFIXPACK_DEVICE float lse_of(int32_t slot, int32_t head) const {
-    return ptx::load_relaxed(attention_.partial_lse + int64_t{slot} * attention_.q_heads + head);
-  }
-
-  // word: lane i holds word i of the row's record. may_rehearse: if partials are still missing, goes through the code
-  // without them and returns false, so that the code is in the instruction cache when they arrive.
-  PREFIXPACK_DEVICE bool combine(int32_t word, int32_t head, int32_t virtual_head, bool may_rehearse) const {
-    const DeferredRecord query{ptx::broadcast(word, 0), ptx::broadcast(word, 1), ptx::broadcast(word, 2),
-                               ptx::broadcast(word, 3)};
-    const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(params_.plan.words);
-    const int32_t* slots = params_.plan.words + header.list_slot_at + query.first;
-    int32_t* semaphore = semaphore_of(params_, query.list, virtual_head);
-    const bool rehearses = may_rehearse && ptx::broadcast(ptx::load_relaxed(semaphore), 0) < query.count;
-    int32_t slot = ptx::shuffle(word, kDeferredWords + lane_);
-    if (lane_ >= kInlineSlots) slot = lane_ < query.count ? slots[lane_] : -1;
-    if (rehearses) slot = -1;
-    if (ptx::uniform(!rehearses)) ptx::wait_at_least(semaphore, query.count);
+  // For warps that have no time to wait for memory. place: the first warps to wait have the first ones.
+  PREFIXPACK_DEVICE void prefetch_records(int32_t place) const {
+    const int32_t index = place * 32 + lane_;
+    if (index < deferred_.count) ptx::prefetch_l2(params_.plan.words + deferred_.at + index * kDeferredStride);
     ptx::warp_sync();
-    float lse = slot >= 0 ? lse_of(slot, head) : kMinusInfinity;
-    const auto* partials = attention_.partial_o + head * HeadDim + lane_ % kRowLanes * 4;
-    const int64_t stride = int64_t{attention_.q_heads} * HeadDim;
-    CombineWeights weights{};
-    float sums[4] = {};
+  }
+
+  // arrived(): called once, while partials are in flight.
+  template <class Arrived>
+  PREFIXPACK_DEVICE Sums sum(int32_t count, int32_t head, int32_t part, const int32_t* list, Pair slots, float sink,
+                             const Arrived& arrived) const {
+    const int32_t group_bits = 7 - lane_bits();  // of partials in a group
+    const int32_t of_load = lane_ >> lane_bits(), per_load = 1 << 5 - lane_bits();
+    const auto* partials = reinterpret_cast<const char*>(attention_.partial_o + head * HeadDim + column(part));
+    const float* lse_of_head = attention_.partial_lse + head;
+    const int32_t stride = attention_.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));
+    Sums sums{};
+    FinalSoftmax softmax{};
+    float max = kMinusInfinity, weight_sum = 0.0f;  // the sum: of this lane's partials
 #pragma unroll 1
-    for (int32_t begin = 0; ptx::uniform(begin < query.count); begin += 32) {
-      if (ptx::uniform(begin > 0)) {
-        slot = begin + lane_ < query.count ? slots[begin + lane_] : -1;
-        lse = slot >= 0 ? lse_of(slot, head) : kMinusInfinity;
+    for (int32_t begin = 0; ptx::uniform(begin < count); begin += 64) {
+      const int32_t left = count - begin;
+      // Behind the list's end the last partial is read again, with weight 0.
+      const int32_t last = left < 64 ? left - 1 : 63;
+      float low = kMinusInfinity, high = kMinusInfinity;
+      if (lane_ <= last) low = ptx::load_relaxed(lse_of_head + int64_t{slots.low} * attention_.q_heads);
+      if (32 + lane_ <= last) high = ptx::load_relaxed(lse_of_head + int64_t{slots.high} * attention_.q_heads);
+      ptx::warp_sync();
+      const auto load = [&](int32_t group, ptx::SharedAddress to) {
+        const int32_t first = group << group_bits;
+        const int32_t mine = first < 32 ? slots.low : slots.high;
+#pragma unroll
+        for (int32_t i = 0; i < kGroup; ++i) {
+          const int32_t at = first + i * per_load + of_load;
+          const int32_t slot = ptx::shuffle(mine, at < last ? at : last);
+          ptx::cp_async(to + i * 512, ptx::at(partials, slot, stride));
+        }
+        ptx::cp_async_commit();
+      };
+      const int32_t groups = (last >> group_bits) + 1;
+      int32_t loaded = 0;
+#pragma unroll 1
+      for (; ptx::uniform(loaded < groups && loaded < kGroups); ++loaded) load(loaded, shared_ + loaded * kGroupBytes);
+
+      // While the partials are in flight. Weights are relative to the largest so far. The condition, which always
+      // holds, keeps the compiler from waiting for these values ahead of the loop.
+      low = loaded > 0 ? low : 0.0f;
+      high = loaded > 0 ? high : 0.0f;
+      const float late_sink = loaded > 0 ? sink : 0.0f;
+      const float next_max = ptx::max(max, ptx::warp_max(ptx::max(low, high))), base = safe_max(next_max);
+      const float scale = ptx::exp2(max - base);
+      max = next_max;
+      low = ptx::exp2(low - base);
+      high = ptx::exp2(high - base);
+      weight_sum = ptx::fma(weight_sum, scale, low + high);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) sums.values[j] *= scale;
+      if (ptx::uniform(begin == 0)) arrived();
+      if (ptx::uniform(left <= 64)) softmax = finish({max, weight_sum}, late_sink);
+
+      ptx::SharedAddress from = shared_;
+#pragma unroll 1
+      for (int32_t group = 0; ptx::uniform(group < groups); ++group) {
+        if (ptx::uniform(loaded < groups)) {
+          ptx::cp_async_wait<kGroups - 1>();
+        } else {
+          ptx::cp_async_wait<0>();
+        }
+        const int32_t first = group << group_bits;
+        const float mine = first < 32 ? low : high;
+#pragma unroll
+        for (int32_t i = 0; i < kGroup; ++i) {
+          float quad[4];
+          ptx::load_shared(from + i * 512, quad);
+          const float weight = ptx::shuffle(mine, first + i * per_load + of_load);
+#pragma unroll
+          for (int32_t j = 0; j < 4; ++j) sums.values[j] = ptx::fma(weight, quad[j], sums.values[j]);
+        }
+        if (ptx::uniform(loaded < groups)) load(loaded++, from);
+        from = from == shared_ + (kGroups - 1) * kGroupBytes ? shared_ : from + kGroupBytes;
       }
-      float weight = 0.0f;
-#pragma unroll 1
-      for (int32_t first = 0; ptx::uniform(first < 32 && begin + first < query.count); first += kInBatch) {
-        float quads[kBatch][4];
-#pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-          const int32_t of = ptx::shuffle(slot, first + i * kRowsPerLoad + lane_ / kRowLanes);
-          quads[i][0] = quads[i][1] = quads[i][2] = quads[i][3] = 0.0f;
-          if (of >= 0) ptx::load_relaxed(partials + of * stride, quads[i]);
-        }
-        if (ptx::uniform(first == 0)) {
-          // While the first partials are in flight.
-          if (ptx::uniform(begin == 0)) weights = weights_of(query, head, slots, lse);
-          weight = slot >= 0 ? weights.of(lse) : 0.0f;
-          ptx::warp_sync();
-        }
-#pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-          const float of_partial = ptx::shuffle(weight, first + i * kRowsPerLoad + lane_ / kRowLanes);
-#pragma unroll
-          for (int32_t j = 0; j < 4; ++j) sums[j] = ptx::fma(of_partial, quads[i][j], sums[j]);
-        }
+      if (ptx::uniform(left > 64)) {
+        slots.low = slots.high = 0;
+        if (64 + lane_ < left) slots.low = list[begin + 64 + lane_];
+        if (96 + lane_ < left) slots.high = list[begin + 96 + lane_];
+        ptx::warp_sync();
       }
     }
+    // Partials that other lanes have added.
+#pragma unroll 1
+    for (int32_t mask = 1 << lane_bits(); ptx::uniform(mask < 32); mask *= 2) {
 #pragma unroll
-    for (int32_t mask = kRowLanes; mask < 32; mask *= 2) {
+      for (int32_t j = 0; j < 4; ++j) sums.values[j] += ptx::shuffle_xor(sums.values[j], mask);
+    }
 #pragma unroll
-      for (int32_t j = 0; j < 4; ++j) sums[j] += ptx::shuffle_xor(sums[j], mask);
-    }
-    if (ptx::uniform(rehearses)) return false;
-    const OutputRow target = output_row(attention_, query.token, head);
-    if (lane_ < kRowLanes) {
-      ptx::store_words(target.output + lane_ * 4, Output::pack(sums[0], sums[1]), Output::pack(sums[2], sums[3]));
-    }
-    if (lane_ == 0) {
-      store_lse(target.lse, weights.lse);
-      // Rows of one query and virtual KV head share a semaphore. The last of them resets it for the next launch.
-      const int32_t last = query.count + params_.heads.split_heads.number - 1;
-      // The lane is added, which is 0: the compiler would aggregate what it takes for an addition of the whole warp.
-      int32_t* mine = semaphore + ptx::volatile_thread_index() % 32;
-      if (ptx::atomic_add_release(mine, 1) == last) *semaphore = 0;
-    }
-    ptx::warp_sync();
-    return true;
+    for (int32_t j = 0; j < 4; ++j) sums.values[j] *= softmax.factor;
+    sums.lse = softmax.lse;
+    return sums;
   }
 
-  // lse: of partial `lane`.
-  PREFIXPACK_DEVICE CombineWeights weights_of(const DeferredRecord& query, int32_t head, const int32_t* slots,
-                                              float lse) const {
-    SoftmaxState state = softmax_identity();
-    if (lane_ < query.count) state = add_partial(state, lse);
-#pragma unroll 1
-    for (int32_t next = 32; ptx::uniform(next < query.count); next += 32) {
-      const int32_t i = next + lane_;
-      const float further = i < query.count ? lse_of(slots[i], head) : kMinusInfinity;
-      if (i < query.count) state = add_partial(state, further);
+  // Combines the lanes' sums of weights.
+  PREFIXPACK_DEVICE static FinalSoftmax finish(SoftmaxState state, float sink) {
+#pragma unroll
+    for (int32_t mask = 1; mask < 32; mask *= 2) state.sum += ptx::shuffle_xor(state.sum, mask);
+    return finalize_with(state, sink * kLog2E);
+  }
+
+  PREFIXPACK_DEVICE void store(const Sums& sums, int32_t token, int32_t head, int32_t part) const {
+    const OutputRow target = output_row(attention_, token, head);
+    if (lane_ >> lane_bits() == 0) {
+      ptx::store_words(target.output + column(part), Output::pack(sums.values[0], sums.values[1]),
+                       Output::pack(sums.values[2], sums.values[3]));
     }
+    if (lane_ == 0 && part == 0) store_lse(target.lse, sums.lse);
     ptx::warp_sync();
-    return combine_weights<32>(attention_, head, state,
-                               [](float value, int32_t mask) { return ptx::shuffle_xor(value, mask); });
   }
 
   const KernelParams& params_;
   const AttentionParams& attention_;
+  const DeferredHeader deferred_;
   const int32_t lane_;
+  const ptx::SharedAddress shared_;  // of this lane's 16 bytes of the first load
 };
 
 }  // namespace prefixpack

@@ -18,12 +18,19 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   const AttentionParams& attention = state.params.attention;
   const ItemRecord& item = state.item;
   const Row place = row_of(row, state.kv_head, state.params.heads.group);
-  SoftmaxState joined = softmax_identity();
-#pragma unroll 1
-  for (int32_t warp = 0; warp < key_warps; ++warp) {
-    const SoftmaxState theirs{accumulators[warp * stride], accumulators[warp * stride + 1]};
-    float scale_a, scale_b;
-    joined = softmax_combine(joined, theirs, [](float x) { return ptx::exp2(x); }, &scale_a, &scale_b);
+  // All reads at once, and no exponential that waits for another one: this is in the way of every tile's end.
+  SoftmaxState of_warps[kMaxKeyWarps], joined = softmax_identity();
+#pragma unroll
+  for (int32_t warp = 0; warp < kMaxKeyWarps; ++warp) {
+    of_warps[warp] = softmax_identity();
+    if (warp < key_warps) of_warps[warp] = {accumulators[warp * stride], accumulators[warp * stride + 1]};
+    joined.max = ptx::max(joined.max, of_warps[warp].max);
+  }
+  float weights[kMaxKeyWarps];
+#pragma unroll
+  for (int32_t warp = 0; warp < kMaxKeyWarps; ++warp) {
+    weights[warp] = ptx::exp2(of_warps[warp].max - safe_max(joined.max));
+    joined.sum = ptx::fma(weights[warp], of_warps[warp].sum, joined.sum);
   }
   FinalSoftmax normalized;
   if (item.slot_begin == kWriteThrough) {
@@ -39,10 +46,8 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
   }
   result->lse = normalized.lse;
   const float factor = normalized.factor * attention.v_scale;
-#pragma unroll 1
-  for (int32_t warp = 0; warp < key_warps; ++warp) {
-    result->weights[warp] = ptx::exp2(accumulators[warp * stride] - safe_max(joined.max)) * factor;
-  }
+  ptx::store_quad(result->weights,
+                  {weights[0] * factor, weights[1] * factor, weights[2] * factor, weights[3] * factor});
 }
 
 // Counts the tile's partial of the split that is this thread's number; whether it was the last one.
@@ -80,12 +85,12 @@ PREFIXPACK_DEVICE bool leave_group(CtaState& state, QuerySplit* splits) {
 }
 
 // Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
-// precedes the call, and another one its return. The next tile's record is prefetched meanwhile.
+// precedes the call, and another one its return. The next tile's record and start are prefetched meanwhile.
 //
 // If all other partials of a query have arrived, it is combined at once: its own partial does not go through global
 // memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
+PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   constexpr int kWidth = kAccumulatorStride<HeadDim>;
   CtaState& state = *cta_state(shared);
@@ -98,17 +103,26 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
 
   const bool combines = item.slot_begin != kWriteThrough;
   const bool has_split = combines && thread < item.query_count * state.params.heads.splits;
-  if (has_split) {
-    const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
-    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
-  }
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
                  results + thread);
   }
-  const int32_t next_tile = state.next.tile_index_of(inputs.claimed);
-  const int32_t word = state.next.prefetch_record(state.params, next_tile);
+  // Behind the rows' arithmetic, which waits for none of the inputs of a tile with partials.
+  if (has_split) {
+    const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
+    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
+  }
+  const int32_t claimed_tile = state.next.tile_index_of(inputs.claimed);
+  if (thread < 32) state.next.tile_index = claimed_tile;
   ptx::cta_sync();
+  TileStart next{0, 0};
+  int32_t word = 0;
+  const int32_t next_tile = state.next.tile_index;
+  if (ptx::uniform(next_tile < state.next.num_tiles)) {
+    const int32_t next_item = work_tile_of(next_tile, state.params.heads.kv).item;
+    word = NextTile::record_word(state.params, next_item);
+    next = TileStart::load(state.params, next_item);
+  }
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
   const int32_t column = thread % kQuads * 4;
@@ -147,9 +161,9 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
       }
     }
   }
-  state.next.store(next_tile, word);
+  NextTile::store_record(state.next.record, word);
   ptx::cta_sync();
-  if (!combines) return;
+  if (!combines) return next;
   const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
 #pragma unroll 1
   for (bool arrives = has_split;;) {
@@ -157,9 +171,9 @@ PREFIXPACK_DEVICE_CALL void run_epilogue(char* shared, AccumulatorLayout layout,
     const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
     load_slots<HeadDim>(state, own, 0, end);
     if (arrives) arrives = arrive(state, splits);
-    if (!ptx::cta_any(arrives)) return;
+    if (!ptx::cta_any(arrives)) return next;
     combine_splits<HeadDim, Output>(state, own, end);
-    if (ptx::uniform(item.parent < 0)) return;
+    if (ptx::uniform(item.parent < 0)) return next;
     arrives = leave_group(state, splits);
   }
 }

@@ -27,6 +27,22 @@ struct EpilogueInputs {
   int32_t token;    // of the split that is this thread's number; of the row, if the tile writes the output
   int32_t arrived, list_begin, list_end;  // of the split, see PartialList
 
+  // Asks memory for them when the tile begins, so that prefetch() finds them in the L2: all wait for what it reads.
+  static PREFIXPACK_DEVICE void announce(const KernelParams& params, const CtaState& state) {
+    const ItemRecord& item = state.item;
+    const PlanReader plan{params.plan, state.header};
+    const int32_t thread = ptx::volatile_thread_index();
+    const bool combines = item.slot_begin != kWriteThrough;
+    const int32_t query = combines ? query_of_split(params, thread) : params.heads.group.quotient(thread);
+    if (query < item.query_count) {
+      ptx::prefetch_l2(&plan.words[plan.header.query_token_at + item.query_begin + query]);
+      if (combines) {
+        ptx::prefetch_l2(&plan.words[plan.header.list_offset_at + item.list + query + 1]);
+        ptx::prefetch_l2(semaphore_of_split(params, state, item.list, thread));
+      }
+    }
+  }
+
   // Called by all threads. params: in constant or shared memory.
   static PREFIXPACK_DEVICE EpilogueInputs prefetch(const KernelParams& params, const CtaState& state) {
     const ItemRecord& item = state.item;

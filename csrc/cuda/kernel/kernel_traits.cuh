@@ -64,7 +64,7 @@ struct AccumulatorLayout {
 // The epilogue state of the rows overlays the queries, in front. If they leave enough room, so does the scratch of the
 // combine. Accumulators that do not fit behind the queries overlay them as well, behind the epilogue state.
 template <int HeadDim, int Rows, int KeyWarps, int QueryBytes>
-constexpr AccumulatorLayout accumulator_layout() {
+PREFIXPACK_BOTH constexpr AccumulatorLayout accumulator_layout() {
   static_assert(Rows * kRowEpilogueBytes <= QueryBytes && KeyWarps <= kMaxKeyWarps);
   constexpr int kKeyWarpBytes = Rows * kAccumulatorStride<HeadDim> * 4;
   constexpr bool kOverlay = QueryBytes + KeyWarps * kKeyWarpBytes > kSharedBytes;

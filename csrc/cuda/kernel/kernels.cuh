@@ -12,16 +12,16 @@ constexpr int kResidentCtas = shared_memory(kCapability).ctas_per_sm;
 
 template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kCtaThreads<HeadDim>, kResidentCtas)
-    attention_ctas(const __grid_constant__ KernelParams params, int32_t ctas, int32_t few_ctas) {
+    attention_ctas(const __grid_constant__ KernelParams params, int32_t few_ctas) {
   extern __shared__ __align__(1024) char shared[];
-  run_cta_kernel<HeadDim, Format>(params, shared, ctas, few_ctas);
+  run_cta_kernel<HeadDim, Format>(params, shared, few_ctas);
 }
 
 template <int HeadDim, class Format>
 __global__ void __launch_bounds__(kDecodeThreads, kResidentCtas)
-    attention_warps(const __grid_constant__ KernelParams params, int32_t ctas) {
+    attention_warps(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) char shared[];
-  run_warp_kernel<HeadDim, Format>(params, shared, ctas);
+  run_warp_kernel<HeadDim, Format>(params, shared);
 }
 
 template <class Kernel>
@@ -69,9 +69,8 @@ LaunchSize launch_size_of() {
 
 template <int HeadDim, class Format>
 void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream_t stream) {
-  const int32_t ctas = size.ctas + size.warp_ctas;
-  attention_ctas<HeadDim, Format><<<size.ctas, kCtaThreads<HeadDim>, static_cast<size_t>(size.shared_bytes), stream>>>(
-      params, ctas, size.few_ctas);
+  attention_ctas<HeadDim, Format>
+      <<<size.ctas, kCtaThreads<HeadDim>, static_cast<size_t>(size.shared_bytes), stream>>>(params, size.few_ctas);
   check_cuda(cudaGetLastError(), "packed attention");
   if constexpr (kHasWarpKernel<HeadDim>) {
     // Starts when all CTAs of the first kernel have started, and runs beside them. On older devices it runs after them.
@@ -85,8 +84,7 @@ void launch_attention_of(const KernelParams& params, LaunchSize size, cudaStream
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = size.overlap ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, attention_warps<HeadDim, Format>, params, ctas),
-               "packed attention of warps");
+    check_cuda(cudaLaunchKernelEx(&config, attention_warps<HeadDim, Format>, params), "packed attention of warps");
   }
 }
 

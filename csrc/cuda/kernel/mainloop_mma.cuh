@@ -29,8 +29,8 @@ class MmaMainloop : CtaTile<TileT, Format> {
   }
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run() {
-    begin_loads();
+  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
+    begin_loads(start);
     this->clear_accumulators();
     if constexpr (kPermutesDims<Format>) {
       ptx::cp_async_wait<kStages - 2>();
@@ -77,11 +77,11 @@ class MmaMainloop : CtaTile<TileT, Format> {
 
   // Loads -----------------------------------------------------------------------------------------------------------
 
-  // Loads the queries and the first KV tiles. All loads of their addresses are issued at once.
-  PREFIXPACK_DEVICE void begin_loads() {
-    static_assert((kStages - 1) * TileT::kKeys <= kThreads, "a thread for each key of the first tiles");
-    const int32_t slot = thread_ < keys_ ? params_.step.kv_slots[first_slot_ - thread_ / kChunks + thread_] : -1;
-    const int64_t offset = this->query_offset();
+  // Loads the queries and the first KV tiles.
+  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+    static_assert((kStages - 1) * TileT::kKeys <= kThreads && (kStages - 1) * TileT::kKeys <= kStartSlots);
+    const int32_t slot = thread_ < keys_ ? start.slot : -1;
+    const int64_t offset = this->query_offset(start);
     // Overlays the stage that is filled last.
     auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
     auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);

@@ -1,8 +1,8 @@
-// Mainloop of a CTA tile of more than 32 rows with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
+// Mainloop of a CTA tile with warpgroup MMA (wgmma), for KV in the dtype of the MMA.
 //
-// The warpgroups of a CTA share the KV tiles, each has 64 rows. While one of those on an SM computes its softmax, the
-// tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is visible to all,
-// and no warp reads the previous one.
+// The warpgroups of a CTA share the KV tiles: each has 64 rows, or half of the keys. While one of those on an SM
+// computes its softmax, the tensor cores serve the others. One barrier per KV tile: behind it the arrived tile is
+// visible to all, and no warp reads the previous one.
 #pragma once
 
 #include "cuda/common/index_math.h"
@@ -22,24 +22,24 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
       : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {}
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run() {
-    begin_loads();
+  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
+    begin_loads(start);
     this->clear_accumulators();
     // A warpgroup without rows only copies. It has a loop of its own: a branch around wgmma would serialize them.
     const int32_t work = this->computed_tiles();
     for (int32_t tile = work; ptx::uniform(tile < num_tiles_); ++tile) {
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<kAhead - 1>();
       ptx::fence_proxy_async();
       ptx::cta_sync();
-      load_tile(tile + 1);
+      load_tile(tile + kAhead);
     }
     for (int32_t tile = 0; ptx::uniform(tile < work); ++tile) {
-      ptx::cp_async_wait<0>();
+      ptx::cp_async_wait<kAhead - 1>();
       ptx::fence_proxy_async();
       ptx::cta_sync();
       float scores[kKeyBlocks][4];
       this->issue_scores(key_tile(tile), scores);
-      load_tile(tile + 1);
+      load_tile(tile + kAhead);
       this->finish_scores(scores);
       this->softmax_step(tile, 0, scores);
       uint32_t weights[Rows::kSteps][4];
@@ -57,20 +57,24 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
   using Rows::kKeyBlocks;
   using Rows::kRowsPerPass;
   using Rows::kThreads;
+  static constexpr int kAhead = TileT::kStages - 1;  // KV tiles between copies and MMAs
   static constexpr int kPasses = TileT::kKeys / kRowsPerPass;
   static constexpr int kWarpRowsPerPass = 32 / kChunks;
   static_assert(kRowsPerPass % 4 == 0, "the swizzle of a row follows from that of the first pass");
   static_assert(kPasses <= kChunks, "a lane for each row that a warp copies");
 
-  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const { return ring_ + tile % 2 * 2 * TileT::kTileBytes; }
+  PREFIXPACK_DEVICE ptx::SharedAddress key_tile(int32_t tile) const {
+    return ring_ + tile % TileT::kStages * 2 * TileT::kTileBytes;
+  }
 
   // Loads -----------------------------------------------------------------------------------------------------------
 
-  // KV slots of the rows that this warp copies: lane i has row i / kChunks of those of pass i % kChunks.
-  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const {
-    return this->slot_of(tile * TileT::kKeys + lane_ % kChunks * kRowsPerPass + thread_ / 32 * kWarpRowsPerPass +
-                         lane_ / kChunks);
+  // Rows that this warp copies: lane i has row i / kChunks of those of pass i % kChunks.
+  PREFIXPACK_DEVICE int32_t copied_row() const {
+    return lane_ % kChunks * kRowsPerPass + thread_ / 32 * kWarpRowsPerPass + lane_ / kChunks;
   }
+  // KV slots of these rows.
+  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const { return this->slot_of(tile * TileT::kKeys + copied_row()); }
 
   // Addresses are recomputed for each tile to save registers. Without any key to read, zeros are copied: masked values
   // still must not be NaN.
@@ -93,16 +97,16 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     }
   }
 
-  // Loads the queries and the first KV tile, even if it is empty. All loads of their addresses are issued at once.
-  PREFIXPACK_DEVICE void begin_loads() {
-    const int32_t first_slots = slots_of(0);
-    const int64_t offset = this->query_offset();
-    this->offsets()[thread_] = offset;
+  // Loads the queries and the first KV tiles, the first one even if it is empty.
+  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+    this->store_start(start);
     next_slots_ = slots_of(1);
     ptx::cta_sync();
+    // Beyond the KV tile's rows only lanes whose slot no pass asks for.
+    copy_tile(0, this->first_slots()[copied_row() % TileT::kKeys]);
     this->load_queries(this->offsets());
-    copy_tile(0, first_slots);
     ptx::cp_async_commit();
+    if constexpr (kAhead > 1) load_tile(1);
   }
 
   PREFIXPACK_DEVICE void load_tile(int32_t tile) {

@@ -11,17 +11,18 @@
 
 namespace prefixpack {
 
-// 64 rows for each warpgroup. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
-template <int HeadDim, int SharedBytes>
+// A warpgroup has 64 rows. Where a tile has fewer rows than its warpgroups take, they share the keys of a KV tile and
+// are reduced in the epilogue. Operands lie in shared memory as slabs of 64 columns with 128-byte swizzled rows.
+template <int HeadDim, int Rows, int SharedBytes>
 struct WgmmaTile {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kThreads = kCtaThreads<HeadDim>;
-  static constexpr int kRows = kThreads / 2;
-  static constexpr int kRowWarps = kThreads / 32;
-  static constexpr int kKeyWarps = 1;
+  static constexpr int kRows = Rows;
+  static constexpr int kRowWarps = Rows / 16;
+  static constexpr int kKeyWarps = kThreads / 32 / kRowWarps;
   static constexpr int kRowBlocks = 1;
   static constexpr int kKeys = HeadDim > 128 ? 32 : 64;  // two KV tiles have to fit
-  static constexpr int kKeysPerWarp = kKeys;
+  static constexpr int kKeysPerWarp = kKeys / kKeyWarps;
   static constexpr int kRowBytes = HeadDim * 2;
   static constexpr int kQueryRowBytes = kRowBytes;
   static constexpr int kSlabRowBytes = 128;
@@ -30,7 +31,9 @@ struct WgmmaTile {
   static constexpr int kQuerySlabBytes = kRows * kSlabRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;  // K or V of a KV tile
   static constexpr int kSlabBytes = kKeys * kSlabRowBytes;
-  static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;  // byte offset of the query offsets
+  static constexpr int kStages = min_of(3, (SharedBytes - kQueryBytes) / (2 * kTileBytes));
+  // Byte offset of the query offsets, and of the slots behind them. They are read before a third KV tile is copied.
+  static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;
   PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
     return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
   }
@@ -40,8 +43,9 @@ struct WgmmaTile {
   }
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
 
-  static_assert(kRows == kMaxTileRows<HeadDim>);
-  static_assert(kOffsetsAt + kThreads * sizeof(int64_t) <= SharedBytes, "two KV tiles, and offsets");
+  static_assert(Rows % 64 == 0 && Rows <= kMaxTileRows<HeadDim> && kKeysPerWarp % 32 == 0);
+  static_assert(kStages >= 2 && kOffsetsAt + kThreads * sizeof(int64_t) + kKeys * sizeof(int32_t) <= SharedBytes,
+                "two KV tiles, query offsets, first slots");
 };
 
 // The MMAs of a warpgroup. The compiler serializes wgmma around a call or a branch: all of this is inlined, and callers
@@ -54,7 +58,7 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
  protected:
   using Rows::kKeyBlocks;
   using Rows::kThreads;
-  static constexpr int kSteps = TileT::kKeys / 16;
+  static constexpr int kSteps = TileT::kKeysPerWarp / 16;
 
   PREFIXPACK_DEVICE WgmmaRows(const KernelParams& params, const CtaState& state, char* shared)
       : Rows(params, state, shared), kv_head_(state.kv_head) {
@@ -62,20 +66,28 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
   }
 
   // KV tiles that this warpgroup computes. One without rows only copies.
-  PREFIXPACK_DEVICE int32_t computed_tiles() const { return ptx::uniform(warpgroup_ * 64 >= rows_) ? 0 : num_tiles_; }
+  PREFIXPACK_DEVICE int32_t computed_tiles() const { return ptx::uniform(first_row_ >= rows_) ? 0 : num_tiles_; }
 
   // KV slot of a key of the item. Beyond the last key the last slot repeats; such keys are masked.
   PREFIXPACK_DEVICE int32_t slot_of(int32_t key) const {
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
-  // Room for the query offsets, behind the KV tiles.
+  // Room for the query offsets and for the slots of the first KV tile.
   PREFIXPACK_DEVICE int64_t* offsets() const { return reinterpret_cast<int64_t*>(shared_ + TileT::kOffsetsAt); }
+  PREFIXPACK_DEVICE int32_t* first_slots() const { return reinterpret_cast<int32_t*>(offsets() + kThreads); }
 
-  // Issues Q*K^T of this warpgroup's queries.
+  // Spreads what the first copies need. A barrier follows.
+  PREFIXPACK_DEVICE void store_start(TileStart start) const {
+    static_assert(TileT::kKeys <= kThreads && TileT::kKeys <= kStartSlots && TileT::kRows <= kStartQueries);
+    offsets()[thread_] = this->query_offset(start);
+    if (thread_ < TileT::kKeys) first_slots()[thread_] = keys_ > 0 ? start.slot : 0;
+  }
+
+  // Issues Q*K^T of this warpgroup's queries and keys.
   PREFIXPACK_DEVICE void issue_scores(ptx::SharedAddress key_tile, float (&scores)[kKeyBlocks][4]) const {
-    const auto queries = ptx::smem_descriptor(queries_ + warpgroup_ * 64 * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
-    const auto keys = ptx::smem_descriptor(key_tile, 0, TileT::kAtomBytes);
+    const auto queries = ptx::smem_descriptor(queries_ + first_row_ * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
+    const auto keys = ptx::smem_descriptor(key_tile + first_key_ * TileT::kSlabRowBytes, 0, TileT::kAtomBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int32_t step = 0; step < TileT::kHeadDim / 16; ++step) {
@@ -101,7 +113,8 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
   }
   // Issues P*V. weights: read until finish_values().
   PREFIXPACK_DEVICE void issue_values(ptx::SharedAddress value_tile, uint32_t (&weights)[kSteps][4]) {
-    const auto values = ptx::smem_descriptor(value_tile, TileT::kSlabBytes, TileT::kAtomBytes);
+    const auto values =
+        ptx::smem_descriptor(value_tile + first_key_ * TileT::kSlabRowBytes, TileT::kSlabBytes, TileT::kAtomBytes);
     ptx::wgmma_fence_operand(weights);  // before the fence: operands written later would be read too early
     ptx::wgmma_fence_operand(accumulators_[0]);
     ptx::wgmma_fence();
@@ -127,8 +140,10 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
   using Rows::shared_;
   using Rows::thread_;
   const int32_t kv_head_;
-  int32_t first_slot_;                                          // in StepState::kv_slots
-  const int32_t warpgroup_ = ptx::broadcast(thread_ / 128, 0);  // uniform for the compiler
+  int32_t first_slot_;  // in StepState::kv_slots
+  // Of this warpgroup; uniform for the compiler.
+  const int32_t first_row_ = TileT::kKeyWarps == 1 ? ptx::broadcast(thread_ / 128, 0) * 64 : 0;
+  const int32_t first_key_ = TileT::kKeyWarps == 1 ? 0 : ptx::broadcast(thread_ / 128, 0) * TileT::kKeysPerWarp;
 };
 
 }  // namespace prefixpack

@@ -27,8 +27,8 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   }
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run() {
-    begin_loads();
+  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
+    begin_loads(start);
     this->clear_accumulators();
     const int32_t work = this->computed_tiles();
     convert_only(work == 0 ? 2 * num_tiles_ : 0);
@@ -74,9 +74,8 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   // Loads -----------------------------------------------------------------------------------------------------------
 
   // KV slots of the eight rows of this warp: lane i has that of row i % 8.
-  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const {
-    return this->slot_of(tile * TileT::kKeys + thread_ / 32 * 8 + lane_ % 8);
-  }
+  PREFIXPACK_DEVICE int32_t copied_row() const { return thread_ / 32 * 8 + lane_ % 8; }
+  PREFIXPACK_DEVICE int32_t slots_of(int32_t tile) const { return this->slot_of(tile * TileT::kKeys + copied_row()); }
 
   // Addresses are recomputed for each tile to save registers.
   PREFIXPACK_DEVICE void copy_tile(int32_t tile, int32_t slots) const {
@@ -96,11 +95,10 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   }
 
   // Loads the queries and the first KV tile.
-  PREFIXPACK_DEVICE void begin_loads() {
-    next_slots_ = slots_of(0);
-    const int64_t offset = this->query_offset();
-    this->offsets()[thread_] = offset;
+  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+    this->store_start(start);
     ptx::cta_sync();
+    next_slots_ = this->first_slots()[copied_row()];
     this->load_queries(this->offsets());
     load_tile(0);
   }

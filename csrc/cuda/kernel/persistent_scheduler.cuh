@@ -24,17 +24,18 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 // kernel_params: in constant or shared memory.
 template <class Mainloop>
-PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared, TileStart start) {
   ptx::warp_sync();
-  return Mainloop(kernel_params, *cta_state(shared), shared).run();
+  return Mainloop(kernel_params, *cta_state(shared), shared).run(start);
 }
 // A function per tile: if inlined side by side they would share one set of registers, and spill.
 template <class Mainloop>
-PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared) {
-  return run_mainloop<Mainloop>(cta_state(shared)->params, shared);
+PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared, TileStart start) {
+  return run_mainloop<Mainloop>(cta_state(shared)->params, shared, start);
 }
 
-// Tiles of the CTA kernel by rows. With wgmma one tile serves more than 32 rows.
+// Tiles of the CTA kernel by rows. Tiles of wgmma serve all rows, or those above 32: with head_dim 256, which has few
+// warps, and with fp8 KV, whose kernels would not fit the code that is prefetched.
 template <int HeadDim, class Format>
 struct TileTable {
 #ifdef PREFIXPACK_WARPGROUP_PRODUCTS
@@ -42,35 +43,64 @@ struct TileTable {
 #else
   static constexpr bool kWarpgroups = false;
 #endif
-  static constexpr int kMiddleRows = kWarpgroups ? 32 : 64, kWideRows = kMaxTileRows<HeadDim>;
+  static constexpr int kWideRows = kMaxTileRows<HeadDim>;
+  static constexpr bool kMmaNarrow = !kWarpgroups || kWideRows == 64 || kPermutesDims<Format>;
+  static constexpr int kMiddleRows = kWarpgroups && kMmaNarrow ? 32 : 64;
   using Narrow = MmaTile<HeadDim, 32, Format::kKvBytes>;
-  using Middle = MmaTile<HeadDim, kMiddleRows, Format::kKvBytes>;
-  using Wide =
-      std::conditional_t<kWarpgroups, WgmmaTile<HeadDim, kSharedBytes>, MmaTile<HeadDim, kWideRows, Format::kKvBytes>>;
+  using Middle = std::conditional_t<kMmaNarrow, MmaTile<HeadDim, kMiddleRows, Format::kKvBytes>,
+                                    WgmmaTile<HeadDim, 64, kSharedBytes>>;
+  using Wide = std::conditional_t<kWarpgroups, WgmmaTile<HeadDim, kWideRows, kSharedBytes>,
+                                  MmaTile<HeadDim, kWideRows, Format::kKvBytes>>;
 
   PREFIXPACK_DEVICE static AccumulatorLayout accumulators(int32_t rows) {
-    return rows <= 32 ? Narrow::accumulators() : rows <= kMiddleRows ? Middle::accumulators() : Wide::accumulators();
+    if (kMmaNarrow && rows <= 32) return Narrow::accumulators();
+    return rows <= kMiddleRows ? Middle::accumulators() : Wide::accumulators();
   }
 };
 
+// The start of the CTA's current tile. Loads it if the item has none, or if the window has passed its first keys.
+PREFIXPACK_DEVICE TileStart complete_start(const KernelParams& params, const CtaState& state, TileStart start) {
+  const ItemRecord& item = state.item;
+  int32_t begin = item.kv_begin;
+  if (params.attention.window_left >= 0) {
+    begin = first_visited(item.kv_begin, item.kv_end, item.lowest, params.attention.window_left, kWindowGranularity);
+  }
+  if (ptx::uniform(start.slot < 0 || begin != item.kv_begin)) {
+    const int32_t thread = ptx::volatile_thread_index(), keys = item.kv_end - begin;
+    const int32_t* slots = params.step.kv_slots + item.slots_at + (begin - item.kv_begin);
+    if (keys > 0) start.slot = slots[thread < keys ? thread : keys - 1];
+    const int32_t query = params.heads.group.quotient(thread);
+    start.token = state.plan().query_token(item.query_begin + (query < item.query_count ? query : 0));
+  }
+  return start;
+}
+
 // Runs the mainloop of the CTA's current tile. kernel_params: in constant memory.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared, TileStart start) {
   using Table = TileTable<HeadDim, Format>;
   const int32_t rows = cta_state(shared)->item.tile_rows;
-  if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared);
-  if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
-    if (ptx::uniform(rows <= Table::kMiddleRows))
-      return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared);
+  EpilogueInputs::announce(kernel_params, *cta_state(shared));
+  start = complete_start(kernel_params, *cta_state(shared), start);
+  if constexpr (Table::kMmaNarrow) {
+    if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
+    if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
+      if (ptx::uniform(rows <= Table::kMiddleRows))
+        return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, start);
+    }
   }
   // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
   // serializes them.
   if constexpr (Table::kWarpgroups) {
+    if constexpr (!Table::kMmaNarrow) {
+      if (ptx::uniform(rows <= Table::kMiddleRows))
+        return run_mainloop<WgmmaMainloop<typename Table::Middle, Format>>(kernel_params, shared, start);
+    }
     using Mainloop = std::conditional_t<kPermutesDims<Format>, WgmmaFp8Mainloop<typename Table::Wide, Format>,
                                         WgmmaMainloop<typename Table::Wide, Format>>;
-    return run_mainloop<Mainloop>(kernel_params, shared);
+    return run_mainloop<Mainloop>(kernel_params, shared, start);
   } else {
-    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared);
+    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared, start);
   }
 }
 
@@ -83,39 +113,57 @@ PREFIXPACK_DEVICE bool take_tile(char* shared) {
     state->tile_index = state->next.tile_index;
     state->kv_head = work_tile_of(state->next.tile_index, state->params.heads.kv).head;
   }
-  if (thread < kRecordWords) reinterpret_cast<int32_t*>(&state->item)[thread] = state->next.record[thread];
+  if (thread < kRecordWords) NextTile::store_record(&state->item, state->next.record[thread]);
   ptx::cta_sync();
   return state->tile_index < state->next.num_tiles;
 }
 
-// Keeps nothing in registers across tiles: a mainloop needs them all. kernel_params: in constant memory.
+// Runs the current tile and those behind it. Keeps nothing in registers across tiles: a mainloop needs them all.
+// kernel_params: in constant memory. start: of the current tile.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared) {
+PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared, TileStart start) {
   CtaState* state = cta_state(shared);
-  while (ptx::uniform(take_tile(shared))) {
-    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared);
+  do {
+    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared, start);
     const AccumulatorLayout layout = TileTable<HeadDim, Format>::accumulators(state->item.tile_rows);
-    run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
+    start = run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
     ptx::cta_sync();
+  } while (ptx::uniform(take_tile(shared)));
+}
+
+// Asks memory for the first records and starts of the warp kernel, whose warps then find them in the L2.
+// cta: number of this CTA among those without a tile.
+template <int kWarps>
+PREFIXPACK_DEVICE void announce_warp_items(const StepState& step, const PlanHeader& header, int32_t cta) {
+  const int32_t thread = ptx::thread_index(), lane = thread % 32;
+  const int32_t item = header.num_cta_items + cta * kWarps + thread / 32;
+  if (ptx::uniform(item < (header.num_items < step.num_starts ? header.num_items : step.num_starts))) {
+    const int32_t* start = step.starts[item].slots + lane;
+    ptx::prefetch_l2(start);
+    ptx::prefetch_l2(start + kStartSlots);  // tokens
+    ptx::prefetch_l2(&step.items[item]);
+    ptx::prefetch_l2(&step.items[item].group_slot);  // in another sector
   }
 }
 
-// The last CTA of both kernels resets the counters for the next launch, so that a captured graph can be replayed.
-PREFIXPACK_DEVICE void exit_grid(const StepState& step, int32_t total_ctas) {
-  if (ptx::thread_index() == 0 && ptx::atomic_increment(&step.tile_counters[2]) == total_ctas - 1) {
-    for (int32_t i = 0; i < kTileCounters; ++i) step.tile_counters[i] = 0;
-  }
-}
-
-// total_ctas: of both kernels. few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
+// few_ctas: as in LaunchSize. shared: kSharedBytes and the state.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t total_ctas,
-                                      int32_t few_ctas) {
+PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* shared, int32_t few_ctas) {
   CtaState* state = cta_state(shared);
-  // Issued beside the header's load, before it is known whether there is such a tile.
-  const int32_t tile_index = ptx::cta_index(), word = NextTile::record_word(kernel_params, tile_index);
+  const int32_t thread = ptx::thread_index(), tile_index = ptx::cta_index();
+  const WorkTile tile = work_tile_of(tile_index, kernel_params.heads.kv);
+  // The first tile's record and start are asked for beside the header, before it is known whether there is such a tile.
+  constexpr int32_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
+  const int32_t header_word = thread < kHeaderWords ? kernel_params.plan.words[thread] : 0;
+  const int32_t word = NextTile::record_word(kernel_params, tile.item);
+  const TileStart start = TileStart::load(kernel_params, tile.item);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
-  copy_words(&state->header, kernel_params.plan.words, sizeof(PlanHeader));
+  if (thread < 32) {
+    state->tile_index = tile_index;
+    state->kv_head = tile.head;
+  }
+  if (thread < kHeaderWords) reinterpret_cast<int32_t*>(&state->header)[thread] = header_word;
+  NextTile::store_record(&state->item, word);
   ptx::cta_sync();
   // Not earlier: with work for CTAs the step would take longer, see docs/design-notes.md.
   ptx::pdl_launch_dependents();
@@ -123,33 +171,46 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;
   // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
   const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
-  if (ptx::uniform(tile_index < (num_tiles < active_ctas ? num_tiles : active_ctas))) {
-    if (ptx::thread_index() < 32) {
+  const int32_t busy_ctas = num_tiles < active_ctas ? num_tiles : active_ctas;
+  if (ptx::uniform(tile_index < busy_ctas)) {
+    if (thread < 32) {  // read behind the mainloop's barriers
       state->next.num_tiles = num_tiles;
       state->next.static_tiles = active_ctas;
     }
-    state->next.store(tile_index, word);
-    ptx::cta_sync();
-    run_tiles<HeadDim, Format>(kernel_params, shared);
+    run_tiles<HeadDim, Format>(kernel_params, shared, start);
+  } else if constexpr (kHasWarpKernel<HeadDim>) {
+    announce_warp_items<kCtaWarps<HeadDim>>(kernel_params.step, state->header, tile_index - busy_ctas);
   }
-  exit_grid(kernel_params.step, total_ctas);
 }
 
 // shared: kWarpBytes for each warp.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared, int32_t total_ctas) {
-  const int32_t warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
-  const auto claim = [&] { return lane == 0 ? ptx::atomic_increment(&params.step.tile_counters[1]) : 0; };
+PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared) {
+  const int32_t warp = ptx::thread_index() / 32, warps = ptx::cta_size() / 32;
+  PartQueue queue{&params.step.tile_counters[1], 0, 0};
   // Issued beside the header's load, by the warps that take part in every case.
-  int32_t tile_index = warp < kMinActiveWarps ? claim() : 0;
-  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, shared + warp * kWarpBytes);
-  if (ptx::uniform(warp < decode.active_warps() && decode.num_tiles() > 0)) {
-    if (warp >= kMinActiveWarps) tile_index = claim();
-    decode.run(tile_index);
+  int32_t claimed = warp < kMinActiveWarps ? queue.claim() : 0;
+  const char* own = shared + warp * kWarpBytes;
+  WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, own);
+  const DeferredCombine<HeadDim, typename Format::Output> combine(params, decode.deferred(), own);
+  queue.first = decode.num_tiles();
+  // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
+  // claim tiles.
+  const int32_t parts = combine.num_parts(), active = decode.active_warps();
+  const bool works = queue.first + parts > 0, one_queue = parts == 0 || active == warps;
+  const int32_t claiming = works ? active : kMinActiveWarps;
+  queue.claims = queue.first + (one_queue ? parts : 0) + claiming * ptx::grid_size();
+  if (ptx::uniform(warp < claiming && works)) {
+    if (warp >= kMinActiveWarps) claimed = queue.claim();
+    if (ptx::uniform(queue.first > 0)) claimed = decode.run(claimed);
   }
-  DeferredCombine<HeadDim, typename Format::Output>(params).run(decode.deferred());
-  ptx::cta_sync();
-  exit_grid(params.step, total_ctas);
+  if (ptx::uniform(!one_queue)) {
+    if (ptx::uniform(warp < claiming)) queue.end(claimed);
+    ptx::warp_sync();
+    queue = {&params.step.tile_counters[2], 0, parts + warps * ptx::grid_size()};
+    claimed = queue.claim();
+  }
+  if (ptx::uniform(warp < claiming || !one_queue)) combine.run(queue, claimed);
   // The next kernel of the stream waits for this kernel, and thereby for the first one.
   if (ptx::cta_index() == 0) ptx::pdl_wait();
 }

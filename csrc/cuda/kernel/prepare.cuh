@@ -7,8 +7,8 @@
 
 namespace prefixpack {
 
-// Once per step, outside captured graphs: fills items, query_position and kv_slots, so that layers read nothing that
-// the scheduler may change. One CTA per item, in turn.
+// Once per step, outside captured graphs: fills items, starts, query_position and kv_slots, so that layers read nothing
+// that the scheduler may change. One CTA per item, in turn.
 PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const AttentionParams& attention = params.attention;
   const PlanReader plan(params.plan);
@@ -63,6 +63,15 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
     int32_t* slots = step.kv_slots + plan.item_slots(index);
     for (int32_t position = item.kv_begin + thread; position < end; position += ptx::cta_size()) {
       slots[position - item.kv_begin] = row[position];
+    }
+    if (index >= step.num_starts) continue;
+    ItemStart& start = step.starts[index];
+    for (int32_t i = thread; i < kStartSlots; i += ptx::cta_size()) {
+      const int32_t position = item.kv_begin + i < end ? item.kv_begin + i : end - 1;
+      start.slots[i] = position >= item.kv_begin ? row[position] : 0;
+    }
+    for (int32_t i = thread; i < kStartQueries && i < item.query_count; i += ptx::cta_size()) {
+      start.tokens[i] = plan.query_token(item.query_begin + i);
     }
   }
 }

@@ -22,15 +22,17 @@ PREFIXPACK_DEVICE FinalSoftmax finalize(SoftmaxState state) {
 // Instead of a head: partials, which leave the sink to the last level.
 constexpr int32_t kNoSink = -1;
 
-// As above with the head's attention sink: a logit without value, which may exceed all others.
-PREFIXPACK_DEVICE FinalSoftmax finalize_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
-  if (attention.sinks == nullptr || head == kNoSink) return finalize(state);
+// As above with an attention sink: a logit without value, which may exceed all others. To base 2; -inf: there is none.
+PREFIXPACK_DEVICE FinalSoftmax finalize_with(SoftmaxState state, float sink) {
   float scale, sink_scale;
-  const SoftmaxState sink{attention.sinks[head] * kLog2E, 1.0f};
   FinalSoftmax result =
-      finalize(softmax_combine(state, sink, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
+      finalize(softmax_combine(state, {sink, 1.0f}, [](float x) { return ptx::exp2(x); }, &scale, &sink_scale));
   result.factor *= scale;
   return result;
+}
+PREFIXPACK_DEVICE FinalSoftmax finalize_with_sink(SoftmaxState state, const AttentionParams& attention, int32_t head) {
+  if (attention.sinks == nullptr || head == kNoSink) return finalize(state);
+  return finalize_with(state, attention.sinks[head] * kLog2E);
 }
 
 struct OutputRow {

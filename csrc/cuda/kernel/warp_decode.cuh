@@ -2,8 +2,7 @@
 //
 // A warp streams KV through a ring of stages of its own, each the K or the V of a KV tile, and never waits for another
 // warp. Loads run ahead of the MMAs into the next tile, so that memory stays busy during the epilogue. Finding the next
-// tile (its index, its record, its first KV slots) takes one dependent load per step, each issued early enough to have
-// arrived when it is needed.
+// tile (its index, then its record and start) takes dependent loads, issued early enough to have arrived when needed.
 //
 // MMAs are transposed: keys, then value dimensions are the 16 rows of an mma, queries its eight columns. The few rows
 // of a decode tail would leave most of a tile of 16 query rows empty.
@@ -37,20 +36,20 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
   // Warps per CTA that take tiles.
   PREFIXPACK_DEVICE int32_t active_warps() const { return header(offsetof(PlanHeader, active_warps)); }
-
   PREFIXPACK_DEVICE DeferredHeader deferred() const {
     return {header(sizeof(PlanHeader) + offsetof(DeferredHeader, count)),
-            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at))};
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, at)),
+            header(sizeof(PlanHeader) + offsetof(DeferredHeader, part_bits))};
   }
 
-  // Takes tiles until none is left. tile_index: of the first tile, in the first lane.
-  PREFIXPACK_DEVICE void run(int32_t tile_index) {
+  // Takes tiles until none is left. tile_index, in the first lane: the first claim. Returns the last one, of no tile.
+  PREFIXPACK_DEVICE int32_t run(int32_t tile_index) {
     tile_index_ = tile_index;
     clear_registers();
     for (;;) {
       fill_ring();
       if (stage_ == num_stages_ && !begin_tile()) {
-        if (lookahead_ == kDone) return;
+        if (lookahead_ == kDone) return tile_index_;
         continue;
       }
       wait_for_stage();
@@ -77,12 +76,10 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   using Rows::epilogue;
   using Rows::head_shift;
   using Rows::header;
-  using Rows::kHighest;
   using Rows::kKvBegin;
   using Rows::kKvEnd;
   using Rows::kKvHead;
   using Rows::kLowest;
-  using Rows::kQueryBegin;
   using Rows::kQueryCount;
   using Rows::kSlotBegin;
   using Rows::kSlotsAt;
@@ -92,6 +89,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   using Rows::params_;
   using Rows::prefetch_partial_lists;
   using Rows::query_;
+  using Rows::read_positions;
   using Rows::record_;
   using Rows::split_heads_;
   using Rows::state_;
@@ -144,9 +142,15 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
       lookahead_ = kDone;
       if (tile_index < num_tiles_) {
         const WorkTile tile = work_tile_of(tile_index, params_.heads.virtual_heads);
-        const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + first_item_ + tile.item);
+        const int32_t item = first_item_ + tile.item;
+        const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + item);
         const int32_t head = lane_ == kVirtualHead ? tile.head : tile.head >> head_shift();
         next_record_ = lane_ < kRecordWords ? record[lane_] : head;
+        has_start_ = item < params_.step.num_starts;
+        if (ptx::uniform(has_start_)) {
+          upcoming_slots_ = params_.step.starts[item].slots[lane_];
+          next_token_ = params_.step.starts[item].tokens[query_];
+        }
         lookahead_ = kRecord;
       }
     } else if (lookahead_ == kRecord) {
@@ -154,21 +158,25 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
       const int32_t begin = first_visited(kv_begin, kv_end, word(next_record_, kLowest), window_, TileT::kKeys);
       next_first_slot_ = word(next_record_, kSlotsAt) + (begin - kv_begin) + lane_;
       next_keys_ = kv_end - begin;
-      upcoming_slots_ = lane_ < next_keys_ ? params_.step.kv_slots[next_first_slot_] : -1;
-      next_token_ = token_of_row(next_record_);
+      // Where the window has passed the item's first keys, not its first slots are needed.
+      if (ptx::uniform(!has_start_ || begin != kv_begin)) {
+        upcoming_slots_ = lane_ < next_keys_ ? params_.step.kv_slots[next_first_slot_] : -1;
+        next_token_ = token_of_row(next_record_);
+      }
       lookahead_ = kReady;
     }
   }
 
-  // The opaque copies keep the compiler from hoisting the lane's part of record and token out of the loop, where every
-  // stage would wait for them.
+  // The opaque copies keep the compiler from hoisting the lane's part of record, slots and token out of the loop, where
+  // every stage would wait for them.
   PREFIXPACK_DEVICE void begin_tile_loads() {
-    const int32_t record = ptx::opaque(next_record_), token = ptx::opaque(next_token_);
+    const int32_t record = ptx::opaque(next_record_), slots = ptx::opaque(upcoming_slots_);
+    const int32_t token = query_ < word(record, kQueryCount) ? ptx::opaque(next_token_) : -1;
     load_first_slot_ = next_first_slot_;
     load_keys_ = next_keys_;
     load_stage_ = 0;
     load_stages_ = stages_of(load_keys_);
-    slots_ = upcoming_slots_;
+    slots_ = lane_ < load_keys_ ? slots : -1;
     next_slots_ = lane_ + 32 < load_keys_ ? params_.step.kv_slots[load_first_slot_ + 32] : -1;
     load_record_ = record;
     const int64_t head = word(record, kKvHead);
@@ -334,18 +342,9 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     softmax_.transform(scores_);
     const int32_t kv_end = word(record_, kKvEnd), lowest = word(record_, kLowest);
     if (tile_begin_ + TileT::kKeys > kv_end || tile_begin_ + TileT::kKeys - 1 > lowest || window_ >= 0) {
-      int32_t position[2] = {word(record_, kHighest), word(record_, kHighest)};
+      int32_t position[2];
       uint64_t hidden[2] = {};
-      const int32_t query_begin = word(record_, kQueryBegin), last = word(record_, kQueryCount) - 1;
-      if (lowest != position[0]) {
-#pragma unroll
-        for (int32_t j = 0; j < 2; ++j) {
-          const int32_t query = ptx::shuffle(query_, lane_ % 4 * 2 + j),
-                        index = query_begin + (query < last ? query : last);
-          position[j] = params_.step.query_position[index];
-          if constexpr (Format::kTrees) hidden[j] = params_.step.hidden[index];
-        }
-      }
+      read_positions(lowest, position, hidden);
       mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, kv_end, position, hidden, window_);
     }
     softmax_.add_transposed(scores_, state_, accumulators_);
@@ -378,6 +377,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
 
   // Next tile.
   Lookahead lookahead_ = kTileIndex;
+  bool has_start_ = false;
   int32_t tile_index_ = 0, next_record_ = 0, next_keys_ = 0, next_first_slot_ = 0, upcoming_slots_ = 0;
   int32_t next_token_ = 0;  // of the row that is this lane's number
 

@@ -74,6 +74,20 @@ class WarpEpilogue {
     return query_ < word(record, kQueryCount) ? tokens[query_] : -1;
   }
 
+  // Positions of the two rows whose scores this lane has, and what is hidden from them. lowest: of the tile.
+  PREFIXPACK_DEVICE void read_positions(int32_t lowest, int32_t (&position)[2], uint64_t (&hidden)[2]) const {
+    position[0] = position[1] = word(record_, kHighest);
+    const int32_t query_begin = word(record_, kQueryBegin), last = word(record_, kQueryCount) - 1;
+    if (lowest == position[0]) return;
+#pragma unroll
+    for (int32_t j = 0; j < 2; ++j) {
+      const int32_t query = ptx::shuffle(query_, lane_ % 4 * 2 + j);
+      const int32_t index = query_begin + (query < last ? query : last);
+      position[j] = params_.step.query_position[index];
+      if constexpr (Format::kTrees) hidden[j] = params_.step.hidden[index];
+    }
+  }
+
   // Prefetches what epilogue() needs. Lane i handles query i.
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);

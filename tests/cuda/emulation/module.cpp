@@ -55,14 +55,14 @@ struct Run {
 template <int HeadDim, class Format>
 void run_kernels(const KernelParams& params, const Run& run) {
   emulation::run(run.copies, {{2, 128, 0, [&](char*) { prepare_step(params); }}});
-  const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0, total_ctas = run.ctas + warp_ctas;
+  const int warp_ctas = kHasWarpKernel<HeadDim> ? run.ctas + 1 : 0;
   std::vector<emulation::Launch> launches{
       {run.ctas, kCtaThreads<HeadDim>, kSharedBytes + kCtaStateBytes,
-       [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, total_ctas, (run.ctas + 1) / 2); }}};
+       [&](char* shared) { run_cta_kernel<HeadDim, Format>(params, shared, (run.ctas + 1) / 2); }}};
   if constexpr (kHasWarpKernel<HeadDim>) {
     constexpr int kWarps = decode_warps(kCapability);
     launches.push_back({warp_ctas, 32 * kWarps, kWarps * kWarpBytes,
-                        [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared, total_ctas); }});
+                        [&](char* shared) { run_warp_kernel<HeadDim, Format>(params, shared); }});
   }
   if (run.warps_first) std::reverse(launches.begin(), launches.end());
   for (int layer = 0; layer < run.layers; ++layer) emulation::run(run.copies, launches);
@@ -83,12 +83,13 @@ void run_head_dim(const KernelParams& params, const Run& run) {
 
 // q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
 // seq_lens: lengths of the step. visible: see AttentionParams, or None. fan_in, warp_ctas: see serialize_plan.
+// starts_of: items with a start.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
                const py::object& sinks, const py::object& visible, bool bfloat16, int ctas, bool late_copies,
-               bool warps_first, int fan_in, int warp_ctas, int layers) {
+               bool warps_first, int fan_in, int warp_ctas, int layers, int starts_of) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   const auto head_dim = static_cast<int32_t>(q.shape(2));
@@ -98,6 +99,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
+  std::vector<ItemStart> starts(std::min<size_t>(starts_of, items.size()));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
   std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
@@ -135,7 +137,8 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.v_scale = v_scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
-  params.step = {items.data(), positions.data(), slots.data(), tile_counters.data(), semaphores.data(), hidden.data()};
+  params.step = {items.data(),         starts.data(),     positions.data(), slots.data(),
+                 tile_counters.data(), semaphores.data(), hidden.data(),    static_cast<int32_t>(starts.size())};
   const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first, layers};
   const bool float8 = k.itemsize() == 1;
   if (!visible.is_none()) {
@@ -180,7 +183,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("ctas"),
-        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"), py::arg("layers"));
+        py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"), py::arg("layers"),
+        py::arg("starts_of"));
   m.def("draft_tables", &draft_tables, py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("requests"),
         py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"));
   m.def(

@@ -33,6 +33,12 @@ inline int32_t atomic_increment(int32_t* address) {
   if (thread_index() % 32 != 0) emulation::fail("counted up by another lane than the warp's first");
   return (*address)++;
 }
+inline int32_t atomic_increment_or_reset(int32_t* address, int32_t last) {
+  const int32_t before = atomic_increment(address);
+  if (before >= last) *address = 0;
+  return before;
+}
+inline void increment_or_reset(int32_t* address, int32_t last) { atomic_increment_or_reset(address, last); }
 inline float exp2(float x) { return std::exp2(x); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline float reciprocal(float x) { return 1.0f / x; }
@@ -44,6 +50,7 @@ inline void store_pair(float* address, float left, float right) {
   address[1] = right;
 }
 
+inline void prefetch_l2(const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); }
 inline void store_quad(float* address, const float (&quad)[4]) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulation::fail("misaligned 16-byte store");
   for (int i = 0; i < 4; ++i) address[i] = quad[i];
@@ -99,6 +106,10 @@ inline int32_t broadcast(int32_t value, int lane, int line = __builtin_LINE()) {
   const auto word = static_cast<uint64_t>(static_cast<uint32_t>(value));
   const auto* lanes = emulation::exchange(&word, 1, line);
   return static_cast<int32_t>(lanes[lane % 32][0]);
+}
+inline float warp_max(float value, int line = __builtin_LINE()) {
+  for (int mask = 1; mask < 32; mask *= 2) value = max(value, shuffle_xor(value, mask, line));
+  return value;
 }
 inline void warp_sync(int line = __builtin_LINE()) { any(false, line); }
 inline int32_t atomic_add_release(int32_t* address, int32_t value) {
