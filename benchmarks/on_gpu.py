@@ -31,7 +31,7 @@ from benchmarks.serving.provenance import machine_name, package_versions
 OVERTIME = 3  # times a job's usual minutes, after which it hangs
 _MIXED = "-m benchmarks.kernel.mixed_steps"
 _POD = "prefixpack fa3 fa3_split flashinfer_batch_attention flashinfer_pod"  # compiles POD at first use
-_PYTEST = "-m pytest -q -m gpu"
+_PYTEST = "-m pytest -v -s -m gpu"  # so that the log of a job that is cut off says how far it came
 _SERVER = '--server-args "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 256"'
 _ROLLOUT = (
     f"-m benchmarks.serving.rollout --model {{model}} --load-format dummy --groups 96 --running 256 --window 12 "
@@ -97,6 +97,7 @@ JOBS = (
         "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
         "--pool 0.1 1 --out {out}.json --resume",
     ),
+    Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py"),
     Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
     Job(
         "tp2",

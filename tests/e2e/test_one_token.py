@@ -89,6 +89,7 @@ def test_fifty_schedules_judged_by_transformers(arguments, settings, mode):
             server.flush_cache()
             for answer in replay(server.url, requests):
                 outputs[answer.request.name].add(tuple(answer.samples[0].tokens))
+            print(seed, end=" ", flush=True)
     assert done.one_token["mixed"] > 100 or mode == "verify", done.one_token
     assert done.steps[mode] > max(100, done.one_token.total())
     assert set(done.fallbacks) <= {"idle", "compute_bound"}
