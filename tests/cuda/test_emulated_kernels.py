@@ -105,14 +105,14 @@ def test_extend_and_window_with_fp8_kv(emulation: ModuleType, seed: int, late_co
     check(case, emulate(emulation, case, late_copies=late_copies))
 
 
-def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, **options: Any) -> Case:
-    """Decode of `queries` requests of group 8 that share a node, whatever tile the planner chose for it done in the one
-    that has products of a warpgroup."""
+def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, rows: int = 128, **options: Any) -> Case:
+    """Decode of `queries` requests of group 8 that share a node, whatever tile the planner chose for it done in one of
+    `rows` rows that has products of a warpgroup."""
     lens = shared + np.arange(1, queries + 1, dtype=np.int64)
     batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
     case = make_case(shared, heads=(8, 1), head_dim=head_dim, batch=batch, **options)
     assert case.plan.items[:, 6].max() > 8
-    return with_tile_rows(case, 64 if head_dim > 128 else 128)  # with head_dim 256 a CTA has one warpgroup
+    return with_tile_rows(case, 64 if head_dim > 128 else rows)  # with head_dim 256 a CTA has one warpgroup
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -121,9 +121,11 @@ def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, **op
     [(128, 64), (128, 127), (128, 128), (128, 129), (128, 320), (128, 500), (64, 65), (64, 500), (256, 31), (256, 200)],
 )
 def test_products_of_a_warpgroup(emulation: ModuleType, head_dim: int, shared: int, late_copies: bool) -> None:
-    """KV tiles of 64 (head_dim 256: 32), of which two are at hand: one, the last whole or not, and several."""
-    case = wide_case(shared=shared, head_dim=head_dim)
-    check(case, emulate(emulation, case, late_copies=late_copies))
+    """KV tiles of 64 (head_dim 256: 32), of which two or three are at hand: one, the last whole or not, and several.
+    Each warpgroup has rows of its own, or half of the keys."""
+    for options in ({}, {"queries": 8, "rows": 64}):
+        case = wide_case(shared=shared, head_dim=head_dim, **options)
+        check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,7 @@ def test_products_of_a_warpgroup(emulation: ModuleType, head_dim: int, shared: i
         {"with_sinks": True},
         {"queries": 9},
         {"queries": 40},
+        *({"queries": 8, "rows": 64, "window_left": window, "with_sinks": window > 0} for window in (0, 70)),
     ],
     ids=str,
 )
@@ -311,8 +314,9 @@ def test_variants_of_trees(emulation: ModuleType, drafts: int, options: dict[str
     check(case, emulate(emulation, case))
 
 
-def test_trees_in_products_of_a_warpgroup(emulation: ModuleType) -> None:
-    case = with_tile_rows(verify_case(16, (8, 1), head_dim=128, trees=True), 128)
+@pytest.mark.parametrize("rows", [64, 128])
+def test_trees_in_products_of_a_warpgroup(emulation: ModuleType, rows: int) -> None:
+    case = with_tile_rows(verify_case(rows // 8, (8, 1), head_dim=128, trees=True), rows)
     check(case, emulate(emulation, case))
 
 

@@ -114,7 +114,7 @@ class DeferredCombine {
   // Lanes that load a part of a partial, four values each. The warp loads the parts of several partials at once.
   PREFIXPACK_DEVICE int32_t lane_bits() const { return kRowLaneBits - deferred_.part_bits; }
   PREFIXPACK_DEVICE int32_t column(int32_t part) const {
-    return (part << lane_bits() | (lane_ & (1 << lane_bits()) - 1)) * 4;
+    return (part << lane_bits() | (lane_ & ((1 << lane_bits()) - 1))) * 4;
   }
 
   // For warps that have no time to wait for memory. place: the first warps to wait have the first ones.
@@ -129,7 +129,7 @@ class DeferredCombine {
   PREFIXPACK_DEVICE Sums sum(int32_t count, int32_t head, int32_t part, const int32_t* list, Pair slots, float sink,
                              const Arrived& arrived) const {
     const int32_t group_bits = 7 - lane_bits();  // of partials in a group
-    const int32_t of_load = lane_ >> lane_bits(), per_load = 1 << 5 - lane_bits();
+    const int32_t of_load = lane_ >> lane_bits(), per_load = 32 >> lane_bits();
     const auto* partials = reinterpret_cast<const char*>(attention_.partial_o + head * HeadDim + column(part));
     const float* lse_of_head = attention_.partial_lse + head;
     const int32_t stride = attention_.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));

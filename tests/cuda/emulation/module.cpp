@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -100,6 +101,9 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
   std::vector<ItemStart> starts(std::min<size_t>(starts_of, items.size()));
+  // As earlier plans leave them: what prepare does not write is not used.
+  std::memset(static_cast<void*>(items.data()), 0x7f, items.size() * sizeof(ItemRecord));
+  std::memset(static_cast<void*>(starts.data()), 0x7f, starts.size() * sizeof(ItemStart));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
   std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
