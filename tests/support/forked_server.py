@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -27,12 +28,14 @@ import psutil
 
 from sgl_prefix_attn.demo.server import ServerError, ServerProcess, start_process
 
-# Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's.
+VERSION = tuple(int(part) for part in importlib.metadata.version("sglang").split(".")[:3] if part.isdigit())
+# Not the modules by which plug-ins tell SGLang's processes apart: the scheduler's and the engine's. The files of all
+# models import the scheduler's in 0.5.23; the versions before were not looked at.
 COMMON_MODULES = (
     "sglang.launch_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.entrypoints.openai.serving_chat",
-    "sglang.srt.models.registry",  # with the files of all models
+    *(("sglang.srt.models.registry",) if VERSION <= (0, 5, 20) else ()),
     "torch._inductor.compile_fx",
 )
 SERVER_MODULE = "sglang.launch_server"
