@@ -85,7 +85,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.list_slot_at = grouped ? append(lists.slot) : header.combine_slot_at;
   DeferredHeader deferred_header{};
   deferred_header.count = static_cast<int32_t>(std::count(deferred.begin(), deferred.end(), true));
-  deferred_header.part_bits = deferred_part_bits(int64_t{deferred_header.count} * kv_heads * group, items > 0);
+  deferred_header.part_bits = deferred_part_bits(int64_t{deferred_header.count} * kv_heads * group);
   if (deferred_header.count > 0) {
     words.resize((words.size() + kDeferredStride - 1) / kDeferredStride * kDeferredStride);
   }

@@ -60,8 +60,6 @@ std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limi
   return deferred;
 }
 
-int32_t deferred_part_bits(int64_t rows, bool has_warp_tiles) {
-  return has_warp_tiles || rows > kMostRowsInTwo ? 0 : rows > kMostRowsInFour ? 1 : 2;
-}
+int32_t deferred_part_bits(int64_t rows) { return rows <= kMostRowsInFour ? 2 : rows <= kMostRowsInTwo ? 1 : 0; }
 
 }  // namespace prefixpack

@@ -22,10 +22,7 @@ struct DeferralLimits {
 std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limits);
 
 // Few rows are combined in parts, ranges of their dimensions, each by a warp: the base-2 logarithm of their number. It
-// depends on the plan alone, because the order of summation depends on it. A plan with warp tiles has whole rows: its
-// warps wait from early on, and more of them would be in the way of those that work.
-//
-// rows: deferred, of all query heads.
-int32_t deferred_part_bits(int64_t rows, bool has_warp_tiles);
+// depends on the plan alone, because the order of summation depends on it. rows: deferred, of all query heads.
+int32_t deferred_part_bits(int64_t rows);
 
 }  // namespace prefixpack

@@ -76,21 +76,12 @@ def test_any_number_of_partials(emulation: ModuleType, tokens: int, partials: in
     same_bits(emulation, case, fan_in=ONE_LEVEL, ctas=(2,))
 
 
-@pytest.mark.parametrize("tokens", [1600, 3900, 9000, 30_000])
-def test_quarters_of_rows(emulation: ModuleType, tokens: int) -> None:
-    case = document(3, tokens, heads=(11, 1))
-    assert deferred(case).parts == 4
-    same_bits(emulation, case, fan_in=ONE_LEVEL, ctas=(2,))
-
-
-@pytest.mark.parametrize(
-    ("heads", "requests", "parts"), [((8, 1), 130, 1), ((22, 2), 48, 1), ((9, 1), 100, 2)], ids=str
-)
+@pytest.mark.parametrize(("heads", "requests", "parts"), [((8, 1), 130, 2), ((22, 2), 48, 1)], ids=str)
 def test_more_parts_than_warps(emulation: ModuleType, heads: tuple[int, int], requests: int, parts: int) -> None:
     """In halves of rows, and in whole ones."""
     case = document(requests, 1000, heads=heads)
     found = deferred(case, warp_ctas=264)
-    assert found.rows * found.parts >= 1024
+    assert found.rows >= 1024
     assert found.parts == parts
     out, lse = emulate(emulation, case, warp_ctas=264)
     check(case, (out, lse))

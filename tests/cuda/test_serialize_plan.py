@@ -92,7 +92,7 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
     lists = combine_lists(words, len(plan.combine_query))
     assert at % RECORD == 0 or count == 0, "a record lies in one line of the cache"
-    assert part_bits == 2  # at most 128 rows, and no warp tiles
+    assert part_bits == 2  # at most 128 rows
     records = words[at : at + RECORD * count].reshape(-1, RECORD)
     deferred = {int(record[0]): record for record in records}
     for combine, slots in enumerate(lists):
@@ -107,14 +107,14 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
         assert inline == (expected + [-1] * 28)[:28]
 
 
-@pytest.mark.parametrize(("group", "requests", "parts"), [(11, 5, 4), (11, 8, 2), (11, 16, 2), (11, 32, 1), (8, 32, 1)])
-def test_few_deferred_rows_have_parts(group: int, requests: int, parts: int) -> None:
-    """By the number of rows, and not by the launch. The tails of groups of eight heads are warp tiles."""
+@pytest.mark.parametrize(("requests", "parts"), [(8, 4), (16, 2), (32, 2), (48, 1)])
+def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
+    """By the number of rows, and not by the launch."""
     lens = np.full(requests, 6000)
     batch = ([[(0, 0, 5000)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    plan = make_case(1, heads=(4 * group, 4), batch=batch, num_sms=132).plan
+    plan = make_case(1, heads=(32, 4), batch=batch, num_sms=132).plan
     for warp_ctas in (264, 1000):
-        words, _ = _native.serialize_plan(plan, lens, growth=0, group=group, kv_heads=4, warp_ctas=warp_ctas)
+        words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
         assert words[DEFERRED] == requests
         assert 1 << words[DEFERRED + 2] == parts
 

@@ -132,10 +132,7 @@ PREFIXPACK_DEVICE void load_relaxed_generic(const float* address, float (&out)[4
 // Waits until other CTAs or warps of this launch have counted the semaphore up to `least`. Called by all lanes.
 PREFIXPACK_DEVICE void wait_at_least(const int32_t* semaphore, int32_t least) {
 #pragma unroll 1
-  // Hundreds of warps may wait for long, on few addresses, beside others that work. So they ask ever less often.
-  for (uint32_t pause = 20; any(load_relaxed(semaphore) < least); pause = pause < 600 ? 2 * pause : pause) {
-    __nanosleep(pause);
-  }
+  while (any(load_relaxed(semaphore) < least)) __nanosleep(20);
 }
 // Brings a line to the L2.
 PREFIXPACK_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }

@@ -194,10 +194,10 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared)
   WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, own);
   const DeferredCombine<HeadDim, typename Format::Output> combine(params, decode.deferred(), own);
   queue.first = decode.num_tiles();
-  // Without warp tiles, parts of deferred rows are claimed in their place. Otherwise they have a counter of their own:
-  // a warp claims its next tile ahead, and a part would wait for the tile before it.
+  // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
+  // claim tiles.
   const int32_t parts = combine.num_parts(), active = decode.active_warps();
-  const bool works = queue.first + parts > 0, one_queue = parts == 0 || (queue.first == 0 && active == warps);
+  const bool works = queue.first + parts > 0, one_queue = parts == 0 || active == warps;
   const int32_t claiming = works ? active : kMinActiveWarps;
   queue.claims = queue.first + (one_queue ? parts : 0) + claiming * ptx::grid_size();
   if (ptx::uniform(warp < claiming && works)) {
