@@ -35,12 +35,9 @@ class SmallServer(Pools):
     settings: None: SGLang without our hooks.
     """
 
-    def __init__(
-        self, kind: str, *, slots: int, rows: int = 8, context: int = 512, settings: PinningSettings | None
-    ) -> None:
-        super().__init__(kind, slots=slots, rows=rows, context=context)
-        self.kind = kind
-        self.slots = slots
+    def __init__(self, kind: str, *, slots: int, rows: int = 8, settings: PinningSettings | None) -> None:
+        super().__init__(kind, slots=slots, rows=rows, context=512)
+        self.kind, self.slots = kind, slots
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))

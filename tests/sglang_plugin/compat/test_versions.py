@@ -58,18 +58,18 @@ class TestEntry:
         assert self.choices.count("prefixpack") == 1
         assert "prefixpack" in self.factories
 
-    def test_an_unsupported_version_registers_nothing_and_says_so(self, monkeypatch, caplog):
-        monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
+    @pytest.mark.parametrize("why", ["0.5.99 is installed", "PREFIXPACK_STOCK_BACKND"])
+    def test_an_unsupported_version_or_a_typo_in_the_settings_registers_nothing_and_says_so(
+        self, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if why.startswith("PREFIXPACK"):
+            monkeypatch.setenv(why, "triton")
+        else:
+            monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
         entry.register()
         assert "prefixpack" not in self.choices
         assert "prefixpack" not in self.factories
-        assert "0.5.99 is installed" in caplog.text
-
-    def test_a_typo_in_the_settings_registers_nothing_and_names_the_key(self, monkeypatch, caplog):
-        monkeypatch.setenv("PREFIXPACK_STOCK_BACKND", "triton")
-        entry.register()
-        assert "prefixpack" not in self.choices
-        assert "PREFIXPACK_STOCK_BACKND" in caplog.text
+        assert why in caplog.text
 
     @pytest.mark.parametrize("scheduler", [False, True])
     def test_a_scheduler_process_gets_the_hooks_that_do_not_run_in_each_step_and_no_other_process_any(
