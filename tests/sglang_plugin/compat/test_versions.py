@@ -86,25 +86,15 @@ class TestEntry:
         assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
 
 
-class TestTreeCore:
-    @pytest.fixture
-    def core(self, monkeypatch: pytest.MonkeyPatch) -> type:
-        from sglang.srt.environ import envs
-        from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface
+def test_a_native_core_that_tells_no_paths_is_replaced_unless_the_user_chose_it(monkeypatch):
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface
 
-        class Core:
-            pass
-
-        monkeypatch.setattr(unified_tree_core_interface, "UnifiedTreeCoreInterface", Core)
-        monkeypatch.setattr(type(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND), "get", lambda self: "rust")
-        return Core
-
-    def test_a_native_core_that_tells_no_paths_is_replaced(self, core: type) -> None:
-        environ: dict[str, str] = {}
-        assert versions.ask_for_readable_tree_core(environ)
-        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-
-    def test_what_the_user_chose_stays(self, core: type) -> None:
-        environ = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
-        assert not versions.ask_for_readable_tree_core(environ)
-        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+    monkeypatch.setattr(unified_tree_core_interface, "UnifiedTreeCoreInterface", type("Core", (), {}))
+    monkeypatch.setattr(type(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND), "get", lambda self: "rust")
+    environ: dict[str, str] = {}
+    assert versions.ask_for_readable_tree_core(environ)
+    assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+    environ = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+    assert not versions.ask_for_readable_tree_core(environ)
+    assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
