@@ -89,8 +89,9 @@ class Runner(module.DecodeCudaGraphRunner):
         self.fixture.batch.dp_padding_mode = mock.MagicMock()
         return self.fixture.batch, self.attn_backend, None
 
-    recapture_if_needed = model_context = mock.MagicMock()
-    _process_output_after_replay = _validate_capture_hidden_mode = _set_dp_real_num_tokens = mock.MagicMock()
+    recapture_if_needed = _validate_capture_hidden_mode = _set_dp_real_num_tokens = mock.MagicMock(return_value=None)
+    model_context = mock.MagicMock()
+    _process_output_after_replay = mock.MagicMock(side_effect=lambda output, forward_batch: output)
     _take_early_verify_metadata = mock.MagicMock(return_value=False)
 
 
