@@ -118,22 +118,11 @@ class RandomSchedule:
             server.manager.release(pin.id)
         assert server.cache.protected_size() == 0
         self.check()
-        self._count()
-
-    def _count(self) -> None:
-        server, counters = self.server, self.server.manager.counters
-        self.did.update(
-            {
-                f"schedules on {self.kind}": 1,
-                "requests": self.sent,
-                "retractions": server.retractions,
-                "pins made": counters.pins_made,
-                "pins shed": counters.pins_shed,
-                "pins expired": counters.pins_expired,
-                "pins released": counters.pins_released,
-                "evictions avoided, tokens": counters.evictions_avoided,
-            }
-        )
+        counters = server.manager.counters
+        self.did.update({f"schedules on {self.kind}": 1, "requests": self.sent, "retractions": server.retractions})
+        for end in ("made", "shed", "expired", "released"):
+            self.did[f"pins {end}"] = getattr(counters, f"pins_{end}")
+        self.did["evictions avoided, tokens"] = counters.evictions_avoided
 
 
 def run(first: int, count: int) -> Counter[str]:

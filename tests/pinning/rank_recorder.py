@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
-from sgl_prefix_attn.pinning import CachedNode, Pin, PinLedger
+from sgl_prefix_attn.pinning import PinLedger
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
@@ -64,14 +64,14 @@ def record() -> None:
     _after(PinLedger, "add", lambda ledger, pin, *a, **k: note("pinned", pin.id, len(pin.tokens), pin.expires))
     _after(PinLedger, "release", lambda ledger, pin, *a: note("released", pin.id))
     _after(PinLedger, "advance", _advanced)
-    _after(PinLedger, "shed", _shed)
+    _after(PinLedger, "shed", lambda ledger, left, pin_id, *a, **k: note("shed", pin_id, left and len(left.tokens)))
     _after(PinLedger, "clear", lambda ledger, pins: note("cleared", [pin.id for pin in pins]))
     _after(PinLocks, "_acquire", lambda pins, _, pin: note("locked", pin.id, pins.locked_tokens(pin.id)))
     _after(Retention, "announce", lambda retention, _, tokens, uses, *a: note("announced", len(tokens), uses))
     _after(Retention, "announce_shared", lambda retention, _, request, shared: note("announced", request.rid, *shared))
     _after(Retention, "queue", lambda retention, _, waiting: note("ahead", retention.scores.lookahead.requests()))
     _after(PinningManager, "step", _stepped)
-    _after(Retention, "_evict", _evicted)
+    _after(Retention, "_evict", lambda _, freed, n, wanted: note("evicted", wanted, freed, n.id, n.begin, n.end))
     _after(GroupScheduler, "arrange", _arranged)
     _after(GroupScheduler, "should_wait", _asked_to_wait)
     _after(BatchTracker, "step", _paths_read)
@@ -151,18 +151,10 @@ def _advanced(ledger: PinLedger, ended: Any, *args: Any) -> None:
         note("expired", [pin.id for pin in ended], ledger.step)
 
 
-def _shed(ledger: PinLedger, left: Pin | None, pin_id: int, *args: Any, **kwargs: Any) -> None:
-    note("shed", pin_id, 0 if left is None else len(left.tokens))
-
-
 def _stepped(manager: PinningManager, result: None) -> None:
     cache = manager.pins._cache
     pool = (manager._allocator.available_size(), cache.evictable_size(), cache.protected_size())
     note("step", manager.pins.ledger.step, *pool, manager.counters.as_dict())
-
-
-def _evicted(retention: Retention, freed: int, node: CachedNode, wanted: int) -> None:
-    note("evicted", wanted, freed, node.id, node.begin, node.end)
 
 
 def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[Any]) -> None:

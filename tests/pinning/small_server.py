@@ -16,10 +16,15 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import common
 
+from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.support.caches import GENERATION, Pools
+
+
+def prompt(name: int, length: int = 20) -> list[int]:
+    return [1000 * name + position for position in range(length)]
 
 
 class NoHooks(PinningHooks):
@@ -35,12 +40,9 @@ class SmallServer(Pools):
     settings: None: SGLang without our hooks.
     """
 
-    def __init__(
-        self, kind: str, *, slots: int, rows: int = 8, context: int = 512, settings: PinningSettings | None
-    ) -> None:
-        super().__init__(kind, slots=slots, rows=rows, context=context)
-        self.kind = kind
-        self.slots = slots
+    def __init__(self, kind: str, *, slots: int, rows: int = 8, settings: PinningSettings | None) -> None:
+        super().__init__(kind, slots=slots, rows=rows, context=512)
+        self.kind, self.slots = kind, slots
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace()))
@@ -97,6 +99,15 @@ class SmallServer(Pools):
         while self.waiting or self.running.reqs:
             assert self.step()
             self.check_accounting()
+
+    def serve(self, prompt: list[int], extra_key: str | None = None, place: Place | None = None) -> int:
+        """Runs one request, which may have a place in an offline job; returns how much of its prompt was cached."""
+        before = self.cached_tokens
+        request = self.send(prompt, 1, extra_key)
+        if place is not None:
+            request.sampling_params.custom_params = {CUSTOM_PARAMETER: place.encode()}
+        self.run()
+        return self.cached_tokens - before
 
     def _prefill(self) -> bool:
         running = self.running

@@ -110,18 +110,11 @@ def test_schedulers_that_do_not_know_the_command_are_named() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b'{"text": "a", "token_ids": [1]}',
-        b'{"id": "x"}',
-        b'{"text": 3}',
-        b'{"token_ids": 5}',
-        b'{"token_ids": [true]}',
-        b'{"text": "\\ud800"}',
+        b"", b"{", b"[]", b'{"text": "a", "token_ids": [1]}', b'{"id": "x"}', b'{"text": 3}', b'{"token_ids": 5}',
+        b'{"token_ids": [true]}', b'{"text": "\\ud800"}',
         pytest.param(b'{"token_ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="nested too deep"),
     ],
-)
+)  # fmt: skip
 def test_bad_bodies_reach_no_scheduler(body: bytes) -> None:
     manager = Manager(answer())
     response = client(manager).request("DELETE", pinning_client.PATH, content=body)

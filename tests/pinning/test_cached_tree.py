@@ -13,21 +13,12 @@ def span(node_id: int, begin: int, end: int, *, leaf: bool = False) -> NodeSpan:
     return NodeSpan(f"handle {node_id}", node_id, begin, end, leaf)
 
 
-def make_tree(**announced: int) -> CachedTree:
-    """A tree over blocks of 4 tokens; `_10=2` announces two uses of key 10."""
-    scores = RetentionScores()
-    tree = CachedTree(4, scores)
-    for key, uses in announced.items():
-        scores.announce([int(key[1:])], uses)
-    return tree
-
-
 def ids(nodes: list[CachedNode]) -> list[int]:
     return [node.id for node in nodes]
 
 
 def test_a_leaf_in_use_stays_with_its_parent_until_it_is_checked_again() -> None:
-    tree = make_tree()
+    tree = CachedTree(4, RetentionScores())
     tree.used([span(1, 0, 8), span(2, 8, 12, leaf=True)], [])
     assert tree.select_victims(100, lambda node: node.id == 2) == []
     assert tree.select_victims(100) == []
@@ -38,7 +29,7 @@ def test_a_leaf_in_use_stays_with_its_parent_until_it_is_checked_again() -> None
 
 
 def test_a_split_is_followed() -> None:
-    tree = make_tree()
+    tree = CachedTree(4, RetentionScores())
     tree.used([span(1, 0, 16, leaf=True)], [10, 11, 12, 13])
     assert tree.used([span(5, 0, 8), span(6, 8, 10, leaf=True)], [10, 11]) == [1]
     assert tree.place([span(5, 0, 8), span(1, 8, 16, leaf=True)]) == []
@@ -57,13 +48,13 @@ def test_after_a_split_only_nodes_that_begin_with_the_same_tokens_are_looked_at(
 
 
 def test_a_remainder_shorter_than_a_block_has_no_key() -> None:
-    tree = make_tree()
+    tree = CachedTree(4, RetentionScores())
     tree.used([span(1, 0, 4), span(2, 4, 6, leaf=True)], [10])
     assert [leaf.key for leaf in tree.leaves()] == [None]
 
 
 def test_all_leaves_are_visited_in_turn() -> None:
-    tree = make_tree()
+    tree = CachedTree(4, RetentionScores())
     for node_id in range(5):
         tree.used([span(node_id, 0, 4, leaf=True)], [])
     assert [ids(tree.next_leaves(3)) for _ in range(2)] == [[0, 1, 2], [3, 4, 0]]

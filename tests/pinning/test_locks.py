@@ -12,20 +12,15 @@ pytest.importorskip("sglang")
 from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
-from tests.pinning.small_server import SmallServer
+from tests.pinning.small_server import SmallServer, prompt
 from tests.support.caches import CACHES
 
 
 @pytest.fixture(params=CACHES)
 def server(request: pytest.FixtureRequest) -> SmallServer:
     server = SmallServer(request.param, slots=64, settings=PinningSettings(budget_percent=50))
-    serve(server, list(range(20)))
+    server.serve(list(range(20)))
     return server
-
-
-def serve(server: SmallServer, tokens: list[int], extra_key: str | None = None) -> None:
-    server.send(tokens, 1, extra_key=extra_key)
-    server.run()
 
 
 @pytest.mark.parametrize("step", ["find", "path", "lock"])
@@ -57,7 +52,7 @@ def test_where_keys_have_no_salt_it_comes_before_the_extra_key(server, monkeypat
     asked = Namespace("lora", "pepper")
     pin = server.manager.pin(range(20), asked)
     assert server.manager.pins.locked_tokens(pin.id) == 0
-    serve(server, list(range(20)), extra_key="pepperlora")
+    server.serve(list(range(20)), extra_key="pepperlora")
     assert server.manager.pins.locked_tokens(pin.id) == 20
     assert server.manager.pins.of(range(20), asked) == [pin]
 
@@ -87,12 +82,12 @@ def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_bra
     settings = PinningSettings(retention=True, lookahead=0, block=4)
     server = SmallServer(server.kind, slots=branches * tokens, settings=settings)
     for branch in range(branches):
-        serve(server, [10 * branch + position for position in range(tokens)])
+        server.serve([10 * branch + position for position in range(tokens)])
     retention: Any = server.manager.retention
     counted = retention._tree = CountedTree(server.manager._tree)
     new = list(range(1_000_000, 1_000_000 + 12))
     for _ in range(4):
-        serve(server, new)
+        server.serve(new)
         new = [*new[:6], *(token + 1000 for token in new[6:])]
     steps = 100
     server.send([2_000_000, 1], steps)
@@ -113,17 +108,17 @@ def test_work_of_evictions_and_request_ends_does_not_grow_with_the_number_of_bra
 def test_an_eviction_that_fails_leaves_the_cache_usable(server, step, monkeypatch):
     server.hooks = PinningHooks(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
-        serve(server, [1000 * name + position for position in range(14)])
+        server.serve(prompt(name, 14))
 
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.manager._tree, step, broken)
-        serve(server, [5000 + position for position in range(14)])
+        server.serve(prompt(5, 14))
     assert server.manager.counters.failures >= 1
     assert server.cache.protected_size() == 0
-    serve(server, [6000 + position for position in range(14)])
+    server.serve(prompt(6, 14))
     server.check_accounting()
 
 

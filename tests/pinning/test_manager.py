@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sgl_prefix_attn.offline.queue_order import Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import PLAIN, Namespace
-from tests.pinning.small_server import SmallServer
+from tests.pinning.small_server import SmallServer, prompt
 from tests.support.caches import CACHES
 
 
@@ -29,39 +30,27 @@ def retention(lookahead: int = 100) -> PinningSettings:
     return PinningSettings(retention=True, lookahead=lookahead, block=1)
 
 
-def prompt(name: int, length: int = 20) -> list[int]:
-    return [1000 * name + position for position in range(length)]
-
-
-def run(server: SmallServer, tokens: list[int], namespace: str | None = None) -> int:
-    """Serves one request; how much of it was cached."""
-    before = server.cached_tokens
-    server.send(tokens, 1, extra_key=namespace)
-    server.run()
-    return server.cached_tokens - before
-
-
 def test_a_pinned_prefix_outlives_what_evicts_everything_else(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    run(server, prompt(1))
+    server.serve(prompt(1))
     pin = server.manager.pin(prompt(1))
     assert server.manager.pins.locked_tokens(pin.id) == 20
     for other in range(2, 10):
-        run(server, prompt(other))
-    assert run(server, [*prompt(1), 5]) == 20
-    assert run(server, [*prompt(2), 5]) == 0
+        server.serve(prompt(other))
+    assert server.serve([*prompt(1), 5]) == 20
+    assert server.serve([*prompt(2), 5]) == 0
     server.manager.release(pin.id)
     for other in range(2, 10):
-        run(server, prompt(other))
-    assert run(server, [*prompt(1), 5]) == 0
+        server.serve(prompt(other))
+    assert server.serve([*prompt(1), 5]) == 0
 
 
 def test_a_pin_holds_only_its_own_namespace(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
     pin = server.manager.pin(prompt(1), Namespace("lora"))
-    run(server, prompt(1))
+    server.serve(prompt(1))
     assert server.manager.pins.locked_tokens(pin.id) == 0
-    run(server, [*prompt(1), 5], namespace="lora")
+    server.serve([*prompt(1), 5], extra_key="lora")
     assert server.manager.pins.locked_tokens(pin.id) == 20
     assert server.manager.pins.of(prompt(1), PLAIN) == []
 
@@ -82,12 +71,12 @@ def test_what_running_requests_hold_themselves_does_not_give_way(kind: str) -> N
     assert (server.manager.counters.pins_shed, server.cache.protected_size()) == (0, protected)
     server.abort(server.running.reqs[0])
     assert server.step()
-    assert run(server, [*prompt(1), 5]) == 20
+    assert server.serve([*prompt(1), 5]) == 20
 
 
 def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
     server = SmallServer(kind, slots=64, settings=pinning())
-    run(server, prompt(2, 20))
+    server.serve(prompt(2, 20))
     useful = server.manager.pin(prompt(2, 20))
     hold_everything_by_a_running_request(server)
     useless = server.manager.pin(prompt(1, 20))
@@ -99,7 +88,7 @@ def test_pins_that_free_nothing_stay_while_others_give_way(kind: str) -> None:
 def test_a_request_that_does_not_fit_takes_no_room_from_the_pin_that_it_uses(kind: str) -> None:
     server = SmallServer(kind, slots=100, settings=pinning())
     for name in (1, 2):
-        run(server, prompt(name, 40))
+        server.serve(prompt(name, 40))
     used, other = (server.manager.pin(prompt(name, 40)) for name in (1, 2))
     server.send([*prompt(1, 40), *prompt(7, 10)], 20)
     assert server.step()
@@ -133,14 +122,14 @@ def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
     with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
     for server in (without, with_hooks):
         for name in (1, 2, 3, 1, 4, 5, 1, 2):
-            run(server, prompt(name))
+            server.serve(prompt(name))
     assert (with_hooks.cached_tokens, with_hooks.prompt_tokens) == (without.cached_tokens, without.prompt_tokens)
 
 
 @pytest.mark.parametrize("retains", [True, False])
 def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_have_lost_it(kind, retains):
     server = SmallServer(kind, slots=64, rows=1, settings=retention() if retains else pinning())
-    run(server, prompt(1))
+    server.serve(prompt(1))
     for name in (2, 3, 4, 5, 6, 7):
         server.send(prompt(name), 1)
     server.send([*prompt(1), 5], 1)
@@ -150,20 +139,26 @@ def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_hav
     assert server.manager.counters.failures == 0
 
 
-def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str) -> None:
+@pytest.mark.parametrize("by", ["command", "places in an offline job"])
+def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str, by: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))
-    run(server, prompt(1))
-    command = AnnounceCommand(token_ids=prompt(1), uses=2)
-    assert "error" not in commands.answer(commands.encode(command), server.manager)
-    for name in (2, 3, 4):
-        run(server, prompt(name))
-    assert run(server, [*prompt(1), 7]) == 20
-    for name in (2, 3, 4):
-        run(server, prompt(name))
-    assert run(server, [*prompt(1), 8]) == 20
-    run(server, prompt(5))
-    run(server, prompt(6))
-    assert run(server, [*prompt(1), 9]) < 20
+    places: list[Place | None] = [None] * 3
+    if by != "command":
+        shared = SharedPrefix(0, 0, 20, 3)
+        places = [Place("job", number, 20 if number else 0, 1, (shared,)) for number in range(3)]
+    assert server.serve([*prompt(1), 1], place=places[0]) == 0
+    if by == "command":
+        command = AnnounceCommand(token_ids=prompt(1), uses=2)
+        assert "error" not in commands.answer(commands.encode(command), server.manager)
+    for number in (1, 2):
+        for name in (2, 3, 4):
+            server.serve(prompt(name))
+        assert server.serve([*prompt(1), 1 + number], place=places[number]) == 20
+    assert len(server.manager.retention.offline) == 0
+    server.serve(prompt(5))
+    server.serve(prompt(6))
+    assert server.serve([*prompt(1), 9]) < 20
+    assert server.manager.counters.failures == 0
 
 
 def test_groups_are_announced_only_to_retention(kind: str) -> None:
@@ -176,7 +171,7 @@ def test_a_reset_that_nobody_told_about_is_noticed(kind: str) -> None:
     if kind == "tree locks":
         pytest.skip("a native core's root keeps its number; its reset is told by flush_cache")
     server = SmallServer(kind, slots=64, settings=pinning())
-    run(server, prompt(1))
+    server.serve(prompt(1))
     server.manager.pin(prompt(1))
     server.cache.reset()
     server.pool.clear()
@@ -195,7 +190,7 @@ def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
 class TestCommands:
     def test_a_shortened_pin_is_released_with_the_prefix_that_was_pinned(self, kind: str) -> None:
         server = SmallServer(kind, slots=64, settings=pinning())
-        run(server, prompt(1, 50))
+        server.serve(prompt(1, 50))
         pin = PinCommand(token_ids=prompt(1, 50), label="x", ttl_steps=9)
         made = commands.answer(commands.encode(pin), server.manager)
         server.manager.pins.ledger.advance(2)
@@ -237,12 +232,8 @@ class TestCommands:
             monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         request = SimpleNamespace(rid=commands.encode(ListCommand()))
         output = server.hooks.around_get_internal_state(lambda *args: None, scheduler, request)
-        assert output.internal_state[commands.ANSWER_KEY] == {
-            "pins": [],
-            "pinned_tokens": 0,
-            "budget_tokens": 32,
-            **said,
-        }
+        nothing = {"pins": [], "pinned_tokens": 0, "budget_tokens": 32}
+        assert output.internal_state[commands.ANSWER_KEY] == {**nothing, **said}
 
     def test_a_cache_that_cannot_be_pinned_says_so(self) -> None:
         answer = commands.answer(commands.encode(ListCommand()), None)

@@ -1,4 +1,4 @@
-"""A prefix of an offline job is kept while the job has requests for it, and is the first to go after the last one."""
+"""When a prefix of an offline job is announced to retention. test_manager.py: how long it is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place, SharedP
 from sgl_prefix_attn.sglang_plugin.pinning import eviction_policy, offline_prefixes
 from sgl_prefix_attn.sglang_plugin.pinning.offline_prefixes import OfflinePrefixes
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
-from tests.pinning.small_server import SmallServer
+from tests.pinning.small_server import SmallServer, prompt
 from tests.support.caches import CACHES
 
 
@@ -81,34 +81,3 @@ def test_a_prompt_is_hashed_once_however_many_spans_of_it_are_shared(monkeypatch
     scores = server.manager.retention.scores
     # A block counts for the span that ends it.
     assert [scores.of(key) for key in keys_of(prompt(1), 2)] == [2.0 * block for block in range(1, 11)]
-
-
-def ask(server: SmallServer, prompt: list[int], place: Place | None = None) -> int:
-    """Runs one request to its end; returns how much of its prompt was cached."""
-    sent = server.send(prompt, 2)
-    if place is not None:
-        sent.sampling_params.custom_params = {CUSTOM_PARAMETER: place.encode()}
-    before = server.cached_tokens
-    server.run()
-    return server.cached_tokens - before
-
-
-def prompt(name: int) -> list[int]:
-    return [1000 * name + place for place in range(20)]
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_jobs_prefix_is_kept_until_its_last_request_and_then_goes_first(kind: str) -> None:
-    settings = PinningSettings(budget_percent=0, retention=True, lookahead=0, block=1)
-    server = SmallServer(kind, slots=64, settings=settings)
-    shared = SharedPrefix(0, 0, 20, 3)
-    assert ask(server, [*prompt(1), 1], Place("job", 0, 0, 2, (shared,))) == 0
-    for number in (1, 2):
-        for name in (2, 3, 4):
-            ask(server, prompt(name))
-        assert ask(server, [*prompt(1), 1 + number], Place("job", number, 20, 2, (shared,))) == 20
-    assert len(server.manager.retention.offline) == 0
-    ask(server, prompt(5))
-    ask(server, prompt(6))
-    assert ask(server, [*prompt(1), 9]) < 20
-    assert server.manager.counters.failures == 0

@@ -71,14 +71,9 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
     def options(backend: str, environment: dict[str, str], starter: Starter) -> ServerOptions:
         sizes = ("--context-length", "2048", "--max-total-tokens", str(POOL), "--max-running-requests", "12")
         return ServerOptions(
-            model=str(tiny_model()),
-            backend=backend,
-            extra=("--tp-size", "2", *sizes),
-            environment={**RANKS, **environment},
-            start_seconds=600,
-            log_folder=folder,
-            starter=starter,
-        )
+            model=str(tiny_model()), backend=backend, extra=("--tp-size", "2", *sizes),
+            environment={**RANKS, **environment}, start_seconds=600, log_folder=folder, starter=starter,
+        )  # fmt: skip
 
     recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
     with contextlib.ExitStack() as running, ThreadPoolExecutor(2) as starting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters, PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
 from tests.pinning.small_server import SmallServer
-from tests.sglang_plugin.fixture import Fixture, active_state
+from tests.sglang_plugin.fixture import Fixture
 from tests.support.caches import CACHES
 
 PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {CALC_PRIORITY, ADD_ONE_REQ}
@@ -83,36 +82,17 @@ def test_a_child_process_that_imports_the_server_later_gets_addresses(routes, mo
     assert routes == ["routes"]
 
 
-class TestInTheBackendsFactory:
-    """Where a scheduler is no child process of multiprocessing (an actor), only the factory knows that it is one."""
-
-    @pytest.fixture
-    def applied(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hook]]:
-        asked: list[Hook] = []
-        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: asked.extend(wanted) or [])
-        self.runner = Fixture([[]], [9]).runner
-        plugin_state.reset()
-        yield asked
-        plugin_state.reset()
-
-    def create(self, settings: Settings) -> PinningHooks:
-        """The pinning of the process in which the backend was built."""
-        factory.create_backend(self.runner, settings)
-        state = active_state()
-        return state.own(PinningHooks, PinningSettings.of(settings))
-
-    def test_what_is_asked_for_is_hooked_there_and_what_has_been_pinned_stays(self, applied: list[Hook]) -> None:
-        settings = Settings(metrics=False, pin_budget_percent=10)
-        hooks = self.create(settings)
-        assert [hook for hook in applied if hook in hooks.table()] == list(hooks.table())
-        assert self.create(settings) is hooks
-
-    def test_in_one_go_with_the_others_and_after_them(self, applied: list[Hook]) -> None:
-        # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
-        self.create(Settings(metrics=False, retention="reuse", group_scheduling=True))
-        queue = [hook for hook in applied if hook.target == CALC_PRIORITY]
-        owners = [type(getattr(hook.function, "__self__", None)) for hook in queue]
-        assert owners == [GroupScheduler, PinningHooks]
+def test_the_backends_factory_hooks_the_queue_in_one_go_and_puts_it_in_order_first(monkeypatch):
+    # SGLang's registry never looks at a function again that it has hooked; and the queue has to be in its order.
+    applied: list[Hook] = []
+    monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: applied.extend(wanted) or [])
+    runner = Fixture([[]], [9]).runner
+    plugin_state.reset()
+    factory.create_backend(runner, Settings(metrics=False, retention="reuse", group_scheduling=True))
+    plugin_state.reset()
+    queue = [hook for hook in applied if hook.target == CALC_PRIORITY]
+    owners = [type(getattr(hook.function, "__self__", None)) for hook in queue]
+    assert owners == [GroupScheduler, PinningHooks]
 
 
 class Broken:

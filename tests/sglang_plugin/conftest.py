@@ -11,14 +11,8 @@ import pytest
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 
 if importlib.util.find_spec("sglang") is None:
-    collect_ignore_glob = [
-        "backend/*",
-        "dispatch/*",
-        "execution/*",
-        "test_*.py",
-        "compat/test_[!c]*",
-        "compat/test_cpu*",
-    ]
+    collect_ignore_glob = ["backend/*", "dispatch/*", "execution/*", "test_*.py"]
+    collect_ignore_glob += ["compat/test_[!c]*", "compat/test_cpu*"]
 
 
 @pytest.fixture

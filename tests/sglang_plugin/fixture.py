@@ -132,19 +132,10 @@ class Fixture:
             self.rows.req_to_token[row, :length] = torch.tensor(filled, dtype=torch.int32)
         self.layers = [RadixAttention(Q_HEADS, head_dim, head_dim**-0.5, KV_HEADS, i) for i in range(LAYERS)]
         self.model = torch.nn.ModuleList(self.layers)
-        self.runner = SimpleNamespace(
-            **{
-                "device": "cpu",
-                "dtype": torch.float32,
-                "token_to_kv_pool": self.pool,
-                "req_to_token_pool": self.rows,
-                "model": self.model,
-                "model_config": SimpleNamespace(is_encoder_decoder=False),
-                "is_draft_worker": False,
-                "use_mla_backend": False,
-                **runner,
-            }
-        )
+        usual = {"device": "cpu", "dtype": torch.float32, "is_draft_worker": False, "use_mla_backend": False}
+        usual |= {"token_to_kv_pool": self.pool, "req_to_token_pool": self.rows, "model": self.model}
+        usual["model_config"] = SimpleNamespace(is_encoder_decoder=False)
+        self.runner = SimpleNamespace(**usual | runner)
         plugin_state.reset()
         self.state = plugin_state.of_process(settings or Settings(metrics=False), "0.5.20")
         self.state.serve("hooks", self.runner)

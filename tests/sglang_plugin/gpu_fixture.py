@@ -41,13 +41,9 @@ class HostStep:
     """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
 
     def __init__(
-        self,
-        shape: ModelShape,
-        dtype: torch.dtype,
-        device: torch.device,
-        limits: StepLimits,
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits,
         kv_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape, self.dtype, self.device, self.limits = shape, dtype, device, limits
         self.kv_dtype = kv_dtype or dtype
         self.loads: list[Plan] = []
@@ -75,12 +71,9 @@ class HostStep:
         self._plan, self.lost = None, False
 
     def prepare(
-        self,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
+        self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
         visible: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert self._plan is not None
         assert not self.lost
         self._visible = visible
@@ -98,17 +91,10 @@ class HostStep:
         def launch() -> None:
             self.attended += 1
             packed_attention(
-                q,
-                k_cache,
-                v_cache,
-                self._plan,
-                req_to_token=self._rows,
-                req_pool_indices=torch.arange(len(self._lens)),
-                seq_lens=self._lens,
-                visible=visible_rows(self._visible, len(q)),
-                out=out,
-                **options,
-            )
+                q, k_cache, v_cache, self._plan, req_to_token=self._rows,
+                req_pool_indices=torch.arange(len(self._lens)), seq_lens=self._lens,
+                visible=visible_rows(self._visible, len(q)), out=out, **options,
+            )  # fmt: skip
 
         if self.recording is not None:
             self.recording.append(launch)
@@ -182,20 +168,9 @@ class GpuFixture(Fixture):
         arguments = SimpleNamespace(
             chunked_prefill_size=64, disable_radix_cache=False, enable_two_batch_overlap=False, enable_pdmux=False
         )
-        super().__init__(
-            *args,
-            settings=self._settings,
-            **{
-                "kv_dtype": DTYPE,
-                "dtype": DTYPE,
-                "head_dim": GPU_HEAD_DIM,
-                "room": 64,
-                "tensors": "cpu" if kernels is None else "cuda",
-                "server_args": arguments,
-                "spec_algorithm": SpeculativeAlgorithm.NONE,
-                **options,
-            },
-        )
+        of_gpu = {"kv_dtype": DTYPE, "dtype": DTYPE, "head_dim": GPU_HEAD_DIM, "room": 64, "server_args": arguments}
+        of_gpu |= {"tensors": "cpu" if kernels is None else "cuda", "spec_algorithm": SpeculativeAlgorithm.NONE}
+        super().__init__(*args, settings=self._settings, **of_gpu | options)
         if graphs:
             self.graphs = DecodeGraphs(self, graphs)
 
@@ -269,16 +244,11 @@ class DecodeGraphs:
         fixture, buffers = self.fixture, self.buffers
         tokens = size * self.width
         batch = ForwardBatch(
-            forward_mode=self.capture_forward_mode,
-            batch_size=size,
-            input_ids=buffers.input_ids[:tokens],
-            req_pool_indices=buffers.req_pool_indices[:size],
-            seq_lens=buffers.seq_lens[:size],
-            seq_lens_cpu=buffers.seq_lens_cpu[:size],
-            out_cache_loc=buffers.out_cache_loc[:tokens],
-            seq_lens_sum=size,
-            spec_info=self.spec_info,
-        )
+            forward_mode=self.capture_forward_mode, batch_size=size, input_ids=buffers.input_ids[:tokens],
+            req_pool_indices=buffers.req_pool_indices[:size], seq_lens=buffers.seq_lens[:size],
+            seq_lens_cpu=buffers.seq_lens_cpu[:size], out_cache_loc=buffers.out_cache_loc[:tokens],
+            seq_lens_sum=size, spec_info=self.spec_info,
+        )  # fmt: skip
         backend = fixture.backend
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 

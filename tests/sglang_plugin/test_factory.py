@@ -81,14 +81,9 @@ class TestFactory:
 
     @pytest.mark.parametrize(
         ("setting", "patched", "kind"),
-        [
-            ("auto", False, "hooks"),
-            ("auto", True, "patch"),
-            ("hooks", True, "hooks"),
-            ("hooks", False, "hooks"),
-            ("patch", True, "patch"),
-        ],
-    )
+        [("auto", False, "hooks"), ("auto", True, "patch"), ("hooks", True, "hooks"), ("hooks", False, "hooks"),
+         ("patch", True, "patch")],
+    )  # fmt: skip
     def test_how_paths_are_handed_over(self, setting, patched, kind, monkeypatch):
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
         assert factory.handover_kind(Settings(handover=setting), "0.5.20", new_runner()) == kind
@@ -122,11 +117,8 @@ class TestFactory:
 
     def test_a_hook_that_could_not_be_applied_is_named_with_the_version(self, monkeypatch, caplog):
         lost = factory.hook_table.handover_hooks(HandoverHooks())[1].target
-        monkeypatch.setattr(
-            factory.hooks, "ensure_applied", lambda wanted: [hook for hook in wanted if hook.target == lost]
-        )
-        runner = new_runner()
-        backend = create_backend(runner, Settings(metrics=False))
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [h for h in wanted if h.target == lost])
+        backend = create_backend(new_runner(), Settings(metrics=False))
         assert isinstance(backend, StockOnlyBackend), "no step would ever be packed"
         assert "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward" in caplog.text
         assert f"SGLang {versions.installed_version()}" in caplog.text
@@ -162,13 +154,11 @@ class TestFactory:
         asked.clear()
         create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=True))
         assert [wanted.target for wanted in asked].count(hook.target) == 1
-        current = active_state()
-        assert current.handover.runs_one_token_steps
+        assert active_state().handover.runs_one_token_steps
 
     def test_one_token_steps_say_where_they_have_no_effect(self, caplog: pytest.LogCaptureFixture) -> None:
         create_backend(self.text_runner(enable_lora=True), Settings(metrics=False, one_token_steps=True))
-        current = active_state()
-        assert not current.handover.runs_one_token_steps
+        assert not active_state().handover.runs_one_token_steps
         assert "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
 
     @staticmethod
@@ -183,8 +173,7 @@ class TestFactory:
     ) -> None:
         monkeypatch.setattr(CpuExecutor, "runs_in_graphs", in_graphs)
         create_backend(new_runner(spec_algorithm=algorithm), Settings(metrics=False))
-        current = active_state()
-        hooked = set(factory.hook_table.verify_hooks(current.handover_hooks)) <= set(asked)
+        hooked = set(factory.hook_table.verify_hooks(active_state().handover_hooks)) <= set(asked)
         assert hooked == (in_graphs and algorithm is SpeculativeAlgorithm.EAGLE)
 
     @pytest.mark.parametrize("needs_lens", [False, True])
@@ -215,20 +204,14 @@ class TestFactory:
         assert dict(state.counters.fallbacks) == {fallback_reasons.SPECULATIVE: 3}
 
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
-        runner = new_runner()
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
-            create_backend(runner, Settings(metrics=False, route_profile="nowhere.json"))
+            create_backend(new_runner(), Settings(metrics=False, route_profile="nowhere.json"))
 
     @pytest.mark.parametrize(
         ("chosen", "stock"),
-        [
-            ("fa3", "fa3"),
-            ("flashinfer", "flashinfer"),
-            ("triton", "triton"),
-            ("trtllm_mha", "triton"),
-            (None, "triton"),
-        ],
-    )
+        [("fa3", "fa3"), ("flashinfer", "flashinfer"), ("triton", "triton"), ("trtllm_mha", "triton"),
+         (None, "triton")],
+    )  # fmt: skip
     def test_on_cuda_the_stock_backend_is_sglangs_own_choice_where_it_can_be_wrapped(self, chosen, stock, monkeypatch):
         monkeypatch.setattr(versions, "default_attention_backend", lambda runner: chosen)
         assert stock_name(gpu_runner(), "auto") == stock
@@ -298,8 +281,7 @@ class TestDraftModel:
         create_backend(runner, Settings(metrics=False))
         runner.is_draft_worker, runner.device = True, "cuda"
         create_backend(runner, Settings(metrics=False, stock_backend="fa3"))
-        current = active_state()
-        assert current.stock_backend == "torch_native"
+        assert active_state().stock_backend == "torch_native"
 
     def test_up_to_0_5_15_the_server_arguments_say_so(self) -> None:
         arguments = SimpleNamespace(speculative_draft_attention_backend=None)

@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.managers import overlap_utils  # any module of SGLang: the target below is ours
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
 from sgl_prefix_attn.sglang_plugin.compat import hooks, targets
 
 
 class TestVerification:
     @pytest.fixture
     def hook(self, monkeypatch: pytest.MonkeyPatch) -> hooks.Hook:
-        from sglang.srt.managers import overlap_utils  # any module of SGLang: the target below is ours
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
         class Runner:
             def forward(self, value: int) -> int:
                 return value
@@ -40,8 +40,6 @@ class TestVerification:
         return hooks.Hook(target, plus_one, "AFTER", "nothing works")
 
     def test_a_missing_hook_is_applied_late(self, hook: hooks.Hook) -> None:
-        from sglang.srt.managers import overlap_utils
-
         assert not hooks.is_applied(hook)
         assert hooks.ensure_applied((hook,)) == []
         assert hooks.is_applied(hook)
@@ -50,9 +48,6 @@ class TestVerification:
         assert overlap_utils.PrefixPackTestRunner().forward(1) == 2
 
     def test_a_target_that_another_plugin_had_before_gets_ours_too(self, hook: hooks.Hook) -> None:
-        from sglang.srt.managers import overlap_utils
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
         HookRegistry.register(hook.target.path, lambda result, *args: 10 * result, HookType.AFTER)
         HookRegistry.apply_hooks()
         assert hooks.ensure_applied((hook,)) == []

@@ -74,8 +74,7 @@ class TestWrapped:
     def test_the_wrapped_backend_computes_what_stock_does_and_packs(self) -> None:
         fixture = new_fixture()
         fixture.backend = factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
-        state = active_state()
-        fixture.state = state
+        state = fixture.state = active_state()
         expected = fixture.run_stock()
         for ours, stock in zip(fixture.run(), expected, strict=True):
             torch.testing.assert_close(ours, stock)
@@ -107,9 +106,8 @@ class TestWrapped:
     def test_what_sglang_decides_by_the_name_is_left_alone(self, asked: list[Any]) -> None:
         fixture = new_fixture()
         factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
-        assert {hook.target for hook in asked} == {
-            hook.target for hook in hook_table.OTHER_HOOKS + hook_table.handover_hooks(HandoverHooks())
-        }
+        expected = (*hook_table.OTHER_HOOKS, *hook_table.handover_hooks(HandoverHooks()))
+        assert {hook.target for hook in asked} == {hook.target for hook in expected}
 
     def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
         fixture = new_fixture()
@@ -118,8 +116,7 @@ class TestWrapped:
         stocks = fixture.make_stock(), fixture.make_stock()
         prefill, decode = (factory.wrap_backend(fixture.runner, "torch_native", stock, WRAP) for stock in stocks)
         assert (prefill.stock, decode.stock) == stocks
-        fixture.backend, state = decode, plugin_state.active()
-        assert state is not None
+        fixture.backend, state = decode, active_state()
         fixture.state = state
         fixture.run()
         assert state.reported() is decode._record
@@ -147,6 +144,11 @@ def _argument(**values: Any) -> Callable[[Fixture], None]:
 
 def _runner(**values: Any) -> Callable[[Fixture], None]:
     return lambda fixture: vars(fixture.runner).update(values)
+
+
+def _architecture(name: str) -> Callable[[Fixture], None]:
+    config = SimpleNamespace(architectures=[name])
+    return _runner(model_config=SimpleNamespace(is_encoder_decoder=False, hf_config=config))
 
 
 def _pool(change: Callable[[Any], None]) -> Callable[[Fixture], None]:
@@ -185,14 +187,7 @@ REFUSED = {
     "wide heads": (_layers(qk_head_dim=512, v_head_dim=512), reasons.HEAD_DIM),
     "fp4": (_pool(lambda pool: setattr(pool, "k_scale_buffer", [])), reasons.KV_DTYPE),
     "bidirectional": (_layers(attn_type=AttentionType.ENCODER_ONLY), reasons.NON_CAUSAL),
-    "reads metadata": (
-        _runner(
-            model_config=SimpleNamespace(
-                is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["InklingForConditionalGeneration"])
-            )
-        ),
-        reasons.READS_METADATA,
-    ),
+    "reads metadata": (_architecture("InklingForConditionalGeneration"), reasons.READS_METADATA),
 }
 
 
@@ -266,9 +261,7 @@ class TestRefused:
 
     def test_a_graph_switch_of_sglang_stays_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         changed: list[Any] = []
-        monkeypatch.setattr(
-            eligibility.versions, "keep_metadata_out_of_graphs", lambda environ: changed.append(1) or True
-        )
+        monkeypatch.setattr(versions, "keep_metadata_out_of_graphs", lambda environ: changed.append(1) or True)
         runner = on_gpu(monkeypatch, head_dim=32)  # no kernel has it
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.HEAD_DIM
         assert not changed

@@ -16,6 +16,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from tests.support.fake_tree import path_of
+
 try:
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -51,15 +53,10 @@ class PathInfoCore:
     def collect_path_info(self, ids: list[int]) -> tuple[tuple[NodeInfo, ...], ...]:
         paths = []
         for node_id in ids:
-            node, chain = self._core.node_by_id(node_id), []
-            while node.parent is not None:
-                chain.append(node)
-                node = node.parent
-            path, position = [], 0
-            for link in reversed(chain):
-                end = position + len(link.key)
-                path.append(NodeInfo(link.id, link.parent.id, position, end, end - position, len(link.children)))
-                position = end
+            path = []
+            for link_id, begin, end in path_of(self._core.node_by_id(node_id)):
+                link = self._core.node_by_id(link_id)
+                path.append(NodeInfo(link_id, link.parent.id, begin, end, end - begin, len(link.children)))
             paths.append(tuple(path))
         return tuple(paths)
 
@@ -159,16 +156,13 @@ class Pools:
         context: tokens of a request.
     """
 
-    def __init__(self, kind: str, *, slots: int, rows: int, context: int, page_size: int = 1) -> None:
+    def __init__(self, kind: str, *, slots: int, rows: int, context: int) -> None:
         self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
         self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
         params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
+            disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=1,
             tree_components=(ComponentType.FULL,),
-        )
+        )  # fmt: skip
         self.cache = GENERATION.make(kind, params)
         self._count = 0
 

@@ -6,7 +6,7 @@ import ast
 import gc
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -46,17 +46,12 @@ class Signature:
     @classmethod
     def of(cls, node: FunctionNode) -> Signature:
         arguments = node.args
-        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-        keyword_only = [argument.arg for argument in arguments.kwonlyargs]
+        positional = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
+        keyword_only = tuple(argument.arg for argument in arguments.kwonlyargs)
         required = set(positional[: len(positional) - len(arguments.defaults)])
         required |= {name for name, default in zip(keyword_only, arguments.kw_defaults, strict=True) if default is None}
-        return cls(
-            tuple(positional),
-            tuple(keyword_only),
-            frozenset(required),
-            arguments.vararg is not None,
-            arguments.kwarg is not None,
-        )
+        has_args, has_kwargs = arguments.vararg is not None, arguments.kwarg is not None
+        return cls(positional, keyword_only, frozenset(required), has_args, has_kwargs)
 
     def __str__(self) -> str:
         names = [*self.positional, *(["*"] if self.keyword_only or self.has_args else []), *self.keyword_only]
@@ -128,8 +123,6 @@ class SourceTree:
                 found = self._find(f"{_imported_module(statement, owner.module)}.{original}", seen)
                 if found is not None:
                     return found
-            elif isinstance(statement, ast.Import):
-                return Definition(statement, owner.module)
             else:
                 return Definition(statement, owner.module)
         return None
@@ -157,14 +150,9 @@ class SourceTree:
         if isinstance(definition.node, ast.ClassDef):
             init = self._in_class(definition, "__init__", frozenset())
             if init is not None and isinstance(init.node, FunctionNode):
-                signature = Signature.of(init.node)
-                return Signature(
-                    signature.positional[1:],
-                    signature.keyword_only,
-                    signature.required - {signature.positional[0]},
-                    signature.has_args,
-                    signature.has_kwargs,
-                )
+                whole = Signature.of(init.node)
+                this, *positional = whole.positional
+                return replace(whole, positional=tuple(positional), required=whole.required - {this})
         return None
 
     def members(self, definition: Definition) -> dict[str, ast.stmt]:

@@ -58,10 +58,8 @@ class SmallScheduler(Pools):
         slots: KV slots.
     """
 
-    def __init__(
-        self, kind: str, *, slots: int = 4096, rows: int = 256, context: int = 4096, page_size: int = 1
-    ) -> None:
-        super().__init__(kind, slots=slots, rows=rows, context=context, page_size=page_size)
+    def __init__(self, kind: str, *, slots: int = 4096, rows: int = 256, context: int = 4096) -> None:
+        super().__init__(kind, slots=slots, rows=rows, context=context)
         self.tree = self.cache
         self.shown_tree = PathInfoTree(self.tree) if kind == "collect_path_info" else self.tree
         self.running: list[Req] = []
@@ -72,9 +70,8 @@ class SmallScheduler(Pools):
         request.init_next_round_input(self.tree)
         total = len(request.full_untruncated_fill_ids)
         end = total if upto is None else min(upto, total)
-        end = max(end, len(request.prefix_indices) + 1)
-        self._lock(request)
-        self._take(request, end)
+        request.lock_receipt = self.tree.inc_lock_ref(request.last_node).to_dec_params()
+        self._take(request, max(end, len(request.prefix_indices) + 1))
 
     def join(self, prompt: list[int]) -> Req:
         """A request that has been prefilled, and decodes."""
@@ -104,10 +101,9 @@ class SmallScheduler(Pools):
     def extend_batch(self, requests: list[Req], decoding: list[Req] = ()) -> Batch:  # type: ignore[assignment]
         """The batch that prefills `requests` and, if mixed, decodes `decoding`."""
         everyone = [*requests, *decoding]
-        prefix = [r.extend_range.start for r in requests] + [self.lengths[id(r)] - 1 for r in decoding]
-        extend = [r.extend_range.end - r.extend_range.start for r in requests] + [1] * len(decoding)
         batch = self._batch(everyone, ForwardMode.MIXED if decoding else ForwardMode.EXTEND)
-        batch.prefix_lens, batch.extend_lens = prefix, extend
+        batch.prefix_lens = [r.extend_range.start for r in requests] + [self.lengths[id(r)] - 1 for r in decoding]
+        batch.extend_lens = [r.extend_range.end - r.extend_range.start for r in requests] + [1] * len(decoding)
         batch.decoding_reqs = list(decoding) or None
         return batch
 
@@ -184,10 +180,6 @@ class SmallScheduler(Pools):
         slots = self.allocator.alloc(size)
         assert slots is not None, "the test needs more KV slots"
         return slots.to(torch.int32)
-
-    def _lock(self, request: Req) -> None:
-        receipt = self.tree.inc_lock_ref(request.last_node)
-        request.lock_receipt = receipt.to_dec_params()
 
     def _release(self, request: Req, *, insert: bool) -> None:
         self.tree.cache_finished_req(request, is_insert=insert, kv_len_to_handle=self.lengths[id(request)])

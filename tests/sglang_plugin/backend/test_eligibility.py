@@ -40,12 +40,6 @@ class TestEligibility:
         assert not switch.get()
         assert f"{versions.GLUE_VARIABLE} is switched off" in caplog.text
 
-    def test_a_model_of_such_layers_only_has_stock_graphs(self) -> None:
-        fixture = decode(head_dim=32, graphs=4)
-        with fixture.handover.handed_over(fixture.handed):
-            fixture.backend.init_forward_metadata_out_graph(fixture.batch, in_capture=True)
-        assert fixture.stock.graph_calls == ["state 4", "capture"]
-
     def test_a_query_of_another_type_than_the_cache(self) -> None:
         fixture = decode()
         layer = fixture.layers[0]

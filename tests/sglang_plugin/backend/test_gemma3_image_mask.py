@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,13 +50,11 @@ def prepare(backend: Any, *, hooked: bool = True) -> Any:
         extend_prefix_lens=torch.tensor([0]),
         mm_inputs=[SimpleNamespace(mm_items=[image])],
     )
-    original = Gemma3ForConditionalGeneration.prepare_attn_masks
-    arguments = (None, batch, torch.zeros(TOKENS, dtype=torch.int64))
+    make = Gemma3ForConditionalGeneration.prepare_attn_masks
+    if hooked:
+        make = functools.partial(around_prepare_attn_masks, make)
     with forward_context(ForwardContext(attn_backend=backend)):
-        if hooked:
-            around_prepare_attn_masks(original, *arguments, mask_dtype=torch.bool)
-        else:
-            original(*arguments, mask_dtype=torch.bool)
+        make(None, batch, torch.zeros(TOKENS, dtype=torch.int64), mask_dtype=torch.bool)
         assert get_attn_backend() is backend
     return backend.forward_metadata.custom_mask
 
@@ -84,12 +83,9 @@ def test_the_hook_sits_where_the_model_calls() -> None:
         Gemma3ForConditionalGeneration.prepare_attn_masks = original
 
 
-def runner(architecture: str) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
-
-
 def test_packed_prefill_knows_no_such_mask_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert not factory.masks_images(runner("Gemma3ForConditionalGeneration"), "triton", Settings(pack_extend=True))
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"]))
+    assert not factory.masks_images(SimpleNamespace(model_config=config), "triton", Settings(pack_extend=True))
     assert "with pack_extend, tokens of an image do not see those that come after them" in caplog.text
 
 
@@ -102,19 +98,12 @@ def test_wrapped_the_model_finds_the_triton_backend_itself() -> None:
     assert stock.forward_metadata.custom_mask is not None
 
 
-@pytest.mark.parametrize(
-    ("settings", "stock", "refused"),
-    [
-        (Settings(), TritonAttnBackend, False),
-        (Settings(pack_extend=True), TritonAttnBackend, True),
-        (Settings(pack_mixed=True), TritonAttnBackend, True),
-    ],
-)
-def test_wrap_mode_refuses_packed_prefill_of_such_a_model(settings, stock, refused, monkeypatch):
+@pytest.mark.parametrize("packs", [{}, {"pack_extend": True}, {"pack_mixed": True}])
+def test_wrap_mode_refuses_packed_prefill_of_such_a_model(packs, monkeypatch):
     monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: host_kernels())
     fixture = Fixture([[]], [9], head_dim=64, kv_dtype=torch.bfloat16, dtype=torch.bfloat16, server_args=ARGUMENTS)
     model = torch.nn.ModuleList(fixture.layers)
     model.prepare_attn_masks = None
     fixture.runner.device, fixture.runner.model = "cuda", model
-    reason = eligibility.wrap_refusal(fixture.runner, "triton", stock.__new__(stock), settings)
-    assert reason == (fallback_reasons.IMAGE_MASKS if refused else None)
+    reason = eligibility.wrap_refusal(fixture.runner, "triton", triton_backend(), Settings(**packs))
+    assert reason == (fallback_reasons.IMAGE_MASKS if packs else None)

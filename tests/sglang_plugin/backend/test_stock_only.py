@@ -41,6 +41,12 @@ def grown(fixture: Fixture) -> None:
     )
 
 
+def run_steps(fixture: Fixture, count: int) -> None:
+    for _ in range(count):
+        fixture.run()
+        grown(fixture)
+
+
 def bypassed(backend: PrefixPackBackend) -> bool:
     return bool(backend.forward == backend.stock.forward)
 
@@ -101,9 +107,7 @@ def test_a_layer_that_packs_keeps_a_model_with_others() -> None:
     fixture = Fixture(SHARED, LENGTHS)
     fixture.runner.model = None
     fixture.layers[0].logit_cap, fixture.layers[0].logit_capping_method = 30.0, "rational"
-    for _ in range(3):
-        fixture.run()
-        grown(fixture)
+    run_steps(fixture, 3)
     assert not bypassed(fixture.backend)
     assert fixture.state.counters.steps_packed["decode"] == 3
 
@@ -112,24 +116,18 @@ def test_another_backend_that_packs_keeps_the_hooks() -> None:
     """Prefill and decode have backends of their own."""
     fixture = hidden()
     second = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
-    for _ in range(2):
-        fixture.run()
-        grown(fixture)
+    run_steps(fixture, 2)
     assert fixture.state.handover_hooks.active is fixture.handover
     assert not bypassed(fixture.backend)
     fixture.backend, fixture.stock = second, second.stock
-    for _ in range(2):
-        fixture.run()
-        grown(fixture)
+    run_steps(fixture, 2)
     assert fixture.state.handover_hooks.active is None
     assert all(map(bypassed, fixture.state.backends))
 
 
 def test_a_backend_that_comes_later_and_may_pack_gets_paths() -> None:
     fixture = hidden()
-    for _ in range(2):
-        fixture.run()
-        grown(fixture)
+    run_steps(fixture, 2)
     later = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
     assert fixture.state.handover_hooks.active is fixture.handover
     assert fixture.state.never_packs("decode") is None
@@ -140,8 +138,6 @@ def test_one_token_steps_stay() -> None:
     """The ranks make them together, and one alone may lack memory."""
     fixture = hidden()
     fixture.handover.run_one_token_steps()
-    for _ in range(2):
-        fixture.run()
-        grown(fixture)
+    run_steps(fixture, 2)
     assert bypassed(fixture.backend)
     assert fixture.state.handover_hooks.active is fixture.handover

@@ -10,30 +10,23 @@ from pathlib import Path
 import pytest
 
 import sgl_prefix_attn
+from sgl_prefix_attn.sglang_plugin.compat import targets
 from sgl_prefix_attn.sglang_plugin.compat.layout_targets import LAYOUT_TARGETS
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import PINNING_TARGETS
-from sgl_prefix_attn.sglang_plugin.compat.targets import (
-    ATTENTION_BACKEND,
-    DELEGATED_MEMBERS,
-    NATIVE_SEAM,
-    SUPPORTED_VERSIONS,
-    TARGETS,
-    Target,
-    Use,
-)
+from sgl_prefix_attn.sglang_plugin.compat.targets import ATTENTION_BACKEND, DELEGATED_MEMBERS, Target, Use
 from sgl_prefix_attn.sglang_plugin.compat.wrap_targets import WRAP_TARGETS
 from tests.support.sglang_contract import Definition, Signature, SourceTree
 from tests.support.wheels import WheelUnavailableError, published_source
 
-ALL_TARGETS = (*TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS)
+ALL_TARGETS = (*targets.TARGETS, *PINNING_TARGETS, *WRAP_TARGETS, *LAYOUT_TARGETS)
 PLUGIN = Path(sgl_prefix_attn.__file__).parent / "sglang_plugin"
 BACKEND = PLUGIN / "backend" / "backend.py"
 # Members that our backend adds to the base class: what a patched SGLang and our process state call.
-ADDED_MEMBERS = {NATIVE_SEAM, "stop_packing", "token_to_kv_pool"}
+ADDED_MEMBERS = {targets.NATIVE_SEAM, "stop_packing", "token_to_kv_pool"}
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
-@pytest.fixture(scope="module", params=SUPPORTED_VERSIONS)
+@pytest.fixture(scope="module", params=targets.SUPPORTED_VERSIONS)
 def sglang(request: pytest.FixtureRequest) -> tuple[str, SourceTree]:
     try:
         return request.param, SourceTree(published_source(request.param))
@@ -56,9 +49,8 @@ def problem(source: SourceTree, target: Target) -> str | None:
         return None if isinstance(found.node, ast.Assign) else "cannot be called"
     if target.use is Use.HOOK:
         leading = signature.positional[: len(target.parameters)]
-        return (
-            None if leading == target.parameters else f"parameters are {signature}, not {', '.join(target.parameters)}"
-        )
+        expected = ", ".join(target.parameters)
+        return None if leading == target.parameters else f"parameters are {signature}, not {expected}"
     return _call_problem(signature, target, is_method=_is_method(source, target, found))
 
 
@@ -101,9 +93,7 @@ def test_targets_with_a_version_range_are_absent_outside_it(sglang: tuple[str, S
 def test_every_member_of_the_base_class_is_ours_or_knowingly_delegated(sglang: tuple[str, SourceTree]) -> None:
     """A method that a new SGLang adds must not be answered by the base class's default without anybody noticing."""
     version, source = sglang
-    base = source.find(ATTENTION_BACKEND.path)
-    assert base is not None
-    members = {name for name in source.members(base) if not name.startswith("_")}
+    members = {name for name in base_members(source) if not name.startswith("_")}
     unknown = sorted(members - set(own_members()) - DELEGATED_MEMBERS)
     assert not unknown, (
         f"sglang {version}: AttentionBackend has {', '.join(unknown)}: define or add to DELEGATED_MEMBERS"
@@ -112,10 +102,8 @@ def test_every_member_of_the_base_class_is_ours_or_knowingly_delegated(sglang: t
 
 def test_our_members_take_what_the_base_class_takes(sglang: tuple[str, SourceTree]) -> None:
     version, source = sglang
-    base = source.find(ATTENTION_BACKEND.path)
-    assert base is not None
     rows = []
-    for name, member in source.members(base).items():
+    for name, member in base_members(source).items():
         ours = own_members().get(name)
         if not isinstance(member, ast.FunctionDef) or not isinstance(ours, ast.FunctionDef):
             continue
@@ -167,15 +155,18 @@ def calls_of(function: ast.FunctionDef, name: str) -> list[int]:
     ]
 
 
-def backend_class() -> ast.ClassDef:
-    classes = [node for node in ast.parse(BACKEND.read_bytes()).body if isinstance(node, ast.ClassDef)]
-    return next(node for node in classes if "AttentionBackend" in map(ast.unparse, node.bases))
+def base_members(source: SourceTree) -> dict[str, ast.stmt]:
+    base = source.find(ATTENTION_BACKEND.path)
+    assert base is not None
+    return source.members(base)
 
 
 def own_members() -> dict[str, ast.stmt]:
     """What the body of our backend class defines."""
+    classes = [node for node in ast.parse(BACKEND.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    ours = next(node for node in classes if "AttentionBackend" in map(ast.unparse, node.bases))
     members: dict[str, ast.stmt] = {}
-    for statement in backend_class().body:
+    for statement in ours.body:
         if isinstance(statement, ast.FunctionDef):
             members[statement.name] = statement
         elif isinstance(statement, ast.Assign):
@@ -187,14 +178,12 @@ def own_members() -> dict[str, ast.stmt]:
 
 def test_no_member_is_listed_that_no_version_has() -> None:
     known: set[str] = set()
-    for version in SUPPORTED_VERSIONS:
+    for version in targets.SUPPORTED_VERSIONS:
         try:
             source = SourceTree(published_source(version))
         except WheelUnavailableError as reason:
             pytest.skip(str(reason))
-        base = source.find(ATTENTION_BACKEND.path)
-        assert base is not None
-        known |= set(source.members(base))
+        known |= set(base_members(source))
     assert known >= DELEGATED_MEMBERS
     assert not DELEGATED_MEMBERS & set(own_members()), "delegated, or ours"
     public = {name for name, node in own_members().items() if not name.startswith("_")}

@@ -11,16 +11,12 @@ from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 
 
-@pytest.fixture
-def fallbacks() -> CpuFallbacks:
-    return CpuFallbacks()
-
-
 def says_yes(backend: str) -> bool:
     return True
 
 
-def test_on_a_cpu_there_is_no_triton_for_prefixpack(fallbacks: CpuFallbacks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_there_is_no_triton_for_prefixpack(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallbacks = CpuFallbacks()
     monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(device="cpu"))
     assert fallbacks.around_support_triton(says_yes, "prefixpack") is False
     assert fallbacks.around_support_triton(says_yes, "triton") is True
@@ -28,10 +24,10 @@ def test_on_a_cpu_there_is_no_triton_for_prefixpack(fallbacks: CpuFallbacks, mon
     assert fallbacks.around_support_triton(says_yes, "prefixpack") is True
 
 
-def test_last_slots_are_those_of_sglangs_own_torch_version(fallbacks: CpuFallbacks) -> None:
+def test_last_slots_are_those_of_sglangs_own_torch_version() -> None:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    fallbacks, table = CpuFallbacks(), torch.arange(40, dtype=torch.int32).view(4, 10)
     rows, prefixes = torch.tensor([3, 0, 1]), torch.tensor([10, 0, 1])
 
     def unused(*args: torch.Tensor) -> torch.Tensor:

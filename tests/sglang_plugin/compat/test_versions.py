@@ -58,18 +58,18 @@ class TestEntry:
         assert self.choices.count("prefixpack") == 1
         assert "prefixpack" in self.factories
 
-    def test_an_unsupported_version_registers_nothing_and_says_so(self, monkeypatch, caplog):
-        monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
+    @pytest.mark.parametrize("why", ["0.5.99 is installed", "PREFIXPACK_STOCK_BACKND"])
+    def test_an_unsupported_version_or_a_typo_in_the_settings_registers_nothing_and_says_so(
+        self, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if why.startswith("PREFIXPACK"):
+            monkeypatch.setenv(why, "triton")
+        else:
+            monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
         entry.register()
         assert "prefixpack" not in self.choices
         assert "prefixpack" not in self.factories
-        assert "0.5.99 is installed" in caplog.text
-
-    def test_a_typo_in_the_settings_registers_nothing_and_names_the_key(self, monkeypatch, caplog):
-        monkeypatch.setenv("PREFIXPACK_STOCK_BACKND", "triton")
-        entry.register()
-        assert "prefixpack" not in self.choices
-        assert "PREFIXPACK_STOCK_BACKND" in caplog.text
+        assert why in caplog.text
 
     @pytest.mark.parametrize("scheduler", [False, True])
     def test_a_scheduler_process_gets_the_hooks_that_do_not_run_in_each_step_and_no_other_process_any(
@@ -86,25 +86,15 @@ class TestEntry:
         assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
 
 
-class TestTreeCore:
-    @pytest.fixture
-    def core(self, monkeypatch: pytest.MonkeyPatch) -> type:
-        from sglang.srt.environ import envs
-        from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface
+def test_a_native_core_that_tells_no_paths_is_replaced_unless_the_user_chose_it(monkeypatch):
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache.unified_cache import unified_tree_core_interface
 
-        class Core:
-            pass
-
-        monkeypatch.setattr(unified_tree_core_interface, "UnifiedTreeCoreInterface", Core)
-        monkeypatch.setattr(type(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND), "get", lambda self: "rust")
-        return Core
-
-    def test_a_native_core_that_tells_no_paths_is_replaced(self, core: type) -> None:
-        environ: dict[str, str] = {}
-        assert versions.ask_for_readable_tree_core(environ)
-        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-
-    def test_what_the_user_chose_stays(self, core: type) -> None:
-        environ = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
-        assert not versions.ask_for_readable_tree_core(environ)
-        assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+    monkeypatch.setattr(unified_tree_core_interface, "UnifiedTreeCoreInterface", type("Core", (), {}))
+    monkeypatch.setattr(type(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND), "get", lambda self: "rust")
+    environ: dict[str, str] = {}
+    assert versions.ask_for_readable_tree_core(environ)
+    assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+    environ = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}
+    assert not versions.ask_for_readable_tree_core(environ)
+    assert environ == {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"}

@@ -75,12 +75,9 @@ class Runner(module.DecodeCudaGraphRunner):
         self.model_runner.capture_head_hooks = self.model_runner.capture_tail_hooks = []
         self.model_runner.server_args.debug_cuda_graph = False
         self.model_runner.is_draft_worker = False
-        self.buffers = mock.MagicMock(
-            req_pool_indices=fixture.batch.req_pool_indices,
-            seq_lens=fixture.batch.seq_lens,
-            seq_lens_cpu=fixture.batch.seq_lens_cpu,
-            mamba_track_indices=None,
-        )
+        static = ("req_pool_indices", "seq_lens", "seq_lens_cpu")
+        self.buffers = mock.MagicMock(**{name: getattr(fixture.batch, name) for name in static})
+        self.buffers.mamba_track_indices = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -92,23 +89,10 @@ class Runner(module.DecodeCudaGraphRunner):
         self.fixture.batch.dp_padding_mode = mock.MagicMock()
         return self.fixture.batch, self.attn_backend, None
 
-    def recapture_if_needed(self, forward_batch: Any) -> None:
-        pass
-
-    def model_context(self) -> Any:
-        return mock.MagicMock()
-
-    def _process_output_after_replay(self, output: Any, forward_batch: Any) -> Any:
-        return output
-
-    def _validate_capture_hidden_mode(self, forward_batch: Any) -> None:
-        pass
-
-    def _set_dp_real_num_tokens(self, raw_num_token: int) -> None:
-        pass
-
-    def _take_early_verify_metadata(self, *args: Any, **kwargs: Any) -> bool:
-        return False
+    recapture_if_needed = _validate_capture_hidden_mode = _set_dp_real_num_tokens = mock.MagicMock(return_value=None)
+    model_context = mock.MagicMock()
+    _process_output_after_replay = mock.MagicMock(side_effect=lambda output, forward_batch: output)
+    _take_early_verify_metadata = mock.MagicMock(return_value=False)
 
 
 @pytest.fixture
@@ -121,8 +105,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
         ("capture_one_shape", graph_variants.around_capture_one_shape),
         ("_make_graph_key", graph_variants.around_make_graph_key),
     ):
-        original = getattr(module.DecodeCudaGraphRunner, name)
-        monkeypatch.setattr(module.DecodeCudaGraphRunner, name, _around(original, hook))
+        around = functools.partialmethod(_hooked, hook, getattr(module.DecodeCudaGraphRunner, name))
+        monkeypatch.setattr(module.DecodeCudaGraphRunner, name, around)
     for name in ("get_exec", "set_dp_buffer_len", "set_is_extend_in_batch", "device_timer_ctx"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, mock.MagicMock())
@@ -134,12 +118,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     plugin_state.reset()
 
 
-def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    return wrapper
+def _hooked(runner: Runner, hook: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hook(original, runner, *args, **kwargs)
 
 
 def capture(runner: Runner) -> None:

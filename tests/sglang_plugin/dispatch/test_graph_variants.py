@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.routing.profiles import write_profile
 from tests.sglang_plugin.fixture import LAYERS
 from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, DecodeGraphs, GpuFixture, assert_same
@@ -27,26 +28,24 @@ ALWAYS_STOCK = {"packed": {"launch": 1000.0}, "stock": {"launch": 1.0}}
 ALWAYS_PACKED = {"packed": {"launch": 1.0}, "stock": {"launch": 1000.0}}
 
 
-class Routed:
-    """Makes worlds whose steps are routed by a profile."""
+Routed = Callable[..., GpuFixture]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def __call__(self, profile: dict[str, Any], *sizes: int, hooked: bool = True, **options: Any) -> GpuFixture:
-        path = write_profile(self.folder, profile["packed"], profile["stock"], kernels="native", backend="fa3")
+@pytest.fixture
+def routed(tmp_path: Path) -> Routed:
+    """Makes worlds whose steps are routed by a profile, with graphs of some sizes."""
+
+    def make(profile: dict[str, Any], *sizes: int, hooked: bool = True) -> GpuFixture:
+        path = write_profile(tmp_path, **profile, kernels="native", backend="fa3")
         settings = Settings(metrics=False, route_profile=path, route_margin=0)
-        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256, **options)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", room=256)
         if sizes:
             fixture.graphs = DecodeGraphs(fixture, max(sizes), hooked=hooked)
             for size in sorted(sizes, reverse=True):
                 fixture.graphs.capture(size)
         return fixture
 
-
-@pytest.fixture
-def routed(tmp_path: Path) -> Routed:
-    return Routed(tmp_path)
+    return make
 
 
 def routes(fixture: GpuFixture) -> dict[str, int]:
@@ -65,9 +64,8 @@ class TestCapture:
 
     @pytest.mark.parametrize("route", ["packed", "stock"])
     def test_a_fixed_route_has_one_graph_for_each_size(self, route: Any) -> None:
-        fixture = GpuFixture(
-            SHARED, LENGTHS, settings=Settings(metrics=False, route=route), stock_backend="fa3", graphs=4
-        )
+        settings = Settings(metrics=False, route=route)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=settings, stock_backend="fa3", graphs=4)
         fixture.graphs.capture(4)
         assert list(fixture.graphs.graphs) == [ShapeKey(4)]
         assert_same(fixture.graphs.replay(), fixture.run_stock())
@@ -191,9 +189,7 @@ class TestReplay:
         assert len(looks) == 2
         assert routes(fixture)["stock"] == 2 * STEPS_BETWEEN_PLANS
 
-    @pytest.mark.parametrize(
-        "handed", [NOTHING, Handed(fallback_reasons.BEAM_ROWS), Handed(fallback_reasons.NO_RADIX_CACHE)]
-    )
+    @pytest.mark.parametrize("handed", [NOTHING, Handed(reasons.BEAM_ROWS), Handed(reasons.NO_RADIX_CACHE)])
     def test_steps_without_paths_replay_the_stock_graph(self, routed: Routed, handed: Handed) -> None:
         fixture = routed(ALWAYS_PACKED, 8)
         assert_same(fixture.graphs.replay(handed), fixture.run_stock())

@@ -220,15 +220,8 @@ def test_a_pasted_command(words: list[str], variables: dict[str, str]) -> None:
 
 
 def test_a_model_without_an_option() -> None:
-    assert launch_command(["sglang", "serve", "org/model", "--model-type", "llm", "--port", "1"]) == (
-        {},
-        ["--model-path", "org/model", "--port", "1"],
-    )
-
-
-def test_a_pasted_command_of_another_program() -> None:
-    with pytest.raises(ValueError, match="'bash' is no launch argument"):
-        launch_command(["bash", "run.sh", *ARGUMENTS])
+    found = launch_command(["sglang", "serve", "org/model", "--model-type", "llm", "--port", "1"])
+    assert found == ({}, ["--model-path", "org/model", "--port", "1"])
 
 
 class TestCommand:

@@ -33,10 +33,8 @@ class TestEagerSteps:
         assert fixture.stock.metadata_calls == 1
         assert fixture.stock.layer_calls == LAYERS
         never_packed = fixture.handover._tracker.never_packed
-        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == [
-            None,
-            *[fallback_reasons.COMPUTE_BOUND] * 2,
-        ]
+        expected = [None, *[fallback_reasons.COMPUTE_BOUND] * 2]
+        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == expected
 
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
         fixture = extend(settings=Settings(metrics=False, pack_extend=True))
@@ -69,9 +67,8 @@ class TestEagerSteps:
         fixture.run()
         for tokens in (100, 2, 0):  # one is what a step of ours adds
             fixture.grow(tokens)
-            assert_same(
-                fixture.run(), fixture.run_stock()
-            )  # HostStep refuses a tail beyond what the plan was loaded with
+            # HostStep refuses a tail beyond what the plan was loaded with.
+            assert_same(fixture.run(), fixture.run_stock())
             assert fixture.backend.decision.step is not None
             assert fixture.backend.decision.step.age == 0
         fixture.grow(1)

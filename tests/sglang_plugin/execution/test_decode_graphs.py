@@ -17,10 +17,8 @@ from sgl_prefix_attn.sglang_plugin.backend import backend
 from sgl_prefix_attn.sglang_plugin.execution import cuda_executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
-from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.gpu_fixture import (
-    LENGTHS,
-    SHARED,
     DecodeGraphs,
     GpuFixture,
     assert_same,
@@ -48,7 +46,7 @@ class TestDecodeGraphs:
     def test_a_smaller_batch_in_the_same_graph(self) -> None:
         fixture = graphs(4)
         fixture.graphs.replay()
-        fewer = GpuFixture(SHARED[:2], LENGTHS[:2])
+        fewer = GpuFixture(fixture.paths[:2], fixture.seq_lens[:2])
         two = first_of(fixture.batch, 2)
         out = fixture.graphs.replay(Handed(fewer.step, two.req_pool_indices, two.seq_lens_cpu), two)
         assert_same(out, [rows[:2] for rows in fixture.run_stock()])
@@ -72,20 +70,14 @@ class TestDecodeGraphs:
         assert fixture.fallbacks == {}
 
     @pytest.mark.parametrize(
-        "handed",
-        [
-            NOTHING,
-            Handed(fallback_reasons.BEAM_ROWS),
-            Handed(fallback_reasons.MODE),
-            Handed(fallback_reasons.NO_RADIX_CACHE),
-        ],
+        "handed", [NOTHING, *map(Handed, (reasons.BEAM_ROWS, reasons.MODE, reasons.NO_RADIX_CACHE))]
     )
     def test_without_paths_requests_are_read_one_by_one(self, handed: Handed) -> None:
         fixture = graphs(8)
         assert_same(fixture.graphs.replay(handed), fixture.run_stock())
         assert fixture.fallbacks == {handed.step: 1}
         assert not fixture.state.counters.steps_packed["decode"]
-        assert fixture.device_step.loads[-1].kv_tokens_packed == sum(LENGTHS)
+        assert fixture.device_step.loads[-1].kv_tokens_packed == sum(fixture.seq_lens)
         assert fixture.stock.graph_calls == ["state 8"]
 
     def test_a_plan_that_does_not_fit_is_replaced_by_reading_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +92,7 @@ class TestDecodeGraphs:
 
         monkeypatch.setattr(fixture.device_step, "load", too_large)
         assert_same(fixture.graphs.replay(), fixture.run_stock())
-        assert fixture.fallbacks == {fallback_reasons.PLAN_TOO_LARGE: 1}
+        assert fixture.fallbacks == {reasons.PLAN_TOO_LARGE: 1}
 
     def test_without_memory_for_buffers_graphs_hold_the_stock_backend(self) -> None:
         fixture = decode()
@@ -109,7 +101,7 @@ class TestDecodeGraphs:
         fixture.graphs.capture(4)
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert fixture.stock.graph_calls[-1] == "replay"
-        assert list(fixture.fallbacks) == [fallback_reasons.NO_MEMORY]
+        assert list(fixture.fallbacks) == [reasons.NO_MEMORY]
 
     def test_ranks_that_capture_in_step_do_not_start_where_one_has_no_memory_for_buffers(self, monkeypatch):
         fixture = decode()
@@ -143,8 +135,8 @@ class TestDecodeGraphs:
     def test_a_batch_without_lengths_on_the_host_is_still_right(self) -> None:
         fixture = graphs(4)
         fixture.batch.seq_lens_cpu = None
-        assert_same(fixture.graphs.replay(Handed(fallback_reasons.NO_HOST_LENGTHS)), fixture.run_stock())
-        assert fixture.fallbacks == {fallback_reasons.NO_HOST_LENGTHS: 1}
+        assert_same(fixture.graphs.replay(Handed(reasons.NO_HOST_LENGTHS)), fixture.run_stock())
+        assert fixture.fallbacks == {reasons.NO_HOST_LENGTHS: 1}
 
     def test_prefill_between_two_replays(self) -> None:
         fixture = graphs(4)
@@ -195,8 +187,9 @@ class TestGraphsWithStockLayers:
         assert fixture.stock.graph_calls[1:] == ["capture", "in graph"]
         assert fixture.backend.decision.step is None
 
-    def test_decode_switched_off(self) -> None:
-        fixture = decode(graphs=4, settings=Settings(metrics=False, pack_decode=False))
+    @pytest.mark.parametrize("options", [{"settings": Settings(metrics=False, pack_decode=False)}, {"head_dim": 32}])
+    def test_decode_switched_off_or_a_model_of_such_layers_only(self, options: dict[str, Any]) -> None:
+        fixture = decode(graphs=4, **options)
         with fixture.handover.handed_over(fixture.handed):
             fixture.backend.init_forward_metadata_out_graph(fixture.batch, in_capture=True)
         assert fixture.stock.graph_calls == ["state 4", "capture"]

@@ -140,13 +140,10 @@ def test_which_stock_backends_know_scales() -> None:
     assert not knows_kv_scales("flex_attention")
 
 
-class TestOtherCaches:
-    def unsupported_reasons(self, fixture: Fixture) -> set[str | None]:
-        fixture.backend._layers.scan_model()
-        return fixture.backend._layers.unsupported_reasons()
-
-    def test_e5m2(self) -> None:
-        assert self.unsupported_reasons(make_fixture(kv_dtype=torch.float8_e5m2)) == {fallback_reasons.KV_DTYPE}
+def test_e5m2() -> None:
+    fixture = make_fixture(kv_dtype=torch.float8_e5m2)
+    fixture.backend._layers.scan_model()
+    assert fixture.backend._layers.unsupported_reasons() == {fallback_reasons.KV_DTYPE}
 
 
 class TestOnAGpu:

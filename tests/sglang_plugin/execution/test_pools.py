@@ -15,13 +15,8 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend.eligibility import unsupported_kv
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
+from sgl_prefix_attn.sglang_plugin.execution import pool_support
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import unsupported_buffers
-from sgl_prefix_attn.sglang_plugin.execution.pool_support import (
-    COMPOSITE_POOLS,
-    PLAIN_POOLS,
-    unsupported_pool,
-    unsupported_slots,
-)
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.routing.profiles import write_profile
 from tests.sglang_plugin import gpu_fixture
@@ -84,23 +79,14 @@ class TestHybridModels:
 
 
 class TestFamilies:
-    """Facts about layers as the models of three families build them."""
+    """Layers as the models of two families build them."""
 
-    @staticmethod
-    def reasons_of(layers: list[RadixAttention], windows: tuple[int, ...], **pool: Any) -> list[str | None]:
-        fixture = decode(windows=windows, **pool)
-        fixture.layers[:] = layers
-        return [fixture.backend._layers.facts(layer).unsupported_reason for layer in layers]
-
-    def test_llama_4(self) -> None:
+    @pytest.mark.parametrize(("windows", "reason"), [((0,), reasons.HYBRID_SWA), ((), reasons.LAYER_VARIANT)])
+    def test_llama_4(self, windows: tuple[int, ...], reason: str) -> None:
         """Layers with rotary positions attend in chunks (`use_irope`) and have window slots; each fourth is global."""
-        layers = [RadixAttention(4, 32, 32**-0.5, 2, i, use_irope=i == 0) for i in range(LAYERS)]
-        assert self.reasons_of(layers, (0,)) == [reasons.HYBRID_SWA, None]
-        assert self.reasons_of(layers, ()) == [reasons.LAYER_VARIANT, None]
-
-    def test_gpt_oss(self) -> None:
-        layers = [RadixAttention(4, 64, 0.125, 2, i, sliding_window_size=127 if i == 0 else -1) for i in range(LAYERS)]
-        assert self.reasons_of(layers, (0,), head_dim=64) == [reasons.HYBRID_SWA, None]
+        fixture = decode(windows=windows)
+        fixture.layers[:] = [RadixAttention(4, 32, 32**-0.5, 2, i, use_irope=i == 0) for i in range(LAYERS)]
+        assert [fixture.backend._layers.facts(layer).unsupported_reason for layer in fixture.layers] == [reason, None]
 
     def test_sinks_over_head_dim_64_on_the_gpu_path(self) -> None:
         """GPT-OSS passes a learned logit for each query head, which joins the softmax's denominator."""
@@ -158,12 +144,11 @@ class TestRefusedPools:
             for name, member in vars(module).items()
             if isinstance(member, type) and issubclass(member, memory_pool.KVCache)
         }
-        assert found > PLAIN_POOLS | {"SWAKVPool", "HybridLinearKVPool"}
+        assert found > pool_support.PLAIN_POOLS | {"SWAKVPool", "HybridLinearKVPool"}
         inside = pool_named("MHATokenToKVPool")
-        accepted = {
-            name for name in found if unsupported_pool(pool_named(name, full_kv_pool=inside, main_pool=inside)) is None
-        }
-        assert accepted <= PLAIN_POOLS | set(COMPOSITE_POOLS)
+        pools = {name: pool_named(name, full_kv_pool=inside, main_pool=inside) for name in found}
+        accepted = {name for name, pool in pools.items() if pool_support.unsupported_pool(pool) is None}
+        assert accepted <= pool_support.PLAIN_POOLS | set(pool_support.COMPOSITE_POOLS)
 
     @pytest.mark.parametrize(
         ("pool", "reason"),
@@ -186,7 +171,7 @@ class TestRefusedPools:
         ids=lambda value: type(value).__name__ if isinstance(value, SimpleNamespace) else str(value),
     )
     def test_known_pools(self, pool: Any, reason: str) -> None:
-        assert unsupported_pool(pool) == reason
+        assert pool_support.unsupported_pool(pool) == reason
         assert unsupported_kv(SimpleNamespace(token_to_kv_pool=pool)) == reason
         assert reason in reasons.EXPLANATIONS
 
@@ -206,12 +191,8 @@ class TestRefusedPools:
         layer = SimpleNamespace(tp_k_head_num=2, qk_head_dim=32)
         assert unsupported_buffers(layer, k_cache, v_cache) == reason
 
-    def test_a_translator_of_ids_over_a_pool_that_looks_plain(self) -> None:
-        runner = decode().runner
-        assert unsupported_kv(runner) is None
-        runner.kv_index_translator = SimpleNamespace(is_translating=True)
-        assert unsupported_kv(runner) == reasons.VIRTUAL_SLOTS
-        runner.kv_index_translator = SimpleNamespace(is_translating=False)
+    def test_an_idle_translator_of_ids_is_none(self) -> None:
+        runner = decode(kv_index_translator=SimpleNamespace(is_translating=False)).runner
         assert unsupported_kv(runner) is None
 
     def test_pages_by_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +201,11 @@ class TestRefusedPools:
         pool = memory_pool.MHATokenToKVPool(16, 1, torch.float32, 2, 32, 1, "cpu", False, enable_alt_stream=False)
         if pool.get_key_buffer(0).dim() == 3:
             pytest.skip("this SGLang has no such layout")
-        assert unsupported_pool(pool) == reasons.KV_LAYOUT
+        assert pool_support.unsupported_pool(pool) == reasons.KV_LAYOUT
 
     def test_a_layer_that_the_hybrid_pool_does_not_know(self) -> None:
         pool = hybrid(decode).pool
-        assert unsupported_slots(pool, SimpleNamespace(layer_id=7)) == reasons.KV_LAYOUT
+        assert pool_support.unsupported_slots(pool, SimpleNamespace(layer_id=7)) == reasons.KV_LAYOUT
 
     def test_a_refused_pool_is_never_asked_for_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fixture = decode()

@@ -41,11 +41,17 @@ def started(kind: Kind = "hooks", step: Any = STEP) -> tuple[HandoverHooks, Hand
     return hooks, hooks.active, counters
 
 
+def announced(hooks: HandoverHooks, runner: Any = TARGET) -> Any:
+    """A forward batch whose paths SGLang has shown to the hooks."""
+    forward_batch = SimpleNamespace()
+    hooks.after_forward_batch_init(forward_batch, object, BATCH, runner)
+    return forward_batch
+
+
 class TestHooks:
     def test_paths_are_there_inside_the_forward_and_gone_after(self) -> None:
         hooks, active, _ = started()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        forward_batch = announced(hooks)
         assert active.take() is NOTHING
         seen = []
 
@@ -65,8 +71,7 @@ class TestHooks:
 
     def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
         hooks, active, counters = started()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        forward_batch = announced(hooks)
 
         def forward(runner: Any, batch: Any) -> None:
             raise RuntimeError("out of memory")
@@ -78,15 +83,12 @@ class TestHooks:
 
     def test_draft_models_are_left_alone(self) -> None:
         hooks, active, _ = started()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, DRAFT)
-        assert vars(forward_batch) == {}
+        assert vars(announced(hooks, DRAFT)) == {}
         assert active.take() is NOTHING
 
     def test_without_a_prefixpack_backend_the_hooks_do_nothing(self) -> None:
         hooks = HandoverHooks()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        forward_batch = announced(hooks)
         assert vars(forward_batch) == {}
         assert hooks.around_forward(lambda runner, batch: 5, TARGET, forward_batch) == 5
 
@@ -94,9 +96,7 @@ class TestHooks:
         hooks, active, counters = started(step=AttributeError("no such field"))
         seen = []
         for _ in range(3):
-            forward_batch = SimpleNamespace()
-            hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
-            hooks.around_forward(lambda runner, batch: seen.append(active.take().step), TARGET, forward_batch)
+            hooks.around_forward(lambda runner, batch: seen.append(active.take().step), TARGET, announced(hooks))
         assert seen == [fallback_reasons.HOOK_FAILED] * 3
         assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 3
         assert caplog.text.count("Traceback") == 1
@@ -105,8 +105,7 @@ class TestHooks:
     def test_paths_are_there_while_a_decode_graph_is_loaded(self) -> None:
         """Outside of the runner's forward for some verify steps, inside of it for others."""
         hooks, active, _ = started()
-        forward_batch = SimpleNamespace()
-        hooks.after_forward_batch_init(forward_batch, object, BATCH, TARGET)
+        forward_batch = announced(hooks)
         seen = []
 
         def load_batch(runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> None:

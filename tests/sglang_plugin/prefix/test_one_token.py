@@ -72,24 +72,14 @@ def test_the_forward_batch_becomes_one_of_a_decode_step(mixed: bool) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"extend_lens": [1, 2, 1]},
-        {"extend_lens": [1, 1]},
-        {"extend_lens": None},
-        {"reqs": []},
-        {"forward_mode": ForwardMode.DECODE},
-        {"forward_mode": ForwardMode.SPLIT_PREFILL},
-        {"return_logprob": True},
-        {"return_hidden_states": True},
-        {"is_prefill_only": True},
-        {"input_embeds": "some"},
-        {"replace_embeds": "some"},
-        {"multimodal_inputs": [None, "some", None]},
-        {"encoder_lens": "some"},
-        {"global_num_tokens": [3, 3]},
-        {"dllm_config": "some"},
+        {"extend_lens": [1, 2, 1]}, {"extend_lens": [1, 1]}, {"extend_lens": None}, {"reqs": []},
+        {"forward_mode": ForwardMode.DECODE}, {"forward_mode": ForwardMode.SPLIT_PREFILL},
+        {"return_logprob": True}, {"return_hidden_states": True}, {"is_prefill_only": True},
+        {"input_embeds": "some"}, {"replace_embeds": "some"}, {"multimodal_inputs": [None, "some", None]},
+        {"encoder_lens": "some"}, {"global_num_tokens": [3, 3]}, {"dllm_config": "some"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_other_batches_stay_as_they_are(fields: dict[str, Any]) -> None:
     assert applies(Rollout().batch(mixed=True, multimodal_inputs=[None] * 3))
     assert not applies(Rollout().batch(mixed=True, **fields))

@@ -9,19 +9,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import (
-    Branch,
-    NodeByIdReader,
-    ObjectReader,
-    PathInfoReader,
-    PathNode,
-    TreeReader,
-    Unreadable,
-    reader_for,
-)
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Branch, ObjectReader, PathNode, Unreadable, reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.support.fake_tree import FakeTree
-from tests.support.small_scheduler import SmallScheduler
+from tests.support.small_scheduler import TREES, SmallScheduler
 
 
 def test_branches_begin_below_what_is_known() -> None:
@@ -30,9 +21,8 @@ def test_branches_begin_below_what_is_known() -> None:
     leaf = tree.add(chain[2], tokens=7)
     known: dict[int, int] = {}
     read = []
-    for branch in ObjectReader(tree).branches(
-        [chain[-1], leaf, chain[3], tree.root_node], lambda id: known.get(id, -1)
-    ):
+    handles = [chain[-1], leaf, chain[3], tree.root_node]
+    for branch in ObjectReader(tree).branches(handles, lambda id: known.get(id, -1)):
         assert branch is not None
         known.update(zip(branch.ids, branch.ends, strict=True))
         read.append(branch)
@@ -46,49 +36,29 @@ def test_branches_begin_below_what_is_known() -> None:
     assert read[0].path()[-2:] == [PathNode(ids[3], 6, 8, False), PathNode(ids[4], 8, 10, True)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reader"),
-    [("objects", ObjectReader), ("node_by_id", NodeByIdReader), ("collect_path_info", PathInfoReader)],
-)
-class TestReadableTrees:
-    def reader(self, kind: str) -> tuple[SmallScheduler, TreeReader]:
-        scheduler = SmallScheduler(kind)
-        reader = reader_for(scheduler.shown_tree)
-        assert not isinstance(reader, Unreadable)
-        return scheduler, reader
-
-    def test_handles_that_are_no_nodes_have_no_path(self, kind: str, reader: type) -> None:
-        scheduler, chosen = self.reader(kind)
-        request = scheduler.request([1] * 10)
-        scheduler.match(request)
-        scheduler.prefill_done(request)
-        session_node = object()
-        handles = [None, session_node, request.last_node]
-        assert chosen.ids(handles)[:2] == [-1, -1]
-        assert chosen.ids(handles)[2] >= 0
-        paths = chosen.paths(handles)
-        assert paths[:2] == [None, None]
-        assert paths[2] is not None
-        assert [(node.begin, node.end) for node in paths[2]] == [(0, 10)]
+@pytest.mark.parametrize("kind", TREES)
+def test_handles_that_are_no_nodes_have_no_path(kind: str) -> None:
+    scheduler = SmallScheduler(kind)
+    reader: Any = reader_for(scheduler.shown_tree)
+    handles = [None, object(), scheduler.join([1] * 10).last_node]  # the second as a session's
+    assert reader.ids(handles)[:2] == [-1, -1]
+    assert reader.ids(handles)[2] >= 0
+    nothing, none_either, path = reader.paths(handles)
+    assert nothing is none_either is None
+    assert [(node.begin, node.end) for node in path] == [(0, 10)]
 
 
-class TestGoneNodes:
-    @pytest.mark.parametrize("kind", ["node_by_id", "collect_path_info"])
-    def test_an_evicted_id_has_no_path_and_hides_no_other(self, kind: str) -> None:
-        scheduler = SmallScheduler(kind)
-        reader = reader_for(scheduler.shown_tree)
-        assert not isinstance(reader, Unreadable)
-        gone, stays = (scheduler.request([token] * 10) for token in (1, 2))
-        for request in (gone, stays):
-            scheduler.match(request)
-            scheduler.prefill_done(request)
-        handle = gone.last_node
-        scheduler.finish(gone)
-        scheduler.evict(10)
-        paths = reader.paths([handle, stays.last_node])
-        assert paths[0] is None
-        assert paths[1] is not None
-        assert [(node.begin, node.end) for node in paths[1]] == [(0, 10)]
+@pytest.mark.parametrize("kind", ["node_by_id", "collect_path_info"])
+def test_an_evicted_id_has_no_path_and_hides_no_other(kind: str) -> None:
+    scheduler = SmallScheduler(kind)
+    reader: Any = reader_for(scheduler.shown_tree)
+    gone, stays = (scheduler.join([token] * 10) for token in (1, 2))
+    handle = gone.last_node
+    scheduler.finish(gone)
+    scheduler.evict(10)
+    missing, path = reader.paths([handle, stays.last_node])
+    assert missing is None
+    assert [(node.begin, node.end) for node in path] == [(0, 10)]
 
 
 class TestUnreadableTrees:

@@ -34,24 +34,16 @@ def verify(backend: Any, q: torch.Tensor, layer: Any, forward_batch: Any) -> tor
     masks = info.custom_mask.view(count, drafts, drafts).bool()
     keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     values = backend.token_to_kv_pool.get_value_buffer(layer.layer_id)
+    queries = q.view(count, drafts, layer.tp_q_head_num, layer.qk_head_dim)
+    rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
     outputs = []
-    for query, mask, row, length in zip(
-        q.view(count, drafts, layer.tp_q_head_num, layer.qk_head_dim),
-        masks,
-        forward_batch.req_pool_indices.tolist(),
-        forward_batch.seq_lens.tolist(),
-        strict=True,
-    ):
+    for query, mask, row, length in zip(queries, masks, rows, lengths, strict=True):
         slots = backend.req_to_token_pool.req_to_token[row, : length + drafts].long()
         visible = torch.cat([mask.new_ones(drafts, length), mask], dim=1)
         out = scaled_dot_product_attention(
-            query.transpose(0, 1),
-            keys[slots].transpose(0, 1),
-            values[slots].transpose(0, 1),
-            attn_mask=visible,
-            scale=layer.scaling,
-            enable_gqa=True,
-        )
+            query.transpose(0, 1), keys[slots].transpose(0, 1), values[slots].transpose(0, 1),
+            attn_mask=visible, scale=layer.scaling, enable_gqa=True,
+        )  # fmt: skip
         outputs.append(out.transpose(0, 1).reshape(drafts, -1))
     return torch.cat(outputs)
 

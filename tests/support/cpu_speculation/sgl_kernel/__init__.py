@@ -69,19 +69,10 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list: Tensor,
-    selected: Tensor,
-    seq_lens: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    topk: int,
-    steps: int,
-    drafts: int,
-    mode: Any,
-) -> None:
+    parent_list: Tensor, selected: Tensor, seq_lens: Tensor, tree_mask: Tensor, positions: Tensor,
+    retrieve_index: Tensor, retrieve_next_token: Tensor, retrieve_next_sibling: Tensor,
+    topk: int, steps: int, drafts: int, mode: Any,
+) -> None:  # fmt: skip
     """The tree of drafts with topk 1: a chain."""
     if topk != 1:
         raise NotImplementedError(f"trees with topk {topk}")
@@ -94,15 +85,9 @@ def build_tree_kernel_efficient_cpu(
 
 
 def verify_tree_greedy_cpu(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
-) -> None:
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,
+    retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor, target_predict: Tensor,
+) -> None:  # fmt: skip
     """Follows the target's tokens down each request's tree. `predicts` gets them, `accept_index` the nodes."""
     predicted = target_predict.flatten()
     for request in range(candidates.shape[0]):

@@ -6,15 +6,9 @@ from torch import Tensor
 
 
 def reconstruct_indices_from_tree_mask(
-    tree_mask: Tensor,
-    seq_lens: Tensor,
-    positions: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    count: int,
-    drafts: int,
-) -> None:
+    tree_mask: Tensor, seq_lens: Tensor, positions: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor, count: int, drafts: int,
+) -> None:  # fmt: skip
     """Positions and links of trees whose masks name each draft's ancestors and itself. The last ancestor is the parent.
 
     A draft's first child is the first draft that has it as parent.
