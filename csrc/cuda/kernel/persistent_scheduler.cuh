@@ -192,18 +192,20 @@ PREFIXPACK_DEVICE void run_warp_kernel(const KernelParams& params, char* shared)
   int32_t claimed = warp < kMinActiveWarps ? queue.claim() : 0;
   const char* own = shared + warp * kWarpBytes;
   WarpDecode<WarpTile<HeadDim, Format::kKvBytes>, Format> decode(params, own);
+  if (ptx::uniform(decode.num_tiles() > 0 && warp < decode.active_warps())) {
+    if (warp >= kMinActiveWarps) claimed = queue.claim();
+    claimed = decode.run(claimed);
+  }
+  // What follows is computed here and not before the tiles, whose loop needs all registers.
   const DeferredCombine<HeadDim, typename Format::Output> combine(params, decode.deferred(), own);
+  const int32_t parts = combine.num_parts(), active = decode.active_warps();
   queue.first = decode.num_tiles();
   // A warp that claims a tile and gets none has claimed a part of a deferred row, unless there are warps that must not
   // claim tiles.
-  const int32_t parts = combine.num_parts(), active = decode.active_warps();
   const bool works = queue.first + parts > 0, one_queue = parts == 0 || active == warps;
   const int32_t claiming = works ? active : kMinActiveWarps;
   queue.claims = queue.first + (one_queue ? parts : 0) + claiming * ptx::grid_size();
-  if (ptx::uniform(warp < claiming && works)) {
-    if (warp >= kMinActiveWarps) claimed = queue.claim();
-    if (ptx::uniform(queue.first > 0)) claimed = decode.run(claimed);
-  }
+  if (ptx::uniform(queue.first == 0 && warp >= kMinActiveWarps && warp < claiming)) claimed = queue.claim();
   if (ptx::uniform(!one_queue)) {
     if (ptx::uniform(warp < claiming)) queue.end(claimed);
     ptx::warp_sync();

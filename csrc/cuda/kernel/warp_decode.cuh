@@ -30,7 +30,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
         window_(params.attention.window_left),
         first_item_(header(offsetof(PlanHeader, num_cta_items))),
         num_tiles_((header(offsetof(PlanHeader, num_items)) - first_item_) * params.heads.virtual_heads.number),
-        queries_(ptx::shared_address(shared)),
+        queries_(ptx::kept(ptx::shared_address(shared))),
         softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
@@ -256,6 +256,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     const int32_t kv_end = word(record_, kKvEnd);
     tile_begin_ = first_visited(word(record_, kKvBegin), kv_end, word(record_, kLowest), window_, TileT::kKeys);
     num_stages_ = stages_of(kv_end - tile_begin_);
+    const int32_t lowest = word(record_, kLowest);
+    last_whole_ = window_ >= 0 ? -1 : (kv_end <= lowest ? kv_end : lowest + 1) - TileT::kKeys;
     prefetch_partial_lists();
     return true;
   }
@@ -340,12 +342,11 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
 
   PREFIXPACK_DEVICE void softmax_step() {
     softmax_.transform(scores_);
-    const int32_t kv_end = word(record_, kKvEnd), lowest = word(record_, kLowest);
-    if (tile_begin_ + TileT::kKeys > kv_end || tile_begin_ + TileT::kKeys - 1 > lowest || window_ >= 0) {
+    if (tile_begin_ > last_whole_) {
       int32_t position[2];
       uint64_t hidden[2] = {};
-      read_positions(lowest, position, hidden);
-      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, kv_end, position, hidden, window_);
+      read_positions(word(record_, kLowest), position, hidden);
+      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, word(record_, kKvEnd), position, hidden, window_);
     }
     softmax_.add_transposed(scores_, state_, accumulators_);
     tile_begin_ += TileT::kKeys;
@@ -392,6 +393,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
 
   // Tile being computed.
   int32_t tile_begin_ = 0;
+  int32_t last_whole_ = 0;  // last begin of a KV tile of which every query sees every key
   uint32_t stage_ = 0, num_stages_ = 0;
   uint32_t query_fragments_[kSteps / 2][4];
   float scores_[4];  // of a KV tile, then its softmax weights

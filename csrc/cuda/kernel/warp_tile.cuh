@@ -51,7 +51,7 @@ class WarpEpilogue {
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
         split_heads_(params.heads.split_heads.number),
-        query_(params.heads.split_heads.quotient(lane_)),
+        query_(ptx::kept(params.heads.split_heads.quotient(lane_))),
         header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
   PREFIXPACK_DEVICE void clear_accumulators() {

@@ -87,6 +87,10 @@ inline T shuffle_in(T value, int lane, int line = __builtin_LINE()) {
   return shuffle(value, thread_index() % 32 / Lanes * Lanes + lane, line);
 }
 inline int32_t opaque(int32_t value) { return value; }
+template <class T>
+T kept(T value) {
+  return value;
+}
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
   const auto* lanes = emulation::exchange(&word, 1, line);
