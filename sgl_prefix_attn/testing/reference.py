@@ -28,7 +28,8 @@ def reference_attention(
     """Attention of each request's last `query_lens[r]` tokens over its own KV positions, one request at a time.
 
     Args:
-        q: [sum of query_lens, q_heads, head_dim], the requests' tokens one request after the other.
+        q: [sum of query_lens, q_heads, head_dim], the requests' tokens one request after the other. All tensors are
+            on its device, but for lengths and rows, which may be elsewhere.
         query_lens: new tokens per request.
         dtype: of the arithmetic and the results.
         others: see `packed_attention`.
@@ -43,22 +44,23 @@ def reference_attention(
     if sum(int(n) for n in query_lens) != tokens:
         raise ValueError(f"query_lens add up to {sum(int(n) for n in query_lens)} tokens but q has {tokens}")
     group = q_heads // k_cache.shape[1]
-    out = torch.zeros(tokens, q_heads, head_dim, dtype=dtype)
-    lse = torch.full((tokens, q_heads), -torch.inf, dtype=dtype)
+    out = torch.zeros(tokens, q_heads, head_dim, dtype=dtype, device=q.device)
+    lse = torch.full((tokens, q_heads), -torch.inf, dtype=dtype, device=q.device)
+    lengths, rows = seq_lens.tolist(), req_pool_indices.tolist()
     begin = 0
     for request, new in enumerate(int(n) for n in query_lens):
-        length = int(seq_lens[request])
+        length = lengths[request]
         if new > length:
             raise ValueError(f"request {request} has {new} new tokens but a length of {length}")
         end = begin + new
-        slots = req_to_token[int(req_pool_indices[request]), :length].long()
+        slots = req_to_token[rows[request], :length].long()
         keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1) * k_scale
         values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1) * v_scale
         scores = torch.einsum("thd,khd->htk", q[begin:end].to(dtype), keys) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        query_position = torch.arange(length - new, length)[:, None]
-        key_position = torch.arange(length)[None, :]
+        query_position = torch.arange(length - new, length, device=q.device)[:, None]
+        key_position = torch.arange(length, device=q.device)[None, :]
         back = query_position - key_position
         seen = back >= 0
         if window_left >= 0:

@@ -92,11 +92,19 @@ def make_case(
         "sinks": torch.from_numpy(rng.standard_normal(q_heads) + sink_offset).float() if with_sinks else None,
     }
     visible = torch.cat([random_tree(rng, int(count)) for count in query_lens]) if trees else None
-    expected = reference_attention(
-        q, pool.k_cache, pool.v_cache, req_to_token=pool.req_to_token, req_pool_indices=pool.req_pool_indices,
-        seq_lens=pool.seq_lens, query_lens=torch.from_numpy(query_lens), visible=visible, **variant,
-    )  # fmt: skip
+    expected = dense_attention(q, pool, query_lens, visible=visible, **variant)
     return Case(plan, shape, q, pool, planned_lens, variant, expected, visible)
+
+
+def dense_attention(q: torch.Tensor, pool: KvPool, query_lens: np.ndarray, **options: Any) -> Result:
+    """By a GPU if there is one: the largest cases take a CPU minutes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_device = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    out, lse = reference_attention(
+        q.to(device), pool.k_cache.to(device), pool.v_cache.to(device), req_to_token=pool.req_to_token.to(device),
+        req_pool_indices=pool.req_pool_indices, seq_lens=pool.seq_lens, query_lens=query_lens.tolist(), **on_device,
+    )  # fmt: skip
+    return out.cpu(), lse.cpu()
 
 
 def random_tree(rng: np.random.Generator, drafts: int) -> torch.Tensor:

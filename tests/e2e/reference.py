@@ -16,10 +16,10 @@ SMALLEST_MARGIN = 4e-5
 class Reference:
     """The model in `folder`, run by transformers in fp32 without a KV cache."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
     def check(self, request: Request, tokens: list[int]) -> None:
         """Asserts that `tokens` is the greedy continuation of the request, with no near tie on the way."""
@@ -33,8 +33,9 @@ class Reference:
         return scores.max(dim=1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
     def _scores(self, request: Request, tokens: list[int]) -> torch.Tensor:
+        whole = torch.tensor([[*request.prompt, *tokens]], device=self._model.device)
         with torch.no_grad():
-            scores = self._model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
+            scores = self._model(whole).logits[0, len(request.prompt) - 1 : -1].cpu()
             for token, bias in request.logit_bias:
                 scores[:, token] += bias
         return scores

@@ -46,7 +46,7 @@ def deficits(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -
     model = tiny_model(variant)
     environment = {"HF_HUB_OFFLINE": "1", "NCCL_NVLS_ENABLE": "0"} | (WRAP if ours else {})
     options = ServerOptions(str(model), stock, "cuda", (*USUAL, *arguments), environment, start_seconds=200.0)
-    reference, found = Reference(model), []
+    reference, found = Reference(model, "cuda"), []
     with serve(options) as server:
         for _ in range(ROUNDS):
             answers = replay(server.url, REQUESTS)

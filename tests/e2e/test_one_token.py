@@ -54,6 +54,12 @@ def test_random_rollouts_in_a_small_pool(launch, rollout_on, arguments, mode, se
 DRAFTS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 VERIFY = {"PREFIXPACK_PACK_VERIFY": "1"}
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def is_begin(tokens: tuple[int, ...], outputs: set[tuple[int, ...]]) -> bool:
+    """Whether longer tokens begin with these, and are judged with them."""
+    return any(len(other) > len(tokens) and other[: len(tokens)] == tokens for other in outputs)
 
 
 @pytest.mark.gpu
@@ -68,14 +74,15 @@ ON_GPU = torch.cuda.is_available()
 )
 def test_fifty_schedules_judged_by_transformers(arguments, settings, mode):
     """In 16 bits the stock backend's own tokens depend on the batch, so fp32 logits judge them. Also without a GPU."""
-    dtype, stock = (("--dtype", "bfloat16"), {"PREFIXPACK_STOCK_BACKEND": "triton"}) if ON_GPU else ((), {})
+    on_gpu = ("--dtype", "bfloat16", "--disable-prefill-cuda-graph", "--mem-fraction-static", "0.5")
+    extra, stock = (on_gpu, {"PREFIXPACK_STOCK_BACKEND": "triton"}) if ON_GPU else ((), {})
     model = tiny_model("llama_gpu")
     draft = ("--speculative-draft-model-path", str(model), "--speculative-num-draft-tokens", "4")
-    reference, prompts = Reference(model), life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
+    reference, prompts = Reference(model, DEVICE), life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
     sizes = ("--max-total-tokens", "16384", "--context-length", "4096", "--max-running-requests", "12")
-    extra = (*sizes, *arguments, *(draft if mode == "verify" else ()), *dtype)
+    extra = (*sizes, *arguments, *(draft if mode == "verify" else ()), *extra)
     variables = settings | {"PREFIXPACK_ROUTE": "packed"} | stock
-    options = ServerOptions(str(model), BACKEND, "cuda" if ON_GPU else "cpu", extra, variables)
+    options = ServerOptions(str(model), BACKEND, DEVICE, extra, variables)
     outputs = {prompt.name: set[tuple[int, ...]]() for prompt in prompts}
     with serve(options) as server, packing(server) as done:
         for seed in range(50):
@@ -95,5 +102,6 @@ def test_fifty_schedules_judged_by_transformers(arguments, settings, mode):
     assert set(done.fallbacks) <= {"idle", "compute_bound"}
     tolerance = TOLERANCE if ON_GPU else SMALLEST_MARGIN
     for prompt in prompts:
-        for tokens in outputs[prompt.name]:
+        longest = [tokens for tokens in outputs[prompt.name] if not is_begin(tokens, outputs[prompt.name])]
+        for tokens in longest:
             assert reference.deficits(prompt, list(tokens)).max() < tolerance, (prompt.name, tokens)
