@@ -114,10 +114,11 @@ _VARIANTS["deepseek_gpu"] = (
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _VARIANTS |= {
     "qwen3_moe_gpu": ("Qwen3MoeForCausalLM", {"head_dim": 128, "num_attention_heads": 4, **_EXPERTS}),
-    # Window layers, and sinks in all layers.
+    # Window layers, and sinks in all layers. SGLang runs it in the type that its configuration names.
     "gpt_oss_gpu": (
         "GptOssForCausalLM",
         {
+            "dtype": "bfloat16",
             "num_hidden_layers": 4,
             "head_dim": 64,
             "num_local_experts": 4,
@@ -127,7 +128,8 @@ _VARIANTS |= {
             "swiglu_limit": 7.0,
         },
     ),
-    # Chunked attention in three layers of four.
+    # Chunked attention in three layers of four. Without a vision model, SGLang reads no experts and pairs the
+    # dimensions of rotary embeddings otherwise than transformers.
     "llama4_gpu": (
         "Llama4ForCausalLM",
         {
@@ -135,8 +137,7 @@ _VARIANTS |= {
             "head_dim": 128,
             "num_attention_heads": 4,
             "intermediate_size_mlp": 512,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 8,
             "attention_chunk_size": 128,
         },
     ),
@@ -192,7 +193,7 @@ def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
     model_class = getattr(transformers, architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = model_class(model_class.config_class(**values, dtype="float32"))
+        model = model_class(model_class.config_class(**{"dtype": "float32", **values}))
     if architecture.startswith("Gemma"):
         with torch.no_grad():
             for name, weight in model.named_parameters():

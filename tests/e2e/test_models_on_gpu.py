@@ -9,6 +9,7 @@ token in fp32, and the stock backend's own tokens say how near is near.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -41,24 +42,49 @@ ROUNDS = 3
 NAMED = {"idle", "compute_bound", "layer_variant"}
 
 
-def deficits(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -> tuple[torch.Tensor, dict[str, int]]:
-    """How far the logits of a server's tokens are below the best ones, and what it ran packed."""
-    model = tiny_model(variant)
+@dataclasses.dataclass
+class Run:
+    """What a server answered and ran packed: tokens by prompt, of every round and sample."""
+
+    tokens: dict[str, list[list[int]]]
+    steps: dict[str, int]
+
+
+def run(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -> Run:
     environment = {"HF_HUB_OFFLINE": "1", "NCCL_NVLS_ENABLE": "0"} | (WRAP if ours else {})
-    options = ServerOptions(str(model), stock, "cuda", (*USUAL, *arguments), environment, start_seconds=200.0)
-    reference, found = Reference(model, "cuda"), []
+    options = ServerOptions(
+        str(tiny_model(variant)), stock, "cuda", (*USUAL, *arguments), environment, start_seconds=200.0
+    )
+    found: dict[str, list[list[int]]] = {request.name: [] for request in REQUESTS}
     with serve(options) as server:
         for _ in range(ROUNDS):
-            answers = replay(server.url, REQUESTS)
-            found += [reference.deficits(a.request, sample.tokens) for a in answers for sample in a.samples]
+            for answer in replay(server.url, REQUESTS):
+                found[answer.request.name] += [sample.tokens for sample in answer.samples]
         state = server.packing_state()
     if not ours:
         assert state is None
-        return torch.cat(found), {}
+        return Run(found, {})
     counters = state["counters"]
     print(f"{variant} {arguments}: layers {state['layers']}, fallbacks {counters['fallbacks']}")
     assert set(counters["fallbacks"]) <= NAMED
-    return torch.cat(found), counters["steps_packed"]
+    return Run(found, counters["steps_packed"])
+
+
+def deficits(reference: Reference, run: Run) -> torch.Tensor:
+    """How far the logit of each token is below the best one."""
+    return torch.cat(
+        [reference.deficits(request, tokens) for request in REQUESTS for tokens in run.tokens[request.name]]
+    )
+
+
+def agreement(one: Run, other: Run) -> float:
+    """Mean share of a sample's tokens before its first difference from another sample of the prompt."""
+    shares = []
+    for name, samples in one.tokens.items():
+        for first, second in itertools.product(samples, other.tokens[name]):
+            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=True))
+            shares.append(sum(1 for _ in equal) / len(first))
+    return sum(shares) / len(shares)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +101,17 @@ def deficits(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -
 def test_tokens_are_as_near_as_the_stock_backends(variant: str, stock: str, arguments: tuple[str, ...]) -> None:
     if "--tp" in arguments and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    theirs, _ = deficits(variant, stock, arguments, False)
-    ours, steps = deficits(variant, stock, arguments, True)
-    for name, found in (("stock", theirs), ("ours", ours)):
+    theirs, ours = run(variant, stock, arguments, False), run(variant, stock, arguments, True)
+    alike, usual = agreement(ours, theirs), agreement(theirs, theirs)
+    print(f"agreement with stock {alike:.3f}, of stock with itself {usual:.3f}")
+    assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
+    # Weights that SGLang reads in another order than transformers, see `tiny_model`: only the stock backend judges.
+    if variant == "llama4_gpu":
+        assert alike > usual - 0.02
+        return
+    reference = Reference(tiny_model(variant), "cuda")
+    far, usually_far = deficits(reference, ours), deficits(reference, theirs)
+    for name, found in (("stock", usually_far), ("ours", far)):
         print(f"{name}: mean deficit {found.mean():.4f}, above 0.5 {(found > 0.5).float().mean():.4f}, {len(found)}")
-    assert steps["decode"] > 10 * ROUNDS, steps
-    assert ours.mean() < 1.5 * theirs.mean() + 0.01
-    assert (ours > 0.5).float().mean() < 1.5 * (theirs > 0.5).float().mean() + 0.01
+    assert far.mean() < 1.5 * usually_far.mean() + 0.01
+    assert (far > 0.5).float().mean() < 1.5 * (usually_far > 0.5).float().mean() + 0.01
