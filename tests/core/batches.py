@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
@@ -124,9 +125,11 @@ def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
     check(batch, isa=isa, threads=int(rng.integers(1, 4)))
 
 
-def call(batch: Batch, **changes: Any) -> None:
+def refused(batch: Batch, message: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+    """The executor refuses the batch once these arguments have changed."""
     arguments = {
         "q": batch.q, "k_cache": batch.pool.k_cache, "v_cache": batch.pool.v_cache, "plan": batch.plan,
         **batch.inputs(), **changes,
     }  # fmt: skip
-    packed_attention(**arguments)
+    with pytest.raises(error, match=message):
+        packed_attention(**arguments)
