@@ -34,6 +34,7 @@ POOL_TOKENS = 16384
 NOTHING_TO_PACK = {"idle"}
 
 Tokens = list[list[list[int]]]  # of each request, of each sample
+Expected = Callable[[Sequence[Request]], Tokens]  # tokens of the stock backend
 
 
 def tokens_of(answers: Sequence[Answer]) -> Tokens:
@@ -73,8 +74,8 @@ class Packing:
 
 
 @contextlib.contextmanager
-def packing(server: Server) -> Iterator[Packing]:
-    """Yields a Packing that describes the steps of the block once the block ends."""
+def packing(server: Server, *modes: str) -> Iterator[Packing]:
+    """Yields a Packing that describes the steps of the block once the block ends; those of these modes ran packed."""
     before = server.packing_state()
     assert before is not None, "the server does not report prefixpack's state"
     result = Packing(Counter(), Counter(), Counter())
@@ -88,6 +89,15 @@ def packing(server: Server) -> Iterator[Packing]:
     ):
         target.update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
     result.kv = KVReads.between(before, after)
+    if modes:
+        result.assert_packed(*modes)
+
+
+def replay_cached(server: Server, requests: Sequence[Request], *modes: str) -> tuple[list[Answer], Packing]:
+    """Sends requests whose shared parts are brought into the cache before; see `level_seeds` and `packing`."""
+    replay(server.url, workloads.level_seeds(requests))
+    with packing(server, *modes) as done:
+        return replay(server.url, requests), done
 
 
 @pytest.fixture(scope="session")
@@ -135,11 +145,11 @@ def compared(launch: Launch, workload: Sequence[list[Request]], *extra: str, **o
     for backend in (STOCK, BACKEND):
         with launch(backend, *extra, **options) as server:
             replay(server.url, workloads.level_seeds(workload[0]))
-            with packing(server) if backend == BACKEND else contextlib.nullcontext() as done:
+            ours = packing(server, "decode", "extend") if backend == BACKEND else contextlib.nullcontext()
+            with ours as done:
                 tokens.append([tokens_of(replay(server.url, requests)) for requests in workload])
             state = server.packing_state()
     assert tokens[0] == tokens[1]
-    done.assert_packed("decode", "extend")
     return done, state, server.log_text()
 
 
@@ -157,7 +167,7 @@ def packed(launch: Launch) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
+def expected(stock_server: Server) -> Expected:
     """Tokens that the stock backend generates for requests, computed once per session."""
     known: dict[tuple[Request, ...], Tokens] = {}
 
@@ -171,7 +181,7 @@ def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
 
 
 @pytest.fixture
-def rollout_on(expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary) -> Callable[[Server], Rollout]:
+def rollout_on(expected: Expected, vocabulary: Vocabulary) -> Callable[[Server], Rollout]:
     """rollout_on(server): random rollouts on the prompts of `workloads.refills`."""
     prompts = workloads.refills(vocabulary)
     stock = {request.prompt: samples[0] for request, samples in zip(prompts, expected(prompts), strict=True)}
