@@ -73,21 +73,22 @@ class Packing:
         assert set(self.fallbacks) <= NOTHING_TO_PACK
 
 
+def state_of(server: Server) -> dict[str, Any]:
+    state = server.packing_state()
+    assert state is not None, "the server does not report prefixpack's state"
+    return state
+
+
 @contextlib.contextmanager
 def packing(server: Server, *modes: str) -> Iterator[Packing]:
     """Yields a Packing that describes the steps of the block once the block ends; those of these modes ran packed."""
-    before = server.packing_state()
-    assert before is not None, "the server does not report prefixpack's state"
+    before = state_of(server)
     result = Packing(Counter(), Counter(), Counter())
     yield result
-    after = server.packing_state()
-    assert after is not None
-    for target, name in (
-        (result.steps, "steps_packed"),
-        (result.fallbacks, "fallbacks"),
-        (result.one_token, "one_token_steps"),
-    ):
-        target.update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
+    after = state_of(server)
+    names = {"steps": "steps_packed", "fallbacks": "fallbacks", "one_token": "one_token_steps"}
+    for field, name in names.items():
+        getattr(result, field).update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
     result.kv = KVReads.between(before, after)
     if modes:
         result.assert_packed(*modes)

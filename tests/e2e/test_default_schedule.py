@@ -13,7 +13,7 @@ from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import Expected, packing, replay_cached, replay_while_decoding, tokens_of
+from tests.e2e.conftest import Expected, packing, replay_cached, replay_while_decoding, state_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
@@ -78,8 +78,7 @@ def test_the_rollout_client_of_the_examples(server: Server, vocabulary: Vocabula
 
 def test_metrics_join_those_of_sglang(server: Server, vocabulary: Vocabulary) -> None:
     replay(server.url, workloads.samples(vocabulary))
-    state = server.packing_state()
-    assert state is not None
+    state = state_of(server)
     exported = _metrics(server.get("/metrics"))
     dashboard = (EXAMPLES / "grafana" / "prefixpack.json").read_text()
     asked = {f"sglang:{name}" for name in re.findall(r"sglang\[:_\](\w+)", dashboard)}

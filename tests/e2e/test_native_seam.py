@@ -14,7 +14,7 @@ from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.patching.installation import find_installation
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, STOCK, Expected, Launch, replay_cached, tokens_of
+from tests.e2e.conftest import BACKEND, STOCK, Expected, Launch, replay_cached, state_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +57,5 @@ def test_paths_come_through_the_seam_and_tokens_are_those_of_the_stock_backend(
     requests = workloads.three_levels(vocabulary)
     with launch(BACKEND, *arguments, environment={"PYTHONPATH": search_path}) as server:
         answers, _ = replay_cached(server, requests, *modes)
-        state = server.packing_state()
+        assert state_of(server)["handover"] == "patch"
     assert tokens_of(answers) == expected(requests)
-    assert state is not None
-    assert state["handover"] == "patch"

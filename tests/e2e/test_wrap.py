@@ -14,7 +14,7 @@ from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from tests.e2e import workloads
-from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, replay_cached, tokens_of
+from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, replay_cached, state_of, tokens_of
 from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
@@ -35,8 +35,7 @@ def test_launch_server_with_the_stock_backends_name(wrapped, expected, vocabular
     answers, _ = replay_cached(wrapped, requests, "decode", "extend")
     assert tokens_of(answers) == expected(requests)
     assert wrapped.info()["attention_backend"] == STOCK
-    state = wrapped.packing_state()
-    assert state is not None
+    state = state_of(wrapped)
     assert state["wrapped"] == [STOCK]
     assert state["running"]["prompts"] == []
     metrics = wrapped.get("/metrics").splitlines()
