@@ -23,9 +23,9 @@ Info = dict[str, Any]
 Capture = pytest.CaptureFixture[str]
 
 
-def failure(url: str, api_key: str | None = None) -> str:
+def failure(url: str) -> str:
     with pytest.raises(InputError) as caught:
-        read_states(url, api_key)
+        read_states(url)
     assert str(caught.value).startswith(url)
     return str(caught.value).removeprefix(url)
 
@@ -83,6 +83,12 @@ def test_state_of_another_version_or_with_a_key_missing(serve: Serve, server_inf
 
 def test_nobody_answers() -> None:
     assert failure("http://127.0.0.1:9").startswith("/server_info: no answer: ")
+
+
+def test_an_api_key_is_sent(serve: Serve, server_info: Info) -> None:
+    url = serve({"/server_info": (200, server_info)}, api_key="secret")
+    assert failure(url).startswith("/server_info: HTTP 401")
+    assert len(read_states(url, "secret")) == 1
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
