@@ -17,11 +17,21 @@ from sgl_prefix_attn import _native
 from tests.cuda.cases import Case, check, decode_batch, make_case, same
 from tests.cuda.emulated import GROWTH, emulate, same_bits, with_tile_rows
 
+FP8_OF_128 = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128}
+GROUPS = ((2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2))
+
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2)], ids=str)
-def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
-    case = make_case(heads[0], heads=heads)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"seed": heads[0], "heads": heads} for heads in GROUPS),
+        *({"heads": (4, 2), "max_new_tokens": 70, "window_left": window, **FP8_OF_128} for window in (-1, 7, 64)),
+    ],
+    ids=str,
+)
+def test_ragged_forests(emulation: ModuleType, options: dict[str, Any], late_copies: bool) -> None:
+    case = make_case(**{"seed": 1, **options})
     check(case, emulate(emulation, case, late_copies=late_copies, layers=2))
 
 
@@ -99,15 +109,6 @@ def test_every_fp8_number_is_read_as_it_is(emulation: ModuleType) -> None:
     case.pool.v_cache.view(torch.uint8)[case.pool.slots_of(0), 0] = torch.arange(256, dtype=torch.uint8)
     out, _ = emulate(emulation, case)
     torch.testing.assert_close(out[0, 0].float(), numbers.float(), atol=0, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("seed", range(3))
-def test_extend_and_window_with_fp8_kv(emulation: ModuleType, seed: int, late_copies: bool) -> None:
-    case = make_case(
-        seed, heads=(4, 2), head_dim=128, kv_dtype=torch.float8_e4m3fn, max_new_tokens=70, window_left=(-1, 7, 64)[seed]
-    )
-    check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, rows: int = 128, **options: Any) -> Case:

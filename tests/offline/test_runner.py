@@ -84,16 +84,12 @@ def test_tokens_that_the_model_does_not_have_are_errors_of_their_lines(tmp_path)
     ]
     run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-3"]
-    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == [
-        {
-            "code": "invalid_prompt",
-            "message": "line 2: the prompt has the token id 1000; those of the model are below 1000",
-        },
-        {
-            "code": "invalid_request",
-            "message": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
-        },
-    ]
+    expected = {
+        "invalid_prompt": "line 2: the prompt has the token id 1000; those of the model are below 1000",
+        "invalid_request": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
+    }
+    errors = [{"code": code, "message": message} for code, message in expected.items()]
+    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == errors
     assert "1000" not in Path(f"{tmp_path / 'out.jsonl'}.executed").read_text()
 
 
