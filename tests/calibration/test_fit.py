@@ -233,12 +233,9 @@ def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
 
 class TestResultsFile:
     ROW: ClassVar = {
-        "key": "x/1@32/8",
-        "case": "x/1",
-        "q_heads": 32,
-        "kv_heads": 8,
+        "key": "x/1@32/8", "case": "x/1", "q_heads": 32, "kv_heads": 8,
         "baselines": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
-    }
+    }  # fmt: skip
     STEP: ClassVar = {
         "requests": 1, "tokens": 10, "unique_tokens": 10, "linked_tokens": 0, "nodes": 0, "links": 0,
         "longest_range": 10, "longest_request": 10,

@@ -104,15 +104,10 @@ def check(batch: Batch, **options: Any) -> None:
 def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
     """A random forest, shape and variant; `options` as for random_batch."""
     batch = random_batch(
-        rng,
-        max_requests=int(rng.choice([1, 6, 24])),
-        max_new_tokens=int(rng.choice([1, 1, 5, 70])),
-        kv_heads=int(rng.integers(1, 4)),
-        group=int(rng.choice(GROUPS)),
-        head_dim=int(rng.choice(HEAD_DIMS)),
-        workers=int(rng.integers(1, 5)),
-        **options,
-    )
+        rng, max_requests=int(rng.choice([1, 6, 24])), max_new_tokens=int(rng.choice([1, 1, 5, 70])),
+        kv_heads=int(rng.integers(1, 4)), group=int(rng.choice(GROUPS)), head_dim=int(rng.choice(HEAD_DIMS)),
+        workers=int(rng.integers(1, 5)), **options,
+    )  # fmt: skip
     if rng.random() < 0.4:
         batch.options["window_left"] = int(rng.choice([0, 1, 7, 30, 200]))
     if rng.random() < 0.4:

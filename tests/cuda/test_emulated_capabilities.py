@@ -52,20 +52,13 @@ def test_drawn_steps(emulation_without_wgmma: ModuleType, seed: int) -> None:
     rng = np.random.default_rng(seed)
     trees = seed % 4 == 3
     case = make_case(
-        seed,
-        heads=GROUPS[seed % len(GROUPS)],
-        head_dim=(64, 128, 256)[seed % 3],
+        seed, heads=GROUPS[seed % len(GROUPS)], head_dim=(64, 128, 256)[seed % 3], kv_dtype=(None, FP8)[seed // 3 % 2],
         dtype=torch.bfloat16 if trees else (torch.bfloat16, torch.float16)[rng.integers(2)],
-        kv_dtype=(None, FP8)[seed // 3 % 2],
-        requests=int(rng.integers(2, 5 if trees else 9)),
-        tokens=40 if trees else int(rng.choice([40, 300])),
+        requests=int(rng.integers(2, 5 if trees else 9)), tokens=40 if trees else int(rng.choice([40, 300])),
         max_new_tokens=int(rng.choice([17, 64])) if trees else int(rng.choice([1, 1, 40])),
-        num_sms=int(rng.choice([1, 132])),
-        window_left=int(rng.choice([-1, -1, 70])),
-        with_sinks=bool(rng.integers(2)),
-        grown=int(rng.choice([0, GROWTH])),
-        trees=trees,
-    )
+        num_sms=int(rng.choice([1, 132])), window_left=int(rng.choice([-1, -1, 70])), trees=trees,
+        with_sinks=bool(rng.integers(2)), grown=int(rng.choice([0, GROWTH])),
+    )  # fmt: skip
     same_bits(emulation_without_wgmma, case, fan_in=FAN_IN, orders=[{"ctas": 5, "warps_first": True}])
 
 

@@ -128,13 +128,10 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     ) -> contextlib.AbstractContextManager[Server]:
         sizes = ("--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", str(pool_tokens))
         options = ServerOptions(
-            model=str(model),
-            backend=backend,
+            model=str(model), backend=backend, environment=environment or {},
             extra=(*sizes, "--max-running-requests", "64", "--enable-metrics", *extra),
-            environment=environment or {},
-            log_folder=tmp_path_factory.mktemp("server"),
-            starter=forked_server.start_without_warm_up,
-        )
+            log_folder=tmp_path_factory.mktemp("server"), starter=forked_server.start_without_warm_up,
+        )  # fmt: skip
         return serve(options)
 
     return start

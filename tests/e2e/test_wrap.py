@@ -118,18 +118,11 @@ def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
     requests = workloads.three_levels(vocabulary)[:6]
     (length,) = {request.max_new_tokens for request in requests}
     arguments = {
-        "model_path": str(model),
-        "device": "cpu",
-        "dtype": "float32",
-        "disable_cuda_graph": True,
-        "grammar_backend": "none",
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "max_total_tokens": POOL_TOKENS,
-        "sleep_on_idle": True,
-        "log_level": "warning",
+        "model_path": str(model), "device": "cpu", "dtype": "float32", "disable_cuda_graph": True,
+        "grammar_backend": "none", "skip_tokenizer_init": True, "skip_server_warmup": True,
+        "max_total_tokens": POOL_TOKENS, "sleep_on_idle": True, "log_level": "warning",
         **({"attention_backend": backend} if backend else {}),
-    }
+    }  # fmt: skip
     task = tmp_path / "task.json"
     prompts = [list(request.prompt) for request in requests]
     task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))

@@ -118,17 +118,12 @@ def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info,
 
 
 ROUTE = {
-    "setting": "auto",
-    "policy": "cost",
-    "profile": "NVIDIA H200, commit abc",
-    "profile_from": "shipped profile h200.json",
+    "setting": "auto", "policy": "cost", "margin": 20, "live": None, "graph_sizes": [],
+    "profile": "NVIDIA H200, commit abc", "profile_from": "shipped profile h200.json",
     "borrowed": "heads 8/8/128; these are 32/8/128",
-    "margin": 20,
     "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "flashinfer_cc"},
     "last": {"route": "packed", "packed_us": 468.7, "stock_us": 2613.4},
-    "live": None,
-    "graph_sizes": [],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
