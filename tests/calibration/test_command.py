@@ -208,8 +208,5 @@ def test_the_kernels_that_servers_take_are_measured(tmp_path, monkeypatch, capsy
 def test_heads_of_a_model(tmp_path: Path) -> None:
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    from sgl_prefix_attn.calibration.command import shape_of
-    from sgl_prefix_attn.calibration.run import model_shape
-
-    shape = shape_of(arguments("--model", str(tmp_path), "--tp", "4"), cuda=True)
-    assert model_shape(shape) == ModelShape(8, 2, 128, kv_bytes=2)
+    shape = command.shape_of(arguments("--model", str(tmp_path), "--tp", "4"), cuda=True)
+    assert run.model_shape(shape) == ModelShape(8, 2, 128, kv_bytes=2)

@@ -112,9 +112,9 @@ class TestMeasuredSteps:
     """Policies over the measured steps, against an oracle that knows both times."""
 
     @staticmethod
-    def verdict(measured: Results, policy: str, backend: str = "fa3") -> Verdict:
-        chosen = candidate(policy, "native", backend, measured)
-        return judge(outcomes(measured.cases, chosen, "native", backend))
+    def verdict(measured: Results, policy: str, backend: str, packed: str = "native") -> Verdict:
+        chosen = candidate(policy, packed, backend, measured)
+        return judge(outcomes(measured.cases, chosen, packed, backend))
 
     @pytest.mark.parametrize(
         ("policy", "backend"),
@@ -142,8 +142,7 @@ class TestMeasuredSteps:
 
     @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
     def test_the_conservative_rule_of_the_triton_kernels_loses_on_no_step(self, measured, backend):
-        steps = outcomes(measured.cases, candidate("conservative", "triton", backend, measured), "triton", backend)
-        verdict = judge(steps)
+        verdict = self.verdict(measured, "conservative", backend, "triton")
         assert verdict.behind == 0
         assert verdict.packed > 70
 
@@ -234,12 +233,9 @@ def test_the_kernel_of_flashinfer_depends_on_heads() -> None:
 
 class TestResultsFile:
     ROW: ClassVar = {
-        "key": "x/1@32/8",
-        "case": "x/1",
-        "q_heads": 32,
-        "kv_heads": 8,
+        "key": "x/1@32/8", "case": "x/1", "q_heads": 32, "kv_heads": 8,
         "baselines": {"prefixpack": {"cold_us": 20.0}, "fa3": {"cold_us": 10.0}, "triton": {"failed": "why"}},
-    }
+    }  # fmt: skip
     STEP: ClassVar = {
         "requests": 1, "tokens": 10, "unique_tokens": 10, "linked_tokens": 0, "nodes": 0, "links": 0,
         "longest_range": 10, "longest_request": 10,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
@@ -103,15 +104,10 @@ def check(batch: Batch, **options: Any) -> None:
 def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
     """A random forest, shape and variant; `options` as for random_batch."""
     batch = random_batch(
-        rng,
-        max_requests=int(rng.choice([1, 6, 24])),
-        max_new_tokens=int(rng.choice([1, 1, 5, 70])),
-        kv_heads=int(rng.integers(1, 4)),
-        group=int(rng.choice(GROUPS)),
-        head_dim=int(rng.choice(HEAD_DIMS)),
-        workers=int(rng.integers(1, 5)),
-        **options,
-    )
+        rng, max_requests=int(rng.choice([1, 6, 24])), max_new_tokens=int(rng.choice([1, 1, 5, 70])),
+        kv_heads=int(rng.integers(1, 4)), group=int(rng.choice(GROUPS)), head_dim=int(rng.choice(HEAD_DIMS)),
+        workers=int(rng.integers(1, 5)), **options,
+    )  # fmt: skip
     if rng.random() < 0.4:
         batch.options["window_left"] = int(rng.choice([0, 1, 7, 30, 200]))
     if rng.random() < 0.4:
@@ -124,9 +120,11 @@ def check_random(rng: np.random.Generator, isa: str, **options: Any) -> None:
     check(batch, isa=isa, threads=int(rng.integers(1, 4)))
 
 
-def call(batch: Batch, **changes: Any) -> None:
+def refused(batch: Batch, message: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+    """The executor refuses the batch once these arguments have changed."""
     arguments = {
         "q": batch.q, "k_cache": batch.pool.k_cache, "v_cache": batch.pool.v_cache, "plan": batch.plan,
         **batch.inputs(), **changes,
     }  # fmt: skip
-    packed_attention(**arguments)
+    with pytest.raises(error, match=message):
+        packed_attention(**arguments)

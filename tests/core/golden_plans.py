@@ -66,13 +66,9 @@ def random_case(seed: int) -> GoldenCase:
     new_tokens = (1, 1, 1, 40, 200)[seed % 5]
     tokens = (40, 300, 3000)[seed % 3]
     paths, seq_lens, query_lens = random_paths(
-        rng,
-        int(rng.integers(1, (6, 12, 24, 64)[seed % 4] + 1)),
-        1 + seed % 8,
-        max_node_tokens=tokens,
-        max_tail_tokens=tokens,
-        max_new_tokens=new_tokens,
-    )
+        rng, int(rng.integers(1, (6, 12, 24, 64)[seed % 4] + 1)), 1 + seed % 8, max_node_tokens=tokens,
+        max_tail_tokens=tokens, max_new_tokens=new_tokens,
+    )  # fmt: skip
     shape = SHAPES[seed % len(SHAPES)]
     devices = (
         DeviceModel.gpu(132, head_dim=shape.head_dim, group=shape.group),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
-from tests.core.batches import DTYPES, Batch, call, check_random, make_batch, random_batch
+from tests.core.batches import DTYPES, Batch, check_random, make_batch, random_batch, refused
 
 E4M3 = torch.float8_e4m3fn
 ALL_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3)
@@ -96,16 +97,15 @@ def batch() -> Batch:
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_scales_must_be_positive_and_finite(batch: Batch, name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}; expected a positive, finite number"):
-        call(batch, **{name: value})
+    refused(batch, f"{name} is {value}; expected a positive, finite number", **{name: value})
 
 
 def test_other_8_bit_types_are_refused(batch: Batch) -> None:
+    wrong = partial(refused, batch, error=TypeError)
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz):
         cache = batch.pool.k_cache.view(torch.uint8).view(other)
-        with pytest.raises(TypeError, match=rf"k_cache has dtype {other}; expected one of .*torch.float8_e4m3fn"):
-            call(batch, k_cache=cache, v_cache=cache)
-    with pytest.raises(TypeError, match=r"v_cache has dtype torch.bfloat16 but k_cache has torch.float8_e4m3fn"):
-        call(batch, v_cache=batch.pool.v_cache.bfloat16())
-    with pytest.raises(TypeError, match=r"q has dtype torch.float8_e4m3fn; expected one of (?!.*float8)"):
-        call(batch, q=batch.q.to(E4M3))
+        wrong(rf"k_cache has dtype {other}; expected one of .*torch.float8_e4m3fn", k_cache=cache, v_cache=cache)
+    wrong(
+        r"v_cache has dtype torch.bfloat16 but k_cache has torch.float8_e4m3fn", v_cache=batch.pool.v_cache.bfloat16()
+    )
+    wrong(r"q has dtype torch.float8_e4m3fn; expected one of (?!.*float8)", q=batch.q.to(E4M3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,20 +144,13 @@ def test_bad_lengths_are_named(seq_lens: list[int], query_lens: list[int] | None
         planner.plan(forest, np.array(seq_lens), None if query_lens is None else np.array(query_lens))
 
 
-class Raising:
-    """A native planner that fails."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def plan(self, *_: object) -> None:
-        raise self.error
-
-
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, OverflowError, IndexError, RuntimeError, TypeError])
 def test_whatever_the_native_planner_raises_is_a_plan_error(kind: type[Exception]) -> None:
+    def fail(*_: object) -> None:
+        raise kind("out of words")
+
     planner = Planner(SHAPES[0], DEVICES[0])
-    planner._native = Raising(kind("out of words"))  # type: ignore[assignment]
+    planner._native = SimpleNamespace(plan=fail)  # type: ignore[assignment]
     with pytest.raises(PlanError, match="out of words") as raised:
         planner.plan(PrefixForest.from_paths([[]]), np.array([4]))
     assert isinstance(raised.value.__cause__, kind)

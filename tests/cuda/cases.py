@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.testing.reference import reference_attention
-from tests.core.forests import KvPool, materialise, random_paths
+from tests.core.forests import KvPool, Path, materialise, random_paths
 
 Result = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[list[Path], np.ndarray, np.ndarray]  # paths, lengths, new tokens
 
 
 @dataclass
@@ -56,9 +58,9 @@ def make_case(
     eager: bool = True,
     bandwidth: float | None = None,
     trees: bool = False,
-    batch: tuple[Any, np.ndarray, np.ndarray] | None = None,
+    batch: Batch | None = None,
 ) -> Case:
-    """A random ragged batch, or `batch` (paths, lengths, new tokens), with its plan and the right answer.
+    """A random ragged batch, or `batch`, with its plan and the right answer.
 
     kv_dtype: None for dtype. bandwidth: of the device that is planned for, in bytes per second; None for its own.
     trees: new tokens are random trees of drafts, with at most 64 tokens a request.
@@ -107,6 +109,24 @@ def dense_attention(q: torch.Tensor, pool: KvPool, query_lens: np.ndarray, **opt
     return out.cpu(), lse.cpu()
 
 
+def decode_batch(lens: Sequence[int] | np.ndarray, shared: int = 0, new: int = 1) -> Batch:
+    """Requests that have their first `shared` tokens in common; each brings `new` tokens."""
+    return [[(0, 0, shared)] if shared else []] * len(lens), np.array(lens, np.int64), np.full(len(lens), new, np.int64)
+
+
+def document(
+    requests: int, tokens: int, *, heads: tuple[int, int] = (8, 1), num_sms: int = 132, **options: Any
+) -> Case:
+    """Decode of `requests` on one document, split for many CTAs; each has a short tail."""
+    batch = decode_batch(tokens + 1 + 3 * np.arange(requests), tokens)
+    return make_case(tokens, heads=heads, batch=batch, num_sms=num_sms, **options)
+
+
+def splits_of(case: Case) -> int:
+    """Most KV splits of an item's queries."""
+    return int(np.unique(case.plan.items[:, 0], return_counts=True)[1].max())
+
+
 def random_tree(rng: np.random.Generator, drafts: int) -> torch.Tensor:
     """Masks of drafts of which each sees itself, its ancestors and the committed KV; parents stand before children."""
     words: list[int] = []
@@ -115,6 +135,11 @@ def random_tree(rng: np.random.Generator, drafts: int) -> torch.Tensor:
         committed = 2**64 - (1 << draft + 1)
         words.append((1 | (words[draft - back] << back if draft else 0) | committed) & 2**64 - 1)
     return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64))
+
+
+def same(one: Result, other: Result) -> bool:
+    """Whether all bits are equal."""
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
 
 
 def check(case: Case, result: Result) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.cuda.cases import Case, Result
+from tests.cuda.cases import Case, Result, check, same
 
 GROWTH = 5
+ORDERS: tuple[dict[str, Any], ...] = ({"ctas": 1}, {"ctas": 7, "late_copies": False}, {"warps_first": True})
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -54,6 +57,14 @@ def emulate(
         **{**case.variant, **of_arrays},
     )  # fmt: skip
     return out, lse
+
+
+def same_bits(emulation: ModuleType, case: Case, *, orders: Sequence[dict[str, Any]] = ORDERS, **options: Any) -> None:
+    """The result is right in two layers of a step, and the same whoever arrives last or combines."""
+    expected = emulate(emulation, case, layers=2, **options)
+    check(case, expected)
+    for order in orders:
+        assert same(emulate(emulation, case, **options, **order), expected), order
 
 
 def with_tile_rows(case: Case, rows: int) -> Case:

@@ -32,6 +32,19 @@ def random_step(seed: int, columns: bool) -> tuple[torch.Tensor, torch.Tensor, t
     return mask, words, committed, requests, drafts
 
 
+def of_kernel(
+    emulation: ModuleType, committed: torch.Tensor, mask: torch.Tensor | None, requests: int, drafts: int, columns: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the emulated kernel writes: KV lengths, and words where there is a mask."""
+    lens, words = torch.zeros_like(committed), torch.zeros(requests * drafts, dtype=torch.int64)
+    emulation.draft_tables(
+        committed=committed.numpy(), mask=(torch.zeros(0) if mask is None else mask).to(torch.uint8).numpy(),
+        requests=requests, drafts=drafts, has_committed_columns=columns, seq_lens=lens.numpy(),
+        visible=None if mask is None else words.numpy(),
+    )  # fmt: skip
+    return lens, words
+
+
 @COLUMNS
 @SEEDS
 def test_masks_of_random_trees(emulation: ModuleType, seed: int, columns: bool) -> None:
@@ -41,23 +54,15 @@ def test_masks_of_random_trees(emulation: ModuleType, seed: int, columns: bool) 
     seq_lens, visible = tables.fill(committed, requests, drafts, trees=True, mask=mask)
     assert torch.equal(seq_lens, committed + drafts)
     assert torch.equal(visible, words)
-    lens, of_kernel = np.zeros_like(committed.numpy()), np.zeros_like(words.numpy())
-    emulation.draft_tables(
-        committed=committed.numpy(), mask=mask.numpy().view(np.uint8), requests=requests, drafts=drafts,
-        has_committed_columns=columns, seq_lens=lens, visible=of_kernel,
-    )  # fmt: skip
-    assert np.array_equal(lens, seq_lens.numpy())
-    assert np.array_equal(of_kernel, words.numpy())
+    found = of_kernel(emulation, committed, mask, requests, drafts, columns)
+    assert torch.equal(found[0], seq_lens)
+    assert torch.equal(found[1], words)
 
 
 @pytest.mark.parametrize("size", [0, 5])
 def test_drafts_that_the_mask_does_not_cover_see_all(emulation: ModuleType, size: int) -> None:
     mask, committed = torch.zeros(size, dtype=torch.bool), torch.tensor([1])
-    visible = np.zeros(4, dtype=np.int64)
-    emulation.draft_tables(
-        committed=committed.numpy(), mask=mask.numpy().view(np.uint8), requests=1, drafts=4,
-        has_committed_columns=True, seq_lens=np.zeros(1, dtype=np.int64), visible=visible,
-    )  # fmt: skip
+    _, visible = of_kernel(emulation, committed, mask, 1, 4, columns=True)
     assert visible.tolist() == visible_words(mask, committed, 4).tolist()
     assert visible.tolist() == [-1 if size == 0 else -2, -1, -1, -1]
     assert visible_words(None, committed, 4).tolist() == [-1] * 4
@@ -69,12 +74,7 @@ def test_chains_have_no_masks(emulation: ModuleType) -> None:
     seq_lens, visible = tables.fill(committed, 5, 100, trees=False)
     assert visible is None
     assert torch.equal(seq_lens, committed + 100)
-    lens = np.zeros(7, dtype=np.int64)
-    emulation.draft_tables(
-        committed=committed.numpy(), mask=np.zeros(0, dtype=np.uint8), requests=5, drafts=100,
-        has_committed_columns=False, seq_lens=lens, visible=None,
-    )  # fmt: skip
-    assert np.array_equal(lens, seq_lens.numpy())
+    assert torch.equal(of_kernel(emulation, committed, None, 5, 100, columns=False)[0], seq_lens)
 
 
 def test_tables_stay_where_they_are() -> None:

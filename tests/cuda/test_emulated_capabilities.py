@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from tests.cuda.cases import check, make_case
-from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
+from tests.cuda.cases import check, decode_batch, document, make_case
+from tests.cuda.emulated import GROWTH, emulate, same_bits, with_tile_rows
 
 FP8 = torch.float8_e4m3fn
 FAN_IN = 5  # most splits of a tile that are combined in one level; the kernels' own is 16
@@ -35,9 +35,7 @@ def test_shared_memory_that_gpus_have() -> None:
 )
 def test_every_tile(emulation_without_wgmma, head_dim, rows, kv_dtype, shared):
     """Full tiles of more KV tiles than the ring holds, whole and split."""
-    queries = rows // 8
-    lens = shared + np.arange(1, queries + 1)
-    batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
+    batch = decode_batch(shared + np.arange(1, rows // 8 + 1), shared)
     case = make_case(
         rows, heads=(8, 1), head_dim=head_dim, kv_dtype=kv_dtype, batch=batch, num_sms=1 if shared < 300 else 132,
         dtype=torch.bfloat16 if rows > 32 else torch.float16, v_scale=0.37 if kv_dtype else 1.0,
@@ -54,32 +52,19 @@ def test_drawn_steps(emulation_without_wgmma: ModuleType, seed: int) -> None:
     rng = np.random.default_rng(seed)
     trees = seed % 4 == 3
     case = make_case(
-        seed,
-        heads=GROUPS[seed % len(GROUPS)],
-        head_dim=(64, 128, 256)[seed % 3],
+        seed, heads=GROUPS[seed % len(GROUPS)], head_dim=(64, 128, 256)[seed % 3], kv_dtype=(None, FP8)[seed // 3 % 2],
         dtype=torch.bfloat16 if trees else (torch.bfloat16, torch.float16)[rng.integers(2)],
-        kv_dtype=(None, FP8)[seed // 3 % 2],
-        requests=int(rng.integers(2, 5 if trees else 9)),
-        tokens=40 if trees else int(rng.choice([40, 300])),
+        requests=int(rng.integers(2, 5 if trees else 9)), tokens=40 if trees else int(rng.choice([40, 300])),
         max_new_tokens=int(rng.choice([17, 64])) if trees else int(rng.choice([1, 1, 40])),
-        num_sms=int(rng.choice([1, 132])),
-        window_left=int(rng.choice([-1, -1, 70])),
-        with_sinks=bool(rng.integers(2)),
-        grown=int(rng.choice([0, GROWTH])),
-        trees=trees,
-    )
-    out, lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, layers=2)
-    check(case, (out, lse))
-    again, again_lse = emulate(emulation_without_wgmma, case, fan_in=FAN_IN, ctas=5, warps_first=True)
-    assert torch.equal(out.view(torch.int16), again.view(torch.int16))
-    assert torch.equal(lse, again_lse)
+        num_sms=int(rng.choice([1, 132])), window_left=int(rng.choice([-1, -1, 70])), trees=trees,
+        with_sinks=bool(rng.integers(2)), grown=int(rng.choice([0, GROWTH])),
+    )  # fmt: skip
+    same_bits(emulation_without_wgmma, case, fan_in=FAN_IN, orders=[{"ctas": 5, "warps_first": True}])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_deferred_combines(emulation_without_wgmma: ModuleType, head_dim: int) -> None:
-    tokens, lens = 1000, 1001 + 3 * np.arange(16, dtype=np.int64)
-    batch = ([[(0, 0, tokens)]] * 16, lens, np.ones(16, dtype=np.int64))
-    case = make_case(tokens, heads=(8, 1), head_dim=head_dim, batch=batch, num_sms=10, with_sinks=True)
-    words, _ = _native.serialize_plan(case.plan, lens, growth=0, group=8, warp_ctas=64, cta_warps=7)
+    case = document(16, 1000, head_dim=head_dim, num_sms=10, with_sinks=True)
+    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=8, warp_ctas=64, cta_warps=7)
     assert words[_native.plan_header_words - 3] > 0, "combines are deferred"
     check(case, emulate(emulation_without_wgmma, case, fan_in=64, layers=2))

@@ -8,78 +8,52 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.cuda.cases import Case, check, make_case
-from tests.cuda.emulated import emulate, with_tile_rows
+from tests.cuda.cases import Case, check, decode_batch, document, make_case, splits_of
+from tests.cuda.emulated import emulate, same_bits, with_tile_rows
 
 FAN_IN = 5  # most splits of a tile that are combined in one level; the kernels' own is 16
 WARP_ROWS = 8
 
 
-def splits_of(case: Case) -> int:
-    """Most KV splits of an item's queries."""
-    return int(np.unique(case.plan.items[:, 0], return_counts=True)[1].max())
-
-
-def document(requests: int, tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
-    """`requests` on one document, split for many CTAs; each has a short tail."""
-    lens = tokens + 1 + 3 * np.arange(requests, dtype=np.int64)
-    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    case = make_case(tokens, heads=heads, batch=batch, num_sms=132, **options)
-    assert splits_of(case) > FAN_IN
-    return case
-
-
 def single(tokens: int, *, heads: tuple[int, int], **options: Any) -> Case:
     """One request, split for many warps, whatever tile the planner chose."""
-    batch = ([[]], np.array([tokens], dtype=np.int64), np.ones(1, dtype=np.int64))
-    case = make_case(tokens, heads=heads, batch=batch, num_sms=132, **options)
+    case = make_case(tokens, heads=heads, batch=decode_batch([tokens]), num_sms=132, **options)
     assert splits_of(case) > FAN_IN
     return with_tile_rows(case, 16 if case.shape.group > WARP_ROWS else WARP_ROWS)
-
-
-def same_bits(emulation: ModuleType, case: Case, **kernels: Any) -> None:
-    """The result is right, whoever arrives last."""
-    kernels = {"fan_in": FAN_IN, **kernels}
-    out, lse = emulate(emulation, case, layers=2, **kernels)
-    check(case, (out, lse))
-    for options in ({"ctas": 1}, {"ctas": 7, "late_copies": False}, {"warps_first": True}):
-        again, again_lse = emulate(emulation, case, **kernels, **options)
-        assert torch.equal(out.view(torch.int16), again.view(torch.int16)), options
-        assert torch.equal(lse, again_lse), options
 
 
 @pytest.mark.parametrize("warp_ctas", [0, 1, 64], ids=["ctas", "some deferred", "deferred"])
 @pytest.mark.parametrize("heads", [(8, 1), (2, 2), (16, 1), (11, 1)], ids=str)
 def test_ctas_combine_the_splits_of_a_document(emulation: ModuleType, heads: tuple[int, int], warp_ctas: int) -> None:
-    same_bits(emulation, document(4, 1000, heads=heads), warp_ctas=warp_ctas)
+    case = document(4, 1000, heads=heads)
+    assert splits_of(case) > FAN_IN
+    same_bits(emulation, case, fan_in=FAN_IN, warp_ctas=warp_ctas)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_warps_combine_deferred_rows_of_many_partials(emulation: ModuleType, head_dim: int) -> None:
     """A row's partials are more than the warp loads at once, and than its lanes hold."""
-    case = document(2, 5000, heads=(8, 1), head_dim=head_dim, with_sinks=True)
+    case = document(2, 5000, head_dim=head_dim, with_sinks=True)
     assert splits_of(case) > 32
     same_bits(emulation, case, fan_in=64)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)], ids=str)
 def test_warps_combine_the_splits_of_one_request(emulation: ModuleType, heads: tuple[int, int]) -> None:
-    same_bits(emulation, single(1000, heads=heads))
+    same_bits(emulation, single(1000, heads=heads), fan_in=FAN_IN)
 
 
 def test_one_split_more_than_one_level_takes(emulation: ModuleType) -> None:
     """The last group of a tile has a single split, which stays in the query's own list."""
     case = single(1400, heads=(4, 1))
     splits = splits_of(case)
-    flat, flat_lse = emulate(emulation, case, fan_in=splits)
-    grouped, grouped_lse = emulate(emulation, case, fan_in=splits - 1)
-    check(case, (flat, flat_lse))
-    check(case, (grouped, grouped_lse))
-    assert not torch.equal(flat_lse, grouped_lse)  # another order of summation: groups were at work
+    flat, grouped = (emulate(emulation, case, fan_in=fan_in) for fan_in in (splits, splits - 1))
+    check(case, flat)
+    check(case, grouped)
+    assert not torch.equal(flat[1], grouped[1])  # another order of summation: groups were at work
 
 
 @pytest.mark.parametrize("fan_in", [1, 2, 3, 5])
@@ -92,8 +66,7 @@ def test_any_fan_in(emulation: ModuleType, fan_in: int) -> None:
 
 @pytest.mark.parametrize("queries", [5, 128])
 def test_queries_of_extend(emulation: ModuleType, queries: int) -> None:
-    batch = ([[]], np.array([1000], dtype=np.int64), np.full(1, queries, dtype=np.int64))
-    case = make_case(queries, heads=(1, 1), batch=batch, num_sms=132)
+    case = make_case(queries, heads=(1, 1), batch=decode_batch([1000], new=queries), num_sms=132)
     assert splits_of(case) > FAN_IN
     check(case, emulate(emulation, case, fan_in=FAN_IN))
 
@@ -105,7 +78,8 @@ def test_queries_of_extend(emulation: ModuleType, queries: int) -> None:
 )
 def test_variants(emulation: ModuleType, options: dict[str, Any]) -> None:
     """A window leaves whole groups behind; a sink counts once."""
-    case = document(5, 1000, heads=(8, 1), **options)
+    case = document(5, 1000, **options)
+    assert splits_of(case) > FAN_IN
     for warp_ctas in (0, 64):
         check(case, emulate(emulation, case, fan_in=FAN_IN, warp_ctas=warp_ctas))
     if options.get("head_dim") != 256:

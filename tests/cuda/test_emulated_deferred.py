@@ -8,16 +8,15 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from tests.cuda.cases import Case, check, make_case
-from tests.cuda.emulated import emulate
+from tests.cuda.cases import Case, check, decode_batch, document, make_case, splits_of
+from tests.cuda.emulated import emulate, same_bits
 
 ONE_LEVEL = 4096  # most splits of a tile that are combined in one level
-WARP_CTAS = 64
+TWO_CTAS = ({"ctas": 2, "late_copies": False}, {"ctas": 2, "warps_first": True})
 
 
 class Deferred(NamedTuple):
@@ -29,7 +28,7 @@ class Deferred(NamedTuple):
     active_warps: int
 
 
-def deferred(case: Case, warp_ctas: int = WARP_CTAS) -> Deferred:
+def deferred(case: Case, warp_ctas: int = 64) -> Deferred:
     shape = case.shape
     words, _ = _native.serialize_plan(
         case.plan, case.planned_lens, growth=0, group=shape.group, kv_heads=shape.kv_heads, warp_ctas=warp_ctas
@@ -38,29 +37,6 @@ def deferred(case: Case, warp_ctas: int = WARP_CTAS) -> Deferred:
     stride = _native.plan_deferred_words
     counts = words[at : at + count * stride].reshape(count, stride)[:, 2].tolist()
     return Deferred(count * shape.q_heads, counts, 1 << part_bits, int(words[12]))
-
-
-def document(requests: int, tokens: int, *, heads: tuple[int, int] = (8, 1), **options: Any) -> Case:
-    """`requests` on one document, each with a short tail."""
-    lens = tokens + 1 + 3 * np.arange(requests, dtype=np.int64)
-    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    return make_case(tokens, heads=heads, batch=batch, num_sms=132, **options)
-
-
-def same_bits(emulation: ModuleType, case: Case, ctas: tuple[int, ...] = (1, 7), **options: Any) -> None:
-    """The result is right and the same, whoever combines."""
-    out, lse = emulate(emulation, case, warp_ctas=WARP_CTAS, **options)
-    check(case, (out, lse))
-    for number in ctas:
-        for order in ({"late_copies": False}, {"warps_first": True}):
-            again, again_lse = emulate(emulation, case, warp_ctas=WARP_CTAS, ctas=number, **options, **order)
-            assert torch.equal(out.view(torch.int16), again.view(torch.int16)), (number, order)
-            assert torch.equal(lse, again_lse), (number, order)
-
-
-def splits_of(case: Case) -> int:
-    """Most KV splits of an item's queries."""
-    return int(np.unique(case.plan.items[:, 0], return_counts=True)[1].max())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -73,7 +49,7 @@ def test_any_number_of_partials(emulation: ModuleType, tokens: int, partials: in
     case = document(2, tokens, head_dim=head_dim, with_sinks=partials % 2 == 0)
     assert splits_of(case) == partials
     assert deferred(case).rows == 16
-    same_bits(emulation, case, fan_in=ONE_LEVEL, ctas=(2,))
+    same_bits(emulation, case, fan_in=ONE_LEVEL, orders=TWO_CTAS)
 
 
 @pytest.mark.parametrize(("heads", "requests", "parts"), [((8, 1), 130, 2), ((22, 2), 48, 1)], ids=str)
@@ -83,23 +59,18 @@ def test_more_parts_than_warps(emulation: ModuleType, heads: tuple[int, int], re
     found = deferred(case, warp_ctas=264)
     assert found.rows >= 1024
     assert found.parts == parts
-    out, lse = emulate(emulation, case, warp_ctas=264)
-    check(case, (out, lse))
-    again, again_lse = emulate(emulation, case, warp_ctas=264, ctas=6, warps_first=True)
-    assert torch.equal(out.view(torch.int16), again.view(torch.int16))
-    assert torch.equal(lse, again_lse)
+    same_bits(emulation, case, warp_ctas=264, orders=[{"ctas": 6, "warps_first": True}])
 
 
 def test_more_warps_than_parts(emulation: ModuleType) -> None:
     case = document(1, 30_000, heads=(2, 1), window_left=20_000)
-    same_bits(emulation, case, ctas=(1, 13))
+    orders = [{"ctas": ctas, **order} for ctas in (1, 13) for order in ({"late_copies": False}, {"warps_first": True})]
+    same_bits(emulation, case, orders=orders)
 
 
 def test_warps_that_take_no_tiles_combine_too(emulation: ModuleType) -> None:
     """Where tails of one length fill their waves better with fewer warps, all warps combine."""
-    lens = np.full(20, 1300)
-    batch = ([[(0, 0, 1000)]] * 20, lens, np.ones(20, dtype=np.int64))
-    case = make_case(1, heads=(2, 1), batch=batch, num_sms=10)
+    case = make_case(1, heads=(2, 1), batch=decode_batch([1300] * 20, 1000), num_sms=10)
     found = deferred(case, warp_ctas=4)
     assert found.active_warps == 5
     assert found.rows == 40
@@ -110,12 +81,12 @@ def test_warps_that_take_no_tiles_combine_too(emulation: ModuleType) -> None:
 @pytest.mark.parametrize("drafts", [8, 16])
 @pytest.mark.parametrize("options", [{"trees": True}, {"window_left": 70}, {"dtype": torch.float16}], ids=str)
 def test_verify_steps(emulation: ModuleType, drafts: int, options: dict[str, Any]) -> None:
-    batch = ([[(0, 0, 1000)]] * 2, np.array([1100, 1130]), np.full(2, drafts))
+    batch = decode_batch([1100, 1130], 1000, new=drafts)
     case = make_case(1, heads=(8, 1), batch=batch, num_sms=132, with_sinks=drafts == 16, **options)
     found = deferred(case)
     assert found.rows == 16 * drafts
     assert found.parts == 4
-    same_bits(emulation, case, ctas=(2,))
+    same_bits(emulation, case, orders=TWO_CTAS)
 
 
 @pytest.mark.parametrize("window_left", [-1, 70])
@@ -123,4 +94,4 @@ def test_sinks_count_once(emulation: ModuleType, window_left: int) -> None:
     """A window leaves most partials without weight; a sink outweighs all others."""
     for sink_offset in (-20.0, 20.0):
         case = document(2, 3900, with_sinks=True, sink_offset=sink_offset, window_left=window_left)
-        check(case, emulate(emulation, case, fan_in=ONE_LEVEL, warp_ctas=WARP_CTAS))
+        check(case, emulate(emulation, case, fan_in=ONE_LEVEL))

@@ -14,14 +14,24 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from tests.cuda.cases import Case, check, make_case
-from tests.cuda.emulated import GROWTH, emulate, with_tile_rows
+from tests.cuda.cases import Case, check, decode_batch, make_case, same
+from tests.cuda.emulated import GROWTH, emulate, same_bits, with_tile_rows
+
+FP8_OF_128 = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128}
+GROUPS = ((2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2))
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1), (24, 2), (10, 1), (11, 1), (5, 1), (14, 2)], ids=str)
-def test_decode_of_ragged_forests(emulation: ModuleType, heads: tuple[int, int], late_copies: bool) -> None:
-    case = make_case(heads[0], heads=heads)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"seed": heads[0], "heads": heads} for heads in GROUPS),
+        *({"heads": (4, 2), "max_new_tokens": 70, "window_left": window, **FP8_OF_128} for window in (-1, 7, 64)),
+    ],
+    ids=str,
+)
+def test_ragged_forests(emulation: ModuleType, options: dict[str, Any], late_copies: bool) -> None:
+    case = make_case(**{"seed": 1, **options})
     check(case, emulate(emulation, case, late_copies=late_copies, layers=2))
 
 
@@ -31,16 +41,12 @@ def test_whoever_brings_the_last_partial_combines_to_the_same_bits(emulation, he
     """CTAs before warps: these combine. Warps before CTAs: those do, of what is in memory and what is still near."""
     group = heads[0] // heads[1]
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
-    batch = ([[(0, 0, prefix)]] * 12, prefix + 7 * np.arange(1, 13), np.ones(12, dtype=np.int64))
+    batch = decode_batch(prefix + 7 * np.arange(1, 13), prefix)
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
     of_ctas = case.plan.items[:, 6] > 8 * _native.head_splits(group)
     assert (case.plan.items[of_ctas, 5] >= 0).any(), "CTAs have partials to combine"
     assert of_ctas.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
-    out, lse = emulate(emulation, case)
-    check(case, (out, lse))
-    again, again_lse = emulate(emulation, case, warps_first=True)
-    assert torch.equal(out, again)
-    assert torch.equal(lse, again_lse)
+    same_bits(emulation, case, orders=[{"warps_first": True}])
 
 
 def test_division_by_a_known_number(emulation: ModuleType) -> None:
@@ -52,11 +58,24 @@ def test_division_by_a_known_number(emulation: ModuleType) -> None:
                 assert emulation.quotient(dividend, number) == dividend // number, (dividend, number)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_head_sizes_and_types(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case(head_dim, head_dim=head_dim, dtype=dtype, requests=4)
-    check(case, emulate(emulation, case))
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"head_dim": size, "dtype": dtype} for size in (64, 128, 256) for dtype in (torch.bfloat16, torch.float16)),
+        {"grown": GROWTH},  # the plan was made for shorter tails
+        {"logit_cap": 3.0},
+        {"with_sinks": True},
+        {"with_sinks": True, "sink_offset": 150.0},  # so far above all logits that 2^(sink - maximum) is no float
+        *({"max_new_tokens": 20, "window_left": window} for window in (0, 7, 64, 100, 2**31 - 1)),
+        # Extend over a shared prefix, and mixed batches.
+        *({"seed": seed, "heads": (4, 2), "max_new_tokens": 70} for seed in range(4)),
+        *({"seed": seed, "heads": (4, 2), "max_new_tokens": 64, "trees": True} for seed in range(3)),
+    ],
+    ids=str,
+)
+def test_variants_of_ragged_forests(emulation: ModuleType, options: dict[str, Any]) -> None:
+    case = make_case(**{"seed": 3, **options})
+    check(case, emulate(emulation, case, layers=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -77,8 +96,7 @@ def test_fp8_kv(emulation: ModuleType, head_dim: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("queries", [1, 3, 5, 9, 17, 20])
 def test_every_tile_of_the_table(emulation, queries, head_dim, kv_dtype):
     """`queries` requests of group 8 share one node: 8 .. 160 rows, so tiles of 16, 32, 64, 128 and 128 + 32."""
-    ones, lens = np.ones(queries, dtype=np.int64), 200 + np.arange(1, queries + 1, dtype=np.int64)
-    batch = ([[(0, 0, 200)]] * queries, lens, ones)
+    batch = decode_batch(200 + np.arange(1, queries + 1), 200)
     case = make_case(queries, heads=(8, 1), head_dim=head_dim, kv_dtype=kv_dtype, batch=batch)
     check(case, emulate(emulation, case))
 
@@ -86,30 +104,17 @@ def test_every_tile_of_the_table(emulation, queries, head_dim, kv_dtype):
 def test_every_fp8_number_is_read_as_it_is(emulation: ModuleType) -> None:
     """Values of one visible position are the output: all but NaN, which here is no number either."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    case = make_case(
-        5, heads=(2, 1), head_dim=256, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn,
-        batch=([[]], np.array([1], dtype=np.int64), np.ones(1, dtype=np.int64)),
-    )  # fmt: skip
-    slot = int(case.pool.req_to_token[int(case.pool.req_pool_indices[0]), 0])
-    case.pool.v_cache.view(torch.uint8)[slot, 0] = torch.arange(256, dtype=torch.uint8)
+    options: dict[str, Any] = {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn, "batch": decode_batch([1])}
+    case = make_case(5, heads=(2, 1), head_dim=256, **options)
+    case.pool.v_cache.view(torch.uint8)[case.pool.slots_of(0), 0] = torch.arange(256, dtype=torch.uint8)
     out, _ = emulate(emulation, case)
     torch.testing.assert_close(out[0, 0].float(), numbers.float(), atol=0, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("seed", range(3))
-def test_extend_and_window_with_fp8_kv(emulation: ModuleType, seed: int, late_copies: bool) -> None:
-    case = make_case(
-        seed, heads=(4, 2), head_dim=128, kv_dtype=torch.float8_e4m3fn, max_new_tokens=70, window_left=(-1, 7, 64)[seed]
-    )
-    check(case, emulate(emulation, case, late_copies=late_copies))
 
 
 def wide_case(queries: int = 16, shared: int = 200, *, head_dim: int = 128, rows: int = 128, **options: Any) -> Case:
     """Decode of `queries` requests of group 8 that share a node, whatever tile the planner chose for it done in one of
     `rows` rows that has products of a warpgroup."""
-    lens = shared + np.arange(1, queries + 1, dtype=np.int64)
-    batch = ([[(0, 0, shared)]] * queries, lens, np.ones(queries, dtype=np.int64))
+    batch = decode_batch(shared + np.arange(1, queries + 1), shared)
     case = make_case(shared, heads=(8, 1), head_dim=head_dim, batch=batch, **options)
     assert case.plan.items[:, 6].max() > 8
     return with_tile_rows(case, 64 if head_dim > 128 else rows)  # with head_dim 256 a CTA has one warpgroup
@@ -174,34 +179,20 @@ def test_products_of_a_warpgroup_with_fp8_kv(emulation: ModuleType, options: dic
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 128, 255, 256, 257, 600])
 def test_lengths_around_the_kv_tile(emulation: ModuleType, length: int) -> None:
-    lens = np.array([length, 1], dtype=np.int64)
-    case = make_case(length, heads=(4, 1), batch=([[], []], lens, np.ones(2, dtype=np.int64)))
+    case = make_case(length, heads=(4, 1), batch=decode_batch([length, 1]))
     check(case, emulate(emulation, case))
 
 
 def test_more_partials_of_an_item_than_a_cta_has_room_for(emulation: ModuleType) -> None:
-    batch = ([[]], np.array([16_600], dtype=np.int64), np.full(1, 128, dtype=np.int64))
-    case = make_case(7, heads=(1, 1), batch=batch, num_sms=264)
+    case = make_case(7, heads=(1, 1), batch=decode_batch([16_600], new=128), num_sms=264)
     assert case.plan.num_slots > _native.combine_room
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
-    batch = ([[]], np.array([16_000], dtype=np.int64), np.ones(1, dtype=np.int64))
-    case = make_case(8, heads=(64, 1), batch=batch, num_sms=250)
+    case = make_case(8, heads=(64, 1), batch=decode_batch([16_000]), num_sms=250)
     assert case.plan.num_slots > 100
     check(case, emulate(emulation, case, fan_in=1 << 20))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_extend_over_a_shared_prefix_and_mixed_batches(emulation: ModuleType, seed: int) -> None:
-    case = make_case(seed, heads=(4, 2), max_new_tokens=70)
-    check(case, emulate(emulation, case, layers=2))
-
-
-def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
-    case = make_case(3, grown=GROWTH)
-    check(case, emulate(emulation, case))
 
 
 @pytest.mark.parametrize("late_copies", [False, True], ids=["early", "late"])
@@ -209,8 +200,7 @@ def test_a_plan_is_replayed_with_longer_tails(emulation: ModuleType) -> None:
 def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(emulation, heads, late_copies):
     """One prefix for CTAs, 24 tails of 300 for warps: the work tiles are dealt to half of the CTAs."""
     prefix = 160 if heads == (32, 2) else 64
-    paths = [[(0, 0, prefix)]] * 24
-    case = make_case(2, heads=heads, batch=(paths, np.full(24, prefix + 300), np.ones(24, dtype=np.int64)))
+    case = make_case(2, heads=heads, batch=decode_batch([prefix + 300] * 24, prefix))
     assert case.plan.narrow_prevails
     assert (case.plan.items[:, 6] > 16).any()
     assert (case.plan.items[:, 6] == (16 if heads == (32, 2) else 8)).any()
@@ -222,8 +212,7 @@ def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(emulation, heads,
 def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(emulation, heads, late_copies):
     """At this bandwidth the sooner start of a warp makes up for about 140 tokens that two work tiles read."""
     prefix, tails = 300, np.array([20, 260, 90, 150, 400, 190, 180, 170])
-    batch = ([[(0, 0, prefix)]] * len(tails), prefix + tails, np.ones(len(tails), dtype=np.int64))
-    case = make_case(4, heads=heads, batch=batch, eager=False, bandwidth=8.192e9)
+    case = make_case(4, heads=heads, batch=decode_batch(prefix + tails, prefix), eager=False, bandwidth=8.192e9)
     own = case.plan.items[case.plan.items[:, 3] >= prefix]
     tail_of_item = tails[case.plan.query_request[own[:, 0]]]
     assert set(tail_of_item) == set(tails)
@@ -231,37 +220,17 @@ def test_short_tails_of_large_groups_are_for_warps_and_long_ones_for_blocks(emul
     check(case, emulate(emulation, case, late_copies=late_copies))
 
 
-@pytest.mark.parametrize("window", [0, 7, 64, 100, 2**31 - 1])
-def test_sliding_window(emulation: ModuleType, window: int) -> None:
-    case = make_case(window, window_left=window, max_new_tokens=20)
-    check(case, emulate(emulation, case))
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)], ids=str)
 def test_a_window_that_has_left_shared_items_behind(emulation: ModuleType, heads: tuple[int, int]) -> None:
-    lens = 260 + np.arange(4, dtype=np.int64)
-    case = make_case(1, heads=heads, window_left=7, batch=([[(0, 0, 200)]] * 4, lens, np.ones(4, dtype=np.int64)))
+    case = make_case(1, heads=heads, window_left=7, batch=decode_batch(260 + np.arange(4), 200))
     assert len(case.plan.items) > 4
     check(case, emulate(emulation, case))
-
-
-def test_soft_cap(emulation: ModuleType) -> None:
-    case = make_case(1, logit_cap=3.0)
-    check(case, emulate(emulation, case))
-
-
-@pytest.mark.parametrize("offset", [0.0, 150.0])
-def test_sinks(emulation: ModuleType, offset: float) -> None:
-    """Also one so far above all logits that 2^(sink - maximum) is no float."""
-    check(case := make_case(2, with_sinks=True, sink_offset=offset), emulate(emulation, case))
 
 
 @pytest.mark.parametrize("ctas", [2, 5])
 def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, ctas: int) -> None:
     case = make_case(9, requests=8)
-    one, many = emulate(emulation, case, ctas=1), emulate(emulation, case, ctas=ctas)
-    assert torch.equal(one[0].view(torch.int16), many[0].view(torch.int16))
-    assert torch.equal(one[1], many[1])
+    assert same(emulate(emulation, case, ctas=1), emulate(emulation, case, ctas=ctas))
 
 
 @pytest.mark.parametrize(
@@ -320,12 +289,6 @@ def test_trees_in_products_of_a_warpgroup(emulation: ModuleType, rows: int) -> N
     check(case, emulate(emulation, case))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ragged_trees(emulation: ModuleType, seed: int) -> None:
-    case = make_case(seed, heads=(4, 2), max_new_tokens=64, trees=True)
-    check(case, emulate(emulation, case, layers=2))
-
-
 @pytest.mark.parametrize("starts", [0, 2])
 @pytest.mark.parametrize("window", [-1, 70])
 def test_items_without_a_start(emulation: ModuleType, window: int, starts: int) -> None:
@@ -339,5 +302,4 @@ def test_items_without_a_start(emulation: ModuleType, window: int, starts: int) 
     ):
         expected = emulate(emulation, case, ctas=1)
         check(case, expected)
-        found = emulate(emulation, case, ctas=1, starts=starts)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert same(emulate(emulation, case, ctas=1, starts=starts), expected)

@@ -9,7 +9,7 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.cuda_step import GpuStep
 from sgl_prefix_attn.core.step_buffers import StepLimits
-from tests.cuda.cases import Case, check, make_case
+from tests.cuda.cases import Case, check, decode_batch, make_case, same
 from tests.cuda.on_device import OnDevice
 
 pytestmark = [
@@ -98,14 +98,11 @@ def test_ragged_trees(seed: int, kv_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 33000])
 def test_lengths(length: int) -> None:
-    batch = ([[], []], np.array([length, 1], dtype=np.int64), np.ones(2, dtype=np.int64))
-    case = make_case(length, heads=(8, 1), head_dim=128, batch=batch, num_sms=132)
+    case = make_case(length, heads=(8, 1), head_dim=128, batch=decode_batch([length, 1]), num_sms=132)
     check(case, on_gpu(case).run())
 
 
 def test_the_same_bits_twice() -> None:
     case = make_case(4, heads=(32, 8), head_dim=128, requests=200, levels=6, tokens=400, num_sms=132)
     runner = on_gpu(case)
-    first, second = runner.run(), runner.run()
-    assert torch.equal(first[0].view(torch.int16), second[0].view(torch.int16))
-    assert torch.equal(first[1], second[1])
+    assert same(runner.run(), runner.run())

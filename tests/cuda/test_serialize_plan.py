@@ -10,7 +10,7 @@ import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits, serialize_plan
-from tests.cuda.cases import make_case
+from tests.cuda.cases import decode_batch, document, make_case
 
 HEADER = 12
 DEFERRED = 16  # of the header: queries whose combine is deferred, where their records lie, parts of a row (base 2)
@@ -53,12 +53,10 @@ def item_columns(words: np.ndarray) -> np.ndarray:
 
 def test_many_splits_of_an_item_form_groups() -> None:
     """Every partial is summed exactly once, through its group or in its query's list, and groups are even."""
-    tokens, requests = 4000, 6
-    lens = tokens + np.arange(1, requests + 1)
-    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    case = make_case(1, heads=(8, 1), batch=batch, num_sms=60)
+    requests = 6
+    case = document(requests, 4000, num_sms=60)
     plan = case.plan
-    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8)
+    words, _ = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8)
     _, lists, parents, group_slots = item_columns(words)
     grouped = parents >= 0
     assert grouped.any()
@@ -83,13 +81,11 @@ def test_many_splits_of_an_item_form_groups() -> None:
 @pytest.mark.parametrize("warp_ctas", [0, 1, 264])
 def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> None:
     """So no arriver is the last one; the longest combines are deferred first."""
-    tokens, requests = 1000, 16
-    lens = tokens + np.arange(1, requests + 1)
-    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    plan = make_case(1, heads=(8, 1), batch=batch, num_sms=10).plan
-    words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
+    case = document(16, 1000, num_sms=10)
+    plan = case.plan
+    words, _ = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
     count, at, part_bits = words[DEFERRED : DEFERRED + 3]
-    assert count == {0: 0, 1: 0, 264: requests}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
+    assert count == {0: 0, 1: 0, 264: 16}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
     lists = combine_lists(words, len(plan.combine_query))
     assert at % RECORD == 0 or count == 0, "a record lies in one line of the cache"
     assert part_bits == 2  # at most 128 rows
@@ -110,11 +106,10 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
 @pytest.mark.parametrize(("requests", "parts"), [(8, 4), (16, 2), (32, 2), (48, 1)])
 def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
     """By the number of rows, and not by the launch."""
-    lens = np.full(requests, 6000)
-    batch = ([[(0, 0, 5000)]] * requests, lens, np.ones(requests, dtype=np.int64))
+    batch = decode_batch([6000] * requests, 5000)
     plan = make_case(1, heads=(32, 4), batch=batch, num_sms=132).plan
     for warp_ctas in (264, 1000):
-        words, _ = _native.serialize_plan(plan, lens, growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
+        words, _ = _native.serialize_plan(plan, batch[1], growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
         assert words[DEFERRED] == requests
         assert 1 << words[DEFERRED + 2] == parts
 
@@ -122,13 +117,10 @@ def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
 @pytest.mark.parametrize("heads", [(8, 1), (32, 4)], ids=str)
 def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
     """Though they are just large enough for the plan's queries, items and partials."""
-    requests, tokens = 64, 5000
-    lens = tokens + np.arange(1, requests + 1)
-    batch = ([[(0, 0, tokens)]] * requests, lens, np.ones(requests, dtype=np.int64))
-    case = make_case(1, heads=heads, batch=batch, num_sms=132)
-    plan = case.plan
+    case = document(64, 5000, heads=heads)
+    plan, lens = case.plan, case.planned_lens
     words, kv_slots = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
-    assert words[DEFERRED] == requests
+    assert words[DEFERRED] == 64
     limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
     buffers = StepBuffers(case.shape, torch.device("cpu"), limits)
     buffers.warp_ctas = 264
@@ -152,8 +144,7 @@ def test_few_splits_form_no_groups() -> None:
     ],
 )  # fmt: skip
 def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: int) -> None:
-    unshared = ([[] for _ in range(10)], np.full(10, tokens), np.ones(10, dtype=np.int64))
-    case = make_case(1, batch=unshared)
+    case = make_case(1, batch=decode_batch([tokens] * 10))
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
     words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas)

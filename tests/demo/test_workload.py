@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -18,8 +19,8 @@ def common(one: tuple[int, ...], two: tuple[int, ...]) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def row(*hashes: int, length: int | None = None, at: int = 0) -> TraceRow:
-    return TraceRow(timestamp=at, input_length=length or 512 * len(hashes), output_length=10, hash_ids=list(hashes))
+def row(*hashes: int, at: int = 0) -> TraceRow:
+    return TraceRow(timestamp=at, input_length=512 * len(hashes), output_length=10, hash_ids=list(hashes))
 
 
 def test_prompts_share_exactly_the_blocks_whose_hashes_agree() -> None:
@@ -43,12 +44,7 @@ def test_blocks_outputs_and_arrivals_are_scaled() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "context"),
-    [
-        ("speed", 0.0, 1000),
-        ("speed", float("nan"), 1000),
-        ("output_scale", -1.0, 1000),
-        ("context_length=20", None, 20),
-    ],
+    [("speed", 0.0, 1000), ("speed", math.nan, 1000), ("output_scale", -1.0, 1000), ("context_length=20", None, 20)],
 )
 def test_unusable_factors_and_context_length(option: str, value: float | None, context: int) -> None:
     options = {} if value is None else {option: value}

@@ -34,6 +34,7 @@ POOL_TOKENS = 16384
 NOTHING_TO_PACK = {"idle"}
 
 Tokens = list[list[list[int]]]  # of each request, of each sample
+Expected = Callable[[Sequence[Request]], Tokens]  # tokens of the stock backend
 
 
 def tokens_of(answers: Sequence[Answer]) -> Tokens:
@@ -72,22 +73,32 @@ class Packing:
         assert set(self.fallbacks) <= NOTHING_TO_PACK
 
 
+def state_of(server: Server) -> dict[str, Any]:
+    state = server.packing_state()
+    assert state is not None, "the server does not report prefixpack's state"
+    return state
+
+
 @contextlib.contextmanager
-def packing(server: Server) -> Iterator[Packing]:
-    """Yields a Packing that describes the steps of the block once the block ends."""
-    before = server.packing_state()
-    assert before is not None, "the server does not report prefixpack's state"
+def packing(server: Server, *modes: str) -> Iterator[Packing]:
+    """Yields a Packing that describes the steps of the block once the block ends; those of these modes ran packed."""
+    before = state_of(server)
     result = Packing(Counter(), Counter(), Counter())
     yield result
-    after = server.packing_state()
-    assert after is not None
-    for target, name in (
-        (result.steps, "steps_packed"),
-        (result.fallbacks, "fallbacks"),
-        (result.one_token, "one_token_steps"),
-    ):
-        target.update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
+    after = state_of(server)
+    names = {"steps": "steps_packed", "fallbacks": "fallbacks", "one_token": "one_token_steps"}
+    for field, name in names.items():
+        getattr(result, field).update(Counter(after["counters"][name]) - Counter(before["counters"][name]))
     result.kv = KVReads.between(before, after)
+    if modes:
+        result.assert_packed(*modes)
+
+
+def replay_cached(server: Server, requests: Sequence[Request], *modes: str) -> tuple[list[Answer], Packing]:
+    """Sends requests whose shared parts are brought into the cache before; see `level_seeds` and `packing`."""
+    replay(server.url, workloads.level_seeds(requests))
+    with packing(server, *modes) as done:
+        return replay(server.url, requests), done
 
 
 @pytest.fixture(scope="session")
@@ -117,13 +128,10 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     ) -> contextlib.AbstractContextManager[Server]:
         sizes = ("--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", str(pool_tokens))
         options = ServerOptions(
-            model=str(model),
-            backend=backend,
+            model=str(model), backend=backend, environment=environment or {},
             extra=(*sizes, "--max-running-requests", "64", "--enable-metrics", *extra),
-            environment=environment or {},
-            log_folder=tmp_path_factory.mktemp("server"),
-            starter=forked_server.start_without_warm_up,
-        )
+            log_folder=tmp_path_factory.mktemp("server"), starter=forked_server.start_without_warm_up,
+        )  # fmt: skip
         return serve(options)
 
     return start
@@ -135,11 +143,11 @@ def compared(launch: Launch, workload: Sequence[list[Request]], *extra: str, **o
     for backend in (STOCK, BACKEND):
         with launch(backend, *extra, **options) as server:
             replay(server.url, workloads.level_seeds(workload[0]))
-            with packing(server) if backend == BACKEND else contextlib.nullcontext() as done:
+            ours = packing(server, "decode", "extend") if backend == BACKEND else contextlib.nullcontext()
+            with ours as done:
                 tokens.append([tokens_of(replay(server.url, requests)) for requests in workload])
             state = server.packing_state()
     assert tokens[0] == tokens[1]
-    done.assert_packed("decode", "extend")
     return done, state, server.log_text()
 
 
@@ -157,7 +165,7 @@ def packed(launch: Launch) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
+def expected(stock_server: Server) -> Expected:
     """Tokens that the stock backend generates for requests, computed once per session."""
     known: dict[tuple[Request, ...], Tokens] = {}
 
@@ -171,7 +179,7 @@ def expected(stock_server: Server) -> Callable[[Sequence[Request]], Tokens]:
 
 
 @pytest.fixture
-def rollout_on(expected: Callable[[Sequence[Request]], Tokens], vocabulary: Vocabulary) -> Callable[[Server], Rollout]:
+def rollout_on(expected: Expected, vocabulary: Vocabulary) -> Callable[[Server], Rollout]:
     """rollout_on(server): random rollouts on the prompts of `workloads.refills`."""
     prompts = workloads.refills(vocabulary)
     stock = {request.prompt: samples[0] for request, samples in zip(prompts, expected(prompts), strict=True)}

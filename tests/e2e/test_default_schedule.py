@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ import pytest
 from examples.rollout_client import rollout
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import Tokens, packing, replay_while_decoding, tokens_of
+from tests.e2e.conftest import Expected, packing, replay_cached, replay_while_decoding, state_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-Expected = Callable[[Sequence[Request]], Tokens]
 
 
 @pytest.fixture
@@ -32,12 +30,9 @@ def server(packed: Server) -> Server:
 @pytest.mark.versions
 def test_prompts_that_share_three_levels(server: Server, expected: Expected, vocabulary: Vocabulary) -> None:
     requests = workloads.three_levels(vocabulary)
-    replay(server.url, workloads.level_seeds(requests))
-    with packing(server) as done:
-        answers = replay(server.url, requests)
+    answers, _ = replay_cached(server, requests, "decode", "extend")
     assert tokens_of(answers) == expected(requests)
     assert all(answer.samples[0].cached_tokens >= 288 for answer in answers)
-    done.assert_packed("decode", "extend")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +45,10 @@ def test_prompts_that_share_three_levels(server: Server, expected: Expected, voc
 )
 def test_requests_sent_together(server, expected, vocabulary, name, modes):
     requests = workloads.ALL[name](vocabulary)
-    with packing(server) as done:
+    with packing(server, *modes) as done:
         answers = replay(server.url, requests)
     assert [answer.request for answer in answers] == requests
     assert tokens_of(answers) == expected(requests)
-    done.assert_packed(*modes)
     assert done.kv is not None
     if name == "samples":
         assert len(answers[0].samples) == 16
@@ -66,11 +60,10 @@ def test_requests_sent_together(server, expected, vocabulary, name, modes):
 def test_a_late_request_splits_a_node_that_others_run_on(server, expected, vocabulary):
     running, late = workloads.late_split(vocabulary)
     replay(server.url, [dataclasses.replace(running[0], prompt=running[0].prompt[:400], max_new_tokens=1)])
-    with packing(server) as done:
+    with packing(server, "decode", "extend"):
         answers = replay_while_decoding(server.url, running, late)
     assert tokens_of(answers) == expected(running + late)
     assert answers[-1].samples[0].cached_tokens == 250
-    done.assert_packed("decode", "extend")
 
 
 def test_the_rollout_client_of_the_examples(server: Server, vocabulary: Vocabulary) -> None:
@@ -85,8 +78,7 @@ def test_the_rollout_client_of_the_examples(server: Server, vocabulary: Vocabula
 
 def test_metrics_join_those_of_sglang(server: Server, vocabulary: Vocabulary) -> None:
     replay(server.url, workloads.samples(vocabulary))
-    state = server.packing_state()
-    assert state is not None
+    state = state_of(server)
     exported = _metrics(server.get("/metrics"))
     dashboard = (EXAMPLES / "grafana" / "prefixpack.json").read_text()
     asked = {f"sglang:{name}" for name in re.findall(r"sglang\[:_\](\w+)", dashboard)}

@@ -53,10 +53,8 @@ FEW = ("--max-running-requests", "5")
 
 
 def test_some_random_sequences(launch: Launch, run: Run) -> None:
-    with launch(BACKEND, *FEW) as server:
-        with packing(server) as done:
-            run(server, range(10), 12)
-        done.assert_packed("decode", "extend")
+    with launch(BACKEND, *FEW) as server, packing(server, "decode", "extend"):
+        run(server, range(10), 12)
 
 
 @pytest.mark.slow
@@ -67,9 +65,8 @@ def test_two_hundred_random_sequences(launch: Launch, run: Run, vocabulary: Voca
     with launch(BACKEND, *arguments, pool_tokens=pool, environment=PINS) as server:
         run(server, range(1000, 1020), 14, pins=True)
         before = scheduler_bytes(server)
-        with packing(server) as done:
+        with packing(server, "decode", "extend"):
             run(server, range(1020, 1200), 14, pins=True)
-        done.assert_packed("decode", "extend")
         release_pins(server)
         (whole_pool,) = replay(server.url, [Request("all", vocabulary.tokens(pool - 20, 23), 8)], timeout_seconds=60)
         assert whole_pool.samples[0].finish == "length", "a lock that is left keeps slots from it"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.demo.client import replay
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.patching.installation import find_installation
 from sgl_prefix_attn.sglang_plugin.compat.targets import SUPPORTED_VERSIONS
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, STOCK, Launch, Tokens, packing, tokens_of
+from tests.e2e.conftest import BACKEND, STOCK, Expected, Launch, replay_cached, state_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
@@ -41,28 +39,23 @@ def patched_sglang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "packs_extend"),
+    ("arguments", "modes"),
     [
-        pytest.param((), True, id="alone"),
-        pytest.param(("--prefill-attention-backend", STOCK), False, id="decode half", marks=pytest.mark.slow),
+        pytest.param((), ("decode", "extend"), id="alone"),
+        pytest.param(("--prefill-attention-backend", STOCK), ("decode",), id="decode half", marks=pytest.mark.slow),
     ],
 )
 def test_paths_come_through_the_seam_and_tokens_are_those_of_the_stock_backend(
     patched_sglang: Path,
     launch: Launch,
-    expected: Callable[[Sequence[Request]], Tokens],
+    expected: Expected,
     vocabulary: Vocabulary,
     arguments: tuple[str, ...],
-    packs_extend: bool,
+    modes: tuple[str, ...],
 ) -> None:
     search_path = os.pathsep.join(filter(None, [str(patched_sglang), os.environ.get("PYTHONPATH")]))
     requests = workloads.three_levels(vocabulary)
     with launch(BACKEND, *arguments, environment={"PYTHONPATH": search_path}) as server:
-        replay(server.url, workloads.level_seeds(requests))
-        with packing(server) as done:
-            tokens = tokens_of(replay(server.url, requests))
-        state = server.packing_state()
-    assert tokens == expected(requests)
-    assert state is not None
-    assert state["handover"] == "patch"
-    done.assert_packed("decode", *(["extend"] if packs_extend else []))
+        answers, _ = replay_cached(server, requests, *modes)
+        assert state_of(server)["handover"] == "patch"
+    assert tokens_of(answers) == expected(requests)

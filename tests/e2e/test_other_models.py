@@ -6,11 +6,10 @@ import importlib.metadata
 
 import pytest
 
-from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, compared, packing
+from tests.e2e.conftest import BACKEND, Launch, compared, replay_cached
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -22,13 +21,10 @@ def test_layers_with_a_sliding_window(launch: Launch, vocabulary: Vocabulary) ->
     model = tiny_model("gemma2")
     requests = workloads.three_levels(vocabulary)
     with launch(BACKEND, model=model) as server:
-        replay(server.url, workloads.level_seeds(requests))
-        with packing(server) as done:
-            answers = replay(server.url, requests)
+        answers, _ = replay_cached(server, requests, "decode", "extend")
     reference = Reference(model)
     for answer in answers:
         reference.check(answer.request, answer.samples[0].tokens)
-    done.assert_packed("decode", "extend")
 
 
 @pytest.mark.versions

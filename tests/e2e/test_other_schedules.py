@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 
 from sgl_prefix_attn.demo.client import replay
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, Tokens, packing, replay_while_decoding, tokens_of
+from tests.e2e.conftest import BACKEND, Expected, Launch, packing, replay_cached, replay_while_decoding, tokens_of
 
 pytestmark = pytest.mark.e2e
 
-Expected = Callable[[Sequence[Request]], Tokens]
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 
 
 def test_chunked_prefill_without_overlap(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
     requests = workloads.ragged(vocabulary, 32)
     with launch(BACKEND, "--chunked-prefill-size", "64", "--disable-overlap-schedule") as server:
-        with packing(server) as done:
+        with packing(server, "decode", "extend"):
             answers = replay(server.url, requests)
         assert tokens_of(answers) == expected(requests)
-        done.assert_packed("decode", "extend")
 
         decoding, arriving = workloads.prefill_beside_decode(vocabulary)
-        with packing(server) as done:
+        with packing(server, "decode", "extend"):
             answers = replay_while_decoding(server.url, decoding, arriving)
         assert tokens_of(answers) == expected(decoding + arriving)
-        done.assert_packed("decode", "extend")
 
 
 @pytest.mark.parametrize(
@@ -42,11 +37,9 @@ def test_chunked_prefill_without_overlap(launch: Launch, expected: Expected, voc
 def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary, overlap: bool) -> None:
     decoding, arriving = workloads.prefill_beside_decode(vocabulary)
     schedule = () if overlap else ("--disable-overlap-schedule",)
-    with launch(BACKEND, *MIXED_CHUNK, *schedule) as server:
-        with packing(server) as done:
-            answers = replay_while_decoding(server.url, decoding, arriving)
-        assert tokens_of(answers) == expected(decoding + arriving)
-        done.assert_packed("decode", "mixed")
+    with launch(BACKEND, *MIXED_CHUNK, *schedule) as server, packing(server, "decode", "mixed"):
+        answers = replay_while_decoding(server.url, decoding, arriving)
+    assert tokens_of(answers) == expected(decoding + arriving)
 
 
 @pytest.mark.slow
@@ -54,8 +47,5 @@ def test_pages_of_16_tokens(launch: Launch, expected: Expected, vocabulary: Voca
     """SGLang allocates pages with Triton kernels. A CPU interprets them."""
     requests = workloads.three_levels(vocabulary)
     with launch(BACKEND, "--page-size", "16", environment={"TRITON_INTERPRET": "1"}) as server:
-        replay(server.url, workloads.level_seeds(requests))
-        with packing(server) as done:
-            answers = replay(server.url, requests)
+        answers, _ = replay_cached(server, requests, "decode", "extend")
     assert tokens_of(answers) == expected(requests)
-    done.assert_packed("decode", "extend")

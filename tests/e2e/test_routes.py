@@ -23,7 +23,7 @@ from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from sgl_prefix_attn.routing.live_plan import LivePlan
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, packing, tokens_of
+from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, packing, state_of, tokens_of
 from tests.routing.profiles import write_profile
 
 pytestmark = pytest.mark.e2e
@@ -85,13 +85,12 @@ def test_tokens_stay_the_same_while_arms_switch_every_16_steps(server, expected,
     page = (tmp_path / "ab.html").read_text()
     assert "At least 8 pairs are needed" in page
     assert "://" not in page, "it opens without a network"
-    state = server.packing_state()
-    assert state is not None
-    assert state["route"]["policy"] == "cost"
-    assert state["route"]["live"]["status"] == "finished"
+    route = state_of(server)["route"]
+    assert route["policy"] == "cost"
+    assert route["live"]["status"] == "finished"
     assert main(["explain", "--server", server.url]) == 0
     told = capsys.readouterr().out
-    for index, (arm, would) in enumerate(zip(("packed", "stock"), state["route"]["live"]["would"], strict=True)):
+    for index, (arm, would) in enumerate(zip(("packed", "stock"), route["live"]["would"], strict=True)):
         assert sum(would.values()) > 4
         assert f"arm {'AB'[index]}        {arm}; steps it would choose: {arm} {would[arm]}; last {arm}, without" in told
 
@@ -189,20 +188,16 @@ def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -
     assert {float(steps) for (kind, _), steps in ranks[0].items() if kind == "arm"} == {16.0}
 
 
-def wait_for(server: Server, status: str, what: str = "recording", seconds: float = 120.0) -> None:
+def wait_for(server: Server, status: str, what: str = "recording") -> None:
     """Waits until the server's recording, or live test, has a status."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        state = server.packing_state()
-        assert state is not None
-        found = state["route"][what]
+        found = state_of(server)["route"][what]
         if found is not None and found["status"] == status:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {what} is {status} within {seconds} s")
+    raise AssertionError(f"no {what} is {status} within two minutes")
 
 
 def routed_steps(server: Server) -> Counter[str]:
-    state = server.packing_state()
-    assert state is not None
-    return Counter(state["counters"]["routed_steps"])
+    return Counter(state_of(server)["counters"]["routed_steps"])

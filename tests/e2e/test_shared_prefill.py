@@ -8,7 +8,7 @@ import pytest
 
 from sgl_prefix_attn.demo.server import Server
 from sgl_prefix_attn.demo.workload import Request
-from tests.e2e.conftest import BACKEND
+from tests.e2e.conftest import BACKEND, state_of
 from tests.e2e.rollout import Rollout
 
 pytestmark = pytest.mark.e2e
@@ -66,6 +66,4 @@ def ask_until_they_wait(server: Server, stock: dict[tuple[int, ...], list[int]],
 
 def waits(server: Server) -> int:
     """Requests that were passed over so far."""
-    state = server.packing_state()
-    assert state is not None
-    return int(state["counters"]["shared_prefill_waits"])
+    return int(state_of(server)["counters"]["shared_prefill_waits"])

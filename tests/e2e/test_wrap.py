@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, start_process, stop
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from tests.e2e import workloads
-from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, Packing, Tokens, packing, tokens_of
+from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, replay_cached, state_of, tokens_of
 from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
 
-Expected = Callable[[Sequence[Request]], Tokens]
 WRAP = {"PREFIXPACK_WRAP": "1"}
 TIMEOUT_SECONDS = 300
 
@@ -32,22 +30,12 @@ def wrapped(launch: Launch) -> Iterator[Server]:
         yield server
 
 
-def replayed(server: Server, requests: list[Request]) -> tuple[Tokens, Packing]:
-    """Tokens of requests whose shared parts are in the cache, and what of their steps ran packed."""
-    replay(server.url, workloads.level_seeds(requests))
-    with packing(server) as done:
-        answers = replay(server.url, requests)
-    return tokens_of(answers), done
-
-
 def test_launch_server_with_the_stock_backends_name(wrapped, expected, vocabulary):
     requests = workloads.three_levels(vocabulary)
-    tokens, done = replayed(wrapped, requests)
-    assert tokens == expected(requests)
-    done.assert_packed("decode", "extend")
+    answers, _ = replay_cached(wrapped, requests, "decode", "extend")
+    assert tokens_of(answers) == expected(requests)
     assert wrapped.info()["attention_backend"] == STOCK
-    state = wrapped.packing_state()
-    assert state is not None
+    state = state_of(wrapped)
     assert state["wrapped"] == [STOCK]
     assert state["running"]["prompts"] == []
     metrics = wrapped.get("/metrics").splitlines()
@@ -82,7 +70,7 @@ def follow(changes: Sequence[Change], options: ServerOptions) -> tuple[list[str]
 def check_packed(server: Server, found: Diagnosis, vocabulary: Vocabulary) -> None:
     """The server packs the kinds of steps that the doctor names, and no others."""
     server.flush_cache()
-    _, done = replayed(server, workloads.three_levels(vocabulary))
+    _, done = replay_cached(server, workloads.three_levels(vocabulary))
     for mode in ("decode", "extend"):
         assert (done.steps[mode] > 0) == (found.steps[mode].reason is None), mode
 
@@ -130,18 +118,11 @@ def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
     requests = workloads.three_levels(vocabulary)[:6]
     (length,) = {request.max_new_tokens for request in requests}
     arguments = {
-        "model_path": str(model),
-        "device": "cpu",
-        "dtype": "float32",
-        "disable_cuda_graph": True,
-        "grammar_backend": "none",
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "max_total_tokens": POOL_TOKENS,
-        "sleep_on_idle": True,
-        "log_level": "warning",
+        "model_path": str(model), "device": "cpu", "dtype": "float32", "disable_cuda_graph": True,
+        "grammar_backend": "none", "skip_tokenizer_init": True, "skip_server_warmup": True,
+        "max_total_tokens": POOL_TOKENS, "sleep_on_idle": True, "log_level": "warning",
         **({"attention_backend": backend} if backend else {}),
-    }
+    }  # fmt: skip
     task = tmp_path / "task.json"
     prompts = [list(request.prompt) for request in requests]
     task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -16,7 +16,7 @@ def three_levels(vocabulary: Vocabulary) -> list[Request]:
     return three_level_prompts(vocabulary, max_new_tokens=32)
 
 
-def level_seeds(requests: list[Request]) -> list[Request]:
+def level_seeds(requests: Sequence[Request]) -> list[Request]:
     """One request per distinct document, to bring the shared levels of `three_levels` into the cache first."""
     return [dataclasses.replace(request, max_new_tokens=1) for request in requests if request.name.endswith("-0")]
 

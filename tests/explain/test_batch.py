@@ -29,34 +29,24 @@ def test_a_tree_is_a_batch_of_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "expected"),
+    ("tree", "query_len", "expected"),
     [
-        ("1,10", "expected NODES/TOKENS, for example 1,10/4096,416"),
-        ("1,10/4096", "2 levels of nodes but 1 of tokens"),
-        ("1,x/4096,416", "nodes: 'x' is not a positive whole number"),
-        ("1,2/8,-8", "tokens: '-8' is not a positive whole number"),
-        ("4,2/8,8", "a level of 2 nodes below 4: some would have no request"),
-        ("1,100000/8,8", "100000 requests; at most 65536 can be explained"),
-        ("1,2/2147483647,1", "seq_lens[0] is 2147483648; expected 1 to 2147483647"),
+        ("1,10", 1, "expected NODES/TOKENS, for example 1,10/4096,416"),
+        ("1,10/4096", 1, "2 levels of nodes but 1 of tokens"),
+        ("1,x/4096,416", 1, "nodes: 'x' is not a positive whole number"),
+        ("1,2/8,-8", 1, "tokens: '-8' is not a positive whole number"),
+        ("4,2/8,8", 1, "a level of 2 nodes below 4: some would have no request"),
+        ("1,100000/8,8", 1, "100000 requests; at most 65536 can be explained"),
+        ("1,2/2147483647,1", 1, "seq_lens[0] is 2147483648; expected 1 to 2147483647"),
+        ("1,2/64,16", 17, "17 query tokens a request, but its own tokens are 16"),
+        ("1,2/64,16", 0, "query_lens[0] is 0; expected 1 to its seq_len, 80"),
     ],
 )
-def test_unusable_tree(tree: str, expected: str) -> None:
+def test_unusable_tree_or_query_length(tree: str, query_len: int, expected: str) -> None:
     with pytest.raises(InputError) as caught:
-        parse_tree(tree)
+        parse_tree(tree, query_len)
     assert str(caught.value).startswith("tree ")
     assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("query_len", "expected"),
-    [
-        (17, "17 query tokens a request, but its own tokens are 16"),
-        (0, r"query_lens\[0\] is 0; expected 1 to its seq_len, 80"),
-    ],
-)
-def test_unusable_query_length(query_len: int, expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        parse_tree("1,2/64,16", query_len=query_len)
 
 
 @pytest.mark.parametrize(

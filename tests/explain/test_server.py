@@ -23,9 +23,9 @@ Info = dict[str, Any]
 Capture = pytest.CaptureFixture[str]
 
 
-def failure(url: str, api_key: str | None = None) -> str:
+def failure(url: str) -> str:
     with pytest.raises(InputError) as caught:
-        read_states(url, api_key)
+        read_states(url)
     assert str(caught.value).startswith(url)
     return str(caught.value).removeprefix(url)
 
@@ -85,6 +85,12 @@ def test_nobody_answers() -> None:
     assert failure("http://127.0.0.1:9").startswith("/server_info: no answer: ")
 
 
+def test_an_api_key_is_sent(serve: Serve, server_info: Info) -> None:
+    url = serve({"/server_info": (200, server_info)}, api_key="secret")
+    assert failure(url).startswith("/server_info: HTTP 401")
+    assert len(read_states(url, "secret")) == 1
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])
 def test_unusable_address(url: str) -> None:
     with pytest.raises(InputError, match=f"server {url!r}: expected http://HOST:PORT"):
@@ -112,17 +118,12 @@ def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info,
 
 
 ROUTE = {
-    "setting": "auto",
-    "policy": "cost",
-    "profile": "NVIDIA H200, commit abc",
-    "profile_from": "shipped profile h200.json",
+    "setting": "auto", "policy": "cost", "margin": 20, "live": None, "graph_sizes": [],
+    "profile": "NVIDIA H200, commit abc", "profile_from": "shipped profile h200.json",
     "borrowed": "heads 8/8/128; these are 32/8/128",
-    "margin": 20,
     "facts": {"gpu": "NVIDIA H200", "capability": "9.0", "dtype": "bf16", "packed": "native", "stock": "flashinfer_cc"},
     "last": {"route": "packed", "packed_us": 468.7, "stock_us": 2613.4},
-    "live": None,
-    "graph_sizes": [],
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ from sgl_prefix_attn.explain.batch import BatchDescription, InputError
 from sgl_prefix_attn.explain.trace import read_window
 
 
-def line(input_length: Any, hash_ids: Any, output_length: Any = 10) -> str:
-    return json.dumps(
-        {"timestamp": 0, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
-    )
+def line(input_length: Any, hash_ids: Any) -> str:
+    return json.dumps({"timestamp": 0, "input_length": input_length, "output_length": 10, "hash_ids": hash_ids})
 
 
 def window(tmp_path: Path, lines: list[str], where: str = "0:2", progress: float = 0.5) -> BatchDescription:

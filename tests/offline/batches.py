@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from sgl_prefix_attn.offline.runner import journal_of
+
 
 def line(number: int, prompt: Any, **body: Any) -> dict[str, Any]:
     return {
@@ -40,8 +42,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def without_time(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def results(output: Path) -> list[dict[str, Any]]:
     """Results without the moment at which their job was started."""
+    entries = read(output)
     for entry in entries:
         entry["response"]["body"].pop("created")
     return entries
+
+
+def finished(output: Path) -> int:
+    """Requests in the journal."""
+    journal = journal_of(output)
+    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0

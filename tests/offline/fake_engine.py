@@ -1,14 +1,12 @@
 """An engine process without a model: answers depend on the prompt alone, in an order and at a speed of its own.
 
-`python -m tests.offline.fake_engine IN OUT ENGINES SECONDS [--address ADDRESS] [--die-at LINES SEED]` runs a batch on
-it, on the Ray cluster at that address if one is given; what it executes is noted in OUT.executed, a line number each
-(with the engine's number). --die-at: see killed_batch.py.
+`python -m tests.offline.fake_engine IN OUT ENGINES SECONDS [--die-at LINES SEED]` runs a batch on it; what it executes
+is noted in OUT.executed, a line number each (with the engine's number). --die-at: see killed_batch.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -16,11 +14,11 @@ import time
 import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from sgl_prefix_attn.offline.answers import Answer, Choice
 from sgl_prefix_attn.offline.engines import EngineArguments, EnginePool, Outcome, Ready, StartEngines, Task
-from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
-from sgl_prefix_attn.offline.runner import BatchOptions, run_batch
+from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, run_batch
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline.killed_batch import die_at
 
@@ -74,7 +72,14 @@ def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, 
     log = output.with_suffix(".log")
     arguments = tuple(EngineArguments((str(n), str(seconds), noted), (), log) for n in range(engines))
     errors = output.with_suffix(".errors")
-    return BatchOptions(source, output, errors, "no-model", arguments, ordered=True, window=64, **more)  # type: ignore[arg-type]
+    usual = {"ordered": True, "window": 64}
+    return BatchOptions(source, output, errors, "no-model", arguments, **{**usual, **more})  # type: ignore[arg-type]
+
+
+def run(source: Path, output: Path, engines: int = 1, start: StartEngines = EnginePool, **more: Any) -> BatchSummary:
+    """Runs a batch, with a model folder without a tokenizer."""
+    encoder = PromptEncoder(str(output.parent))
+    return run_batch(options(source, output, engines, **more), main, encoder.encode, start=start)
 
 
 def executed(output: Path) -> list[tuple[int, str]]:
@@ -92,24 +97,15 @@ def engines_of_groups(output: Path) -> list[set[int]]:
 
 
 if __name__ == "__main__":
-    from tests.offline import fake_engine  # an actor finds `main` by the module's name
+    from tests.offline import fake_engine  # a process that is spawned finds `main` by the module's name
 
     parser = argparse.ArgumentParser()
     parser.add_argument("source", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("engines", type=int)
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--address")
     parser.add_argument("--die-at", type=int, nargs=2, metavar=("LINES", "SEED"))
     arguments = parser.parse_args()
     if arguments.die_at:
         die_at(arguments.die_at[0], random.Random(arguments.die_at[1]))
-    folder = arguments.output.parent  # a model folder without a tokenizer
-    cluster = arguments.address and connect(arguments.address)
-    start: StartEngines = functools.partial(RayEnginePool, cluster) if cluster else EnginePool
-    run_batch(
-        options(arguments.source, arguments.output, arguments.engines, arguments.seconds),
-        fake_engine.main,
-        PromptEncoder(str(folder)).encode,
-        start=start,
-    )
+    fake_engine.run(arguments.source, arguments.output, arguments.engines, seconds=arguments.seconds)

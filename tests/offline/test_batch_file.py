@@ -11,11 +11,9 @@ from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, parse_li
 from tests.offline.batches import line, write
 
 CHAT = {
-    "custom_id": "c",
-    "method": "POST",
-    "url": "/v1/chat/completions",
+    "custom_id": "c", "method": "POST", "url": "/v1/chat/completions",
     "body": {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 7},
-}
+}  # fmt: skip
 
 
 def changed(entry: dict, **values: object) -> dict:
@@ -32,6 +30,12 @@ def with_content(content: object, role: str = "user", **values: object) -> dict:
 
 def without(entry: dict, name: str) -> dict:
     return {key: value for key, value in entry.items() if key != name}
+
+
+def parsed(entry: dict, number: int = 1) -> BatchRequest:
+    found = parse_line(number, json.dumps(entry).encode())
+    assert isinstance(found, BatchRequest)
+    return found
 
 
 GOOD = line(1, [1, 2, 3])
@@ -107,36 +111,28 @@ def test_values_nested_deeper_than_they_can_be_printed_are_errors_of_their_line(
 
 @pytest.mark.parametrize("entry", [GOOD, CHAT, with_body(GOOD, prompt="text", stop=["a"], seed=3, stream=False)])
 def test_good_lines_are_read(entry):
-    found = parse_line(5, json.dumps(entry).encode())
-    assert isinstance(found, BatchRequest)
+    found = parsed(entry, 5)
     assert (found.line, found.custom_id, found.url) == (5, entry["custom_id"], entry["url"])
 
 
 def test_sampling_parameters_have_sglangs_names():
-    body = parse_line(
-        1, json.dumps(with_body(GOOD, n=2, min_tokens=3, seed=5, top_k=9, logit_bias={"5": 1})).encode()
-    ).body
+    body = parsed(with_body(GOOD, n=2, min_tokens=3, seed=5, top_k=9, logit_bias={"5": 1})).body
     sampling = body.sampling()
-    assert {
-        "n": 2,
-        "min_new_tokens": 3,
-        "sampling_seed": 5,
-        "top_k": 9,
-        "logit_bias": {"5": 1.0},
-    }.items() <= sampling.items()
+    expected = {"n": 2, "min_new_tokens": 3, "sampling_seed": 5, "top_k": 9, "logit_bias": {"5": 1.0}}
+    assert expected.items() <= sampling.items()
     assert body.limit == 4
     assert "max_new_tokens" not in sampling  # a matter of the room there is
 
 
 def test_an_assistants_message_with_tool_calls_needs_no_content():
     entry = with_content(None, role="assistant", tool_calls=[{"id": "a"}])
-    assert parse_line(1, json.dumps(entry).encode()).body.messages == entry["body"]["messages"]
+    assert parsed(entry).body.messages == entry["body"]["messages"]
 
 
 def test_limits():
-    assert parse_line(1, json.dumps(CHAT).encode()).body.limit == 7
-    assert parse_line(1, json.dumps(with_body(CHAT, max_completion_tokens=None)).encode()).body.limit is None
-    assert parse_line(1, json.dumps(with_body(GOOD, max_tokens=9)).encode()).body.limit == 9
+    assert parsed(CHAT).body.limit == 7
+    assert parsed(with_body(CHAT, max_completion_tokens=None)).body.limit is None
+    assert parsed(with_body(GOOD, max_tokens=9)).body.limit == 9
 
 
 def test_a_duplicate_custom_id_is_the_later_lines_error(tmp_path):

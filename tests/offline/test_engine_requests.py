@@ -18,16 +18,6 @@ SAMPLE = {"output_ids": [5], "text": "x", "meta_info": {"finish_reason": {"type"
 FULL = HTTPException(503, "The request queue is full.")
 
 
-class Sent:
-    """A connection that keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-
-    def send(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-
-
 class GivesUp:
     """An engine that ends every request with this exception."""
 
@@ -66,11 +56,12 @@ def outcomes(engine: Any, count: int = 1, samples: Sequence[int] = ()) -> list[O
         requests = engine_process._Requests(engine)
         sampling = [{"n": n} for n in samples] or [{}] * count
         tasks = [Task(number, np.array([1], dtype=np.int32), values) for number, values in enumerate(sampling)]
-        await asyncio.wait_for(asyncio.gather(*(engine_process._report(requests, sent, task) for task in tasks)), 30)
+        await asyncio.wait_for(asyncio.gather(*(engine_process._report(requests, pipe, task) for task in tasks)), 30)
 
-    sent: Any = Sent()
+    sent: list[Outcome] = []
+    pipe: Any = SimpleNamespace(send=sent.append)
     asyncio.run(serve())
-    return sorted(sent.outcomes, key=lambda outcome: outcome.number)
+    return sorted(sent, key=lambda outcome: outcome.number)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,14 @@ def open_journal(source, model="model", errors=None) -> Journal:
 
 def results(*lines: int) -> list[Finished]:
     return [Finished(line, True, {"of": line, "text": "äöü\n"}) for line in lines]
+
+
+def run(source, *lines: int, errors=None) -> Path:
+    """A run that comes to these results. Returns the path of its journal."""
+    journal = open_journal(source, errors=errors)
+    journal.append(results(*lines))
+    journal.close()
+    return journal.path
 
 
 def test_what_was_appended_is_there_again(source):
@@ -58,23 +67,20 @@ def test_every_torn_end_is_cut_off_and_nothing_else(source):
 
 
 def test_a_torn_header_starts_anew(source):
-    journal = open_journal(source)
-    journal.close()
-    header = journal.path.read_bytes()
+    journal = run(source)
+    header = journal.read_bytes()
     for end in range(len(header)):
-        journal.path.write_bytes(header[:end])
+        journal.write_bytes(header[:end])
         again = open_journal(source)
         assert again.finished == set()
         again.append(results(1))
         again.close()
         assert open_journal(source).finished == {1}
-        journal.path.unlink()
+        journal.unlink()
 
 
 def test_a_changed_input_or_model_is_refused(source):
-    journal = open_journal(source)
-    journal.append(results(1))
-    journal.close()
+    run(source, 1)
     with pytest.raises(JournalError, match="with the model 'model', not 'other'"):
         open_journal(source, "other")
     source.write_text("another input\n")
@@ -85,9 +91,7 @@ def test_a_changed_input_or_model_is_refused(source):
 def test_a_start_that_came_to_no_result_does_not_keep_a_corrected_one_from_running(source):
     open_journal(source, "modle").close()
     source.write_text("the corrected input\n")
-    corrected = open_journal(source)
-    corrected.append(results(1))
-    corrected.close()
+    run(source, 1)
     again = open_journal(source)
     assert again.finished == {1}
     assert [entry for _, entry in again.read()] == results(1)
@@ -97,9 +101,7 @@ def test_a_job_may_replace_the_errors_files_of_its_own_runs(source, tmp_path):
     journal, first, second, other = (tmp_path / name for name in ("journal", "first", "b\udce4d", "other"))
     assert not may_replace(journal, first)
     for errors, lines in ((first, (1,)), (second, (2, 3)), (first, (4,)), (second, ())):
-        run = open_journal(source, errors=errors)
-        run.append(results(*lines))
-        run.close()
+        run(source, *lines, errors=errors)
     assert all(may_replace(journal, errors) for errors in (first, tmp_path / "." / "first", second))
     assert not may_replace(journal, other)
     again = open_journal(source)
@@ -109,13 +111,11 @@ def test_a_job_may_replace_the_errors_files_of_its_own_runs(source, tmp_path):
 
 
 def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_path):
-    run = open_journal(source)
-    run.append(results(1))
-    run.close()
-    assert may_replace(run.path, tmp_path / "errors")
+    journal = run(source, 1)
+    assert may_replace(journal, tmp_path / "errors")
     again = open_journal(source, errors=tmp_path / "errors")
     assert again.finished == {1}
-    assert may_replace(run.path, tmp_path / "others")
+    assert may_replace(journal, tmp_path / "others")
 
 
 def test_a_file_that_is_no_journal_is_not_rewritten(source):
@@ -127,11 +127,9 @@ def test_a_file_that_is_no_journal_is_not_rewritten(source):
 
 
 def test_damage_in_the_middle_is_refused_not_skipped(source):
-    journal = open_journal(source)
-    journal.append(results(1, 2))
-    journal.close()
-    lines = journal.path.read_bytes().splitlines(keepends=True)
-    journal.path.write_bytes(lines[0] + b"{damaged\n" + lines[2])
+    journal = run(source, 1, 2)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + b"{damaged\n" + lines[2])
     with pytest.raises(JournalError, match="line 2: not readable"):
         open_journal(source)
 
@@ -143,10 +141,7 @@ def test_damage_in_the_middle_is_refused_not_skipped(source):
      '{"line": 3, "ok": true, "record": []}', '{"ok": true, "record": {}}'],
 )  # fmt: skip
 def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
-    journal = open_journal(source)
-    journal.append(results(1))
-    journal.close()
-    with journal.path.open("a") as file:
+    with run(source, 1).open("a") as file:
         file.write(line + "\n")
     with pytest.raises(JournalError, match=r"line 3: not readable .*; delete the file to start anew"):
         open_journal(source)
@@ -154,11 +149,9 @@ def test_a_line_of_another_shape_is_refused_with_its_number(source, line):
 
 @pytest.mark.parametrize("change", [{"created": None}, {"created": "today"}, {"created": True}, {"errors": 7}])
 def test_a_header_of_another_shape_is_refused(source, change):
-    journal = open_journal(source)
-    journal.append(results(1))
-    journal.close()
-    header, entry = journal.path.read_text().splitlines()
-    journal.path.write_text(f"{json.dumps(json.loads(header) | change)}\n{entry}\n")
+    journal = run(source, 1)
+    header, entry = journal.read_text().splitlines()
+    journal.write_text(f"{json.dumps(json.loads(header) | change)}\n{entry}\n")
     with pytest.raises(JournalError, match="line 1: not readable"):
         open_journal(source)
 

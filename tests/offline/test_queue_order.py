@@ -122,22 +122,12 @@ def test_jobs_that_have_nothing_left_are_forgotten_however_many_names_there_are(
 @pytest.mark.parametrize(
     "values",
     [
-        [],
-        ["job", 1, 2, -1],
-        [1, 1, 2, 3],
-        ["job", 1, 2.0, 3],
-        ["job", True, 1, 1],
-        7,
-        {"job": 1, "number": 2, "shared": 3, "decode": 4},
-        ["job", 1 << 31, 0, 1],
-        ["job", 10**400, 0, 1],
-        ["job", 0, 0, float("nan")],
-        ["j" * 201, 0, 0, 1],
-        ["job", 0, 0, 1, 0, 5, 5, 1],
-        ["job", 0, 0, 1, 0, 0, 9, 2, 1, 8, 20, 1],
+        7, {"job": 1, "number": 2, "shared": 3, "decode": 4}, [], ["job", 1, 2, -1], [1, 1, 2, 3], ["job", 1, 2.0, 3],
+        ["job", True, 1, 1], ["job", 1 << 31, 0, 1], ["job", 10**400, 0, 1], ["job", 0, 0, float("nan")],
+        ["j" * 201, 0, 0, 1], ["job", 0, 0, 1, 0, 5, 5, 1], ["job", 0, 0, 1, 0, 0, 9, 2, 1, 8, 20, 1],
         ["job", 0, 0, 1, 0, 0, 9, 0],
     ],
-)
+)  # fmt: skip
 def test_what_is_no_place_is_refused(values):
     with pytest.raises(ValueError, match="is no place in an offline job"):
         Place.decode_list(values)

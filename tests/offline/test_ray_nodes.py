@@ -7,19 +7,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
-from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, EnginePool, StartEngines
+from sgl_prefix_attn.offline.answers import Answer
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EngineMain, Outcome, Ready, Task
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, connect
-from sgl_prefix_attn.offline.runner import BatchSummary, run_batch
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
-from tests.offline import batches, fake_engine
-from tests.offline.fake_engine import engines_of_groups, executed
-from tests.offline.test_ray_engines import actors
+from sgl_prefix_attn.offline.runner import journal_of
+from tests.offline import batches
+from tests.offline.batches import finished, results
+from tests.offline.fake_engine import engines_of_groups, executed, run
 
 MIB = 1 << 20
 
@@ -81,25 +83,16 @@ class Started:
         return [machine.split()[-1] for machine in self.pools[-1].machines]
 
 
-def run(source: Path, output: Path, start: StartEngines, engines: int, seconds: float = 0.0) -> BatchSummary:
-    options = fake_engine.options(source, output, engines, seconds)
-    return run_batch(options, fake_engine.main, PromptEncoder(str(output.parent)).encode, start=start)
-
-
-def results(output: Path) -> list[dict[str, Any]]:
-    return batches.without_time(batches.read(output))
-
-
 def on_one_engine_here(source: Path, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
-    run(source, folder / "out.jsonl", EnginePool, 1)
+    run(source, folder / "out.jsonl")
     return results(folder / "out.jsonl")
 
 
-def finished(output: Path) -> int:
-    """Requests in the journal."""
-    journal = output.with_name(output.name + ".journal")
-    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
+def actors() -> list[psutil.Process]:
+    """The processes of this machine's actors, and those of their engines."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if "ray::_Actor" in " ".join(p.info["cmdline"] or ())]
+    return [*found, *(child for actor in found for child in actor.children(recursive=True))]
 
 
 def later(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
@@ -116,12 +109,34 @@ def later(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
     return thread
 
 
+def one_request(connection: Connection, arguments: EngineArguments) -> None:
+    """An engine for one request, which it answers unless it is told to die of it."""
+    connection.send(Ready(room=0))
+    task = connection.recv()
+    if arguments.arguments == ("dies",):
+        return
+    connection.send(Outcome(task.number, Answer((), 1)))
+    connection.recv()
+
+
+def test_what_others_finished_is_returned_before_it_is_told_that_one_is_gone(nodes):
+    nodes.add(2)
+    assert connect("auto") is nodes.ray
+    with RayEnginePool(nodes.ray, one_request, [EngineArguments(("dies",)), EngineArguments(())]) as pool:
+        pool.wait_ready()
+        for engine in range(2):
+            pool.submit(engine, Task(engine, np.array([1], dtype=np.int32), {}))
+        assert [outcome.number for outcome in pool.outcomes(20)] == [1]
+        with pytest.raises(EngineError, match=r"engine 0, of 2 on Ray .*ended with status 0"):
+            pool.outcomes(20)
+
+
 @pytest.mark.parametrize("cpus", [1, 4])
 def test_every_node_has_an_engine_and_no_group_is_split(nodes, tmp_path, cpus):
     expected_ids = {nodes.add(cpus).node_id for _ in range(2)}
     source, output = batches.write(tmp_path / "in.jsonl", batches.grouped(200, groups=16)), tmp_path / "out.jsonl"
     start = Started(nodes)
-    summary = run(source, output, start, engines=2)
+    summary = run(source, output, 2, start)
     assert (summary.requests, summary.failed) == (200, 0)
     assert set(start.node_ids) == expected_ids
     assert sorted(map(sorted, engines_of_groups(output))) == [[0]] * 8 + [[1]] * 8
@@ -134,16 +149,16 @@ def test_a_node_that_dies_is_named_and_the_rest_goes_on_with_what_is_left(nodes,
     start = Started(nodes)
     killing = later(lambda: finished(output) >= 60, lambda: nodes.kill(lost))
     with pytest.raises(EngineError, match=rf"engine \d, of 2 on Ray \(\S+, node {lost.node_id}\), is gone"):
-        run(source, output, start, engines=2, seconds=0.02)
+        run(source, output, 2, start, seconds=0.02)
     killing.join()
     assert set(start.node_ids) == {kept.node_id, lost.node_id}
     assert not psutil.wait_procs(actors(), timeout=20)[1], "engines outlive a run that failed"
     nodes.miss(lost)
     with pytest.raises(ValueError, match=r"2 engines.* room for 1; start fewer engines, or add machines"):
-        run(source, output, start, engines=2)
-    before, done = finished(output), batches.read(output.with_name("out.jsonl.journal"))[1:]
+        run(source, output, 2, start)
+    before, done = finished(output), batches.read(journal_of(output))[1:]
     already = executed(output)
-    summary = run(source, output, start, engines=1)
+    summary = run(source, output, 1, start)
     assert 60 <= before == summary.resumed < 300
     assert start.node_ids == [kept.node_id]
     prompts = [str(line["body"]["prompt"]) for line in batches.read(source)]

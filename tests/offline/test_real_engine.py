@@ -55,19 +55,13 @@ def processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def journal_lines(output: Path) -> int:
-    journal = output.with_name(output.name + ".journal")
-    return journal.read_bytes().count(b"\n") if journal.exists() else 0
-
-
-def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.Random) -> None:
-    """Kills the run `kills` times, some of them while the engine loads, the others at random moments of the work."""
-    temporary = output.with_name("temporary")
+def resumed(source: Path, output: Path, count: int, kills: int) -> None:
+    """A run that is killed some times, as the engine loads or at random moments of the work, and ends in the end."""
+    rng, temporary = random.Random(count), output.with_name("temporary")
     temporary.mkdir()
     for number in range(kills):
         mark = uuid.uuid4().hex
-        finished = max(0, journal_lines(output) - 1)
-        lines = 1 + rng.randrange((total - finished) // (kills - number + 1))
+        lines = 1 + rng.randrange((count - batches.finished(output)) // (kills - number + 1))
         killed = [sys.executable, "-m", "tests.offline.killed_batch", str(lines), str(number)]
         process = subprocess.Popen(
             [*killed, *arguments(source, output)],
@@ -82,6 +76,11 @@ def killed_runs(source: Path, output: Path, kills: int, total: int, rng: random.
         _, alive = psutil.wait_procs(processes(mark), timeout=60)
         assert not alive, "processes outlive a killed run"
         assert not list(temporary.glob("prefixpack-batch-*"))
+    assert not output.exists()
+    done_before = batches.finished(output)
+    report = run(source, output)
+    assert f"{count} of {count} requests succeeded" in report
+    assert f"{done_before} of them had been finished by earlier runs" in report
 
 
 def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
@@ -99,23 +98,13 @@ def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
         assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def resumed(source: Path, output: Path, count: int, kills: int) -> None:
-    """A run that is killed some times, and ends in the end."""
-    killed_runs(source, output, kills, count, random.Random(count))
-    assert not output.exists()
-    done_before = journal_lines(output) - 1
-    report = run(source, output)
-    assert f"{count} of {count} requests succeeded" in report
-    assert f"{done_before} of them had been finished by earlier runs" in report
-
-
 @pytest.mark.slow
 def test_killed_twenty_times_the_output_is_that_of_an_unbroken_run(tmp_path):
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(2000))
     unbroken, output = tmp_path / "unbroken.jsonl", tmp_path / "out.jsonl"
     run(source, unbroken)
     resumed(source, output, 2000, kills=20)
-    assert batches.without_time(batches.read(output)) == batches.without_time(batches.read(unbroken))
+    assert batches.results(output) == batches.results(unbroken)
 
 
 def one_prefix(count: int) -> list[dict[str, Any]]:
@@ -132,7 +121,7 @@ def test_two_engines_and_the_saving_of_the_groups(tmp_path, make):
     source = batches.write(tmp_path / "in.jsonl", make(200))
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     reports = [run(source, one), run(source, two, "--engines", "2")]
-    assert batches.without_time(batches.read(one)) == batches.without_time(batches.read(two))
+    assert batches.results(one) == batches.results(two)
     for report in reports:
         saved, shared = (
             float(part.split("%")[0].split()[-1]) for part in report.splitlines()[-1].split(";")[1].split(",")

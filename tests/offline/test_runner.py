@@ -14,17 +14,11 @@ import pytest
 
 from sgl_prefix_attn.offline.engines import EngineError
 from sgl_prefix_attn.offline.journal import Finished, Journal, may_replace
-from sgl_prefix_attn.offline.runner import run_batch
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from sgl_prefix_attn.offline.runner import journal_of
 from tests.offline import batches, fake_engine
-from tests.offline.fake_engine import engines_of_groups, executed
+from tests.offline.fake_engine import engines_of_groups, executed, run
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def run(source: Path, output: Path, engines: int = 1, **more: object):
-    encoder = PromptEncoder(str(output.parent))
-    return run_batch(fake_engine.options(source, output, engines, **more), fake_engine.main, encoder.encode)
 
 
 def test_results_are_those_of_the_requests_in_the_order_of_the_input(tmp_path):
@@ -46,9 +40,7 @@ def test_results_are_those_of_the_requests_in_the_order_of_the_input(tmp_path):
 
 def test_as_they_finish_unless_ordered(tmp_path):
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(60))
-    encoder = PromptEncoder(str(tmp_path))
-    options = fake_engine.options(source, tmp_path / "out.jsonl")
-    run_batch(type(options)(**{**vars(options), "ordered": False}), fake_engine.main, encoder.encode)
+    run(source, tmp_path / "out.jsonl", ordered=False)
     done = [prompt for _, prompt in executed(tmp_path / "out.jsonl")]
     by_id = {line["custom_id"]: str(line["body"]["prompt"]) for line in batches.read(source)}
     assert [by_id[result["custom_id"]] for result in batches.read(tmp_path / "out.jsonl")] == done
@@ -92,16 +84,12 @@ def test_tokens_that_the_model_does_not_have_are_errors_of_their_lines(tmp_path)
     ]
     run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert [r["custom_id"] for r in batches.read(tmp_path / "out.jsonl")] == ["request-0", "request-3"]
-    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == [
-        {
-            "code": "invalid_prompt",
-            "message": "line 2: the prompt has the token id 1000; those of the model are below 1000",
-        },
-        {
-            "code": "invalid_request",
-            "message": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
-        },
-    ]
+    expected = {
+        "invalid_prompt": "line 2: the prompt has the token id 1000; those of the model are below 1000",
+        "invalid_request": "line 3: stop_token_ids has the token id 2147483647; those of the model are below 1000",
+    }
+    errors = [{"code": code, "message": message} for code, message in expected.items()]
+    assert [entry["error"] for entry in batches.read(tmp_path / "out.errors")] == errors
     assert "1000" not in Path(f"{tmp_path / 'out.jsonl'}.executed").read_text()
 
 
@@ -147,61 +135,40 @@ def test_a_line_that_an_earlier_version_ran_is_no_error_as_well(tmp_path):
     assert not output.with_suffix(".errors").exists()
 
 
-def kill_and_run(source: Path, output: Path, kills: int, seconds: float, engines: int, rng: random.Random) -> None:
-    """Runs a batch that is killed `kills` times at random moments, then to its end."""
-    command = [sys.executable, "-m", "tests.offline.fake_engine", str(source), str(output), str(engines), str(seconds)]
-    journal = output.with_name(output.name + ".journal")
-    total = len(source.read_text().splitlines())
+def kill_and_run(source: Path, output: Path, kills: int, engines: int) -> set[str]:
+    """Runs a batch that is killed `kills` times at random moments, then to its end.
+
+    Returns:
+        Prompts that were executed though a run before had finished them.
+    """
+    command = [sys.executable, "-m", "tests.offline.fake_engine", str(source), str(output), str(engines), "0.002"]
+    prompts = [str(line["body"]["prompt"]) for line in batches.read(source)]
+    rng = random.Random(len(prompts) + engines)
+    noted, journal, known = Path(f"{output}.executed"), journal_of(output), []
     for number in range(kills):
-        left = total - _lines(journal)
+        left = len(prompts) - batches.finished(output)
         # Anywhere from before the first request that finishes; the last time after all of them, before the output.
-        last = number == kills - 1
-        lines = left if last else rng.randrange(left // (kills - number) + 1)
+        lines = left if number == kills - 1 else rng.randrange(left // (kills - number) + 1)
         dies = ["--die-at", str(lines), str(rng.randrange(1000))]
         assert subprocess.run([*command, *dies], cwd=REPOSITORY, timeout=120).returncode == -signal.SIGKILL
         assert not output.exists()
-        _check_nothing_repeated(output, journal)
+        time.sleep(0.05)  # engines die a moment after their parent
+        position = noted.stat().st_size if noted.exists() else 0
+        entries = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+        known.append((position, {prompts[json.loads(entry)["line"] - 1] for entry in entries}))
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
-
-
-def _lines(journal: Path) -> int:
-    return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
-
-
-def _check_nothing_repeated(output: Path, journal: Path) -> None:
-    """Notes what is finished; whatever the next runs execute must not be among it."""
-    time.sleep(0.05)  # engines die a moment after their parent
-    noted = Path(f"{output}.executed")
-    finished = output.with_name("finished")
-    known = json.loads(finished.read_text()) if finished.exists() else []
-    position = noted.stat().st_size if noted.exists() else 0
-    lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
-    known.append([position, [json.loads(text)["line"] for text in lines]])
-    finished.write_text(json.dumps(known))
-
-
-def repeated(source: Path, output: Path) -> set[str]:
-    """Prompts that were executed though a run before had finished them."""
-    prompts = {number: str(line["body"]["prompt"]) for number, line in enumerate(batches.read(source), 1)}
-    noted = Path(f"{output}.executed").read_bytes()
     again = set()
-    for position, lines in json.loads(output.with_name("finished").read_text()):
-        later = {text.split(" ", 2)[2] for text in noted[position:].decode().splitlines() if text.count(" ") > 2}
-        again |= later & {prompts[number] for number in lines}
+    for position, finished in known:
+        later = noted.read_bytes()[position:].decode().splitlines()
+        again |= {text.split(" ", 2)[2] for text in later if text.count(" ") > 2} & finished
     return again
 
 
 @pytest.mark.parametrize(("count", "kills", "engines"), [(120, 2, 1), (120, 3, 2)])
 def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(tmp_path, count, kills, engines):
-    _kill_test(tmp_path, count, kills, engines)
-
-
-def _kill_test(tmp_path: Path, count: int, kills: int, engines: int) -> None:
     source = batches.write(tmp_path / "in.jsonl", batches.grouped(count))
     (tmp_path / "unbroken").mkdir()
-    run(source, tmp_path / "unbroken" / "out.jsonl", engines)
-    output = tmp_path / "out.jsonl"
-    kill_and_run(source, output, kills, 0.002, engines, random.Random(count + engines))
-    unbroken = batches.read(tmp_path / "unbroken" / "out.jsonl")
-    assert batches.without_time(batches.read(output)) == batches.without_time(unbroken)
-    assert repeated(source, output) == set()
+    unbroken, output = tmp_path / "unbroken" / "out.jsonl", tmp_path / "out.jsonl"
+    run(source, unbroken, engines)
+    assert kill_and_run(source, output, kills, engines) == set()
+    assert batches.results(output) == batches.results(unbroken)

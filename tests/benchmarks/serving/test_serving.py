@@ -11,17 +11,16 @@ from benchmarks.serving import __main__ as command
 from benchmarks.serving.measure import Agreement, Progress, Run, steady_times
 from benchmarks.serving.provenance import without_folders
 from sgl_prefix_attn.demo.client import Answer, Sample
-from sgl_prefix_attn.demo.comparison import KVReads
 from sgl_prefix_attn.demo.workload import Request
 
 REQUEST = Request("one", (1, 2, 3, 4), 3, samples=2)
 
 
-def run_of(label: str, *tokens: list[int], kv: KVReads | None = None, workload: str = "rl") -> Run:
+def run_of(label: str, *tokens: list[int]) -> Run:
     samples = tuple(
         Sample("id", list(row), 0, 0, "length", first=0.5, last=0.5 + 0.01 * (len(row) - 1)) for row in tokens
     )
-    return Run(workload, label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), kv, {})
+    return Run("rl", label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), None, {})
 
 
 def test_results_hold_no_path_of_a_machine() -> None:

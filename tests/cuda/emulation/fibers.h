@@ -116,21 +116,15 @@ inline void yield() {
 }
 
 // Lets others run until the counter is at least that.
-inline void wait_at_least(const uint64_t* counter, uint64_t least) {
-  if (*counter >= least) return;
-  Wait& wait = own_wait();
-  wait.counter = counter;
-  wait.least = least;
+inline void wait_for(const Wait& wait) {
+  if (!wait.blocks()) return;
+  own_wait() = wait;
   yield();
-  wait.counter = nullptr;
+  own_wait() = {};
 }
+inline void wait_at_least(const uint64_t* counter, uint64_t least) { wait_for({counter, nullptr, least}); }
 inline void wait_at_least(const int32_t* semaphore, int32_t least) {
-  if (*semaphore >= least) return;
-  Wait& wait = own_wait();
-  wait.semaphore = semaphore;
-  wait.least = static_cast<uint64_t>(least);
-  yield();
-  wait.semaphore = nullptr;
+  wait_for({nullptr, semaphore, static_cast<uint64_t>(least)});
 }
 
 inline void resume(Machine& machine, Fiber& fiber) {
@@ -180,11 +174,12 @@ inline void land(const PendingCopy& copy) {
   hide(copy.shared);
 }
 
-inline void check_shared(const void* address, int bytes) {
-  const char* at = static_cast<const char*>(address);
-  if (at < self().cta->shared_begin() || at + bytes > self().cta->shared_begin() + self().cta->launch->shared_bytes)
-    fail("access outside shared memory");
+// Where `bytes` bytes of shared memory lie.
+inline char* shared_at(uint32_t address, int bytes) {
+  if (int64_t{address} + bytes > self().cta->launch->shared_bytes) fail("access outside shared memory");
+  char* at = self().cta->shared_begin() + address;
   if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("misaligned access to shared memory");
+  return at;
 }
 
 inline void fiber_main() {

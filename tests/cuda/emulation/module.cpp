@@ -71,14 +71,10 @@ void run_kernels(const KernelParams& params, const Run& run) {
 
 template <class Format>
 void run_head_dim(const KernelParams& params, const Run& run) {
-  switch (params.attention.head_dim) {
-    case 64:
-      return run_kernels<64, Format>(params, run);
-    case 128:
-      return run_kernels<128, Format>(params, run);
-    case 256:
-      return run_kernels<256, Format>(params, run);
-  }
+  const int head_dim = params.attention.head_dim;
+  if (head_dim == 64) return run_kernels<64, Format>(params, run);
+  if (head_dim == 128) return run_kernels<128, Format>(params, run);
+  if (head_dim == 256) return run_kernels<256, Format>(params, run);
   throw std::invalid_argument("head_dim must be 64, 128 or 256");
 }
 
@@ -166,15 +162,9 @@ void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, i
                   bool has_committed_columns, Array<int64_t>& seq_lens, const py::object& visible) {
   auto words = visible.is_none() ? Array<int64_t>(0) : visible.cast<Array<int64_t>>();
   const auto rows = static_cast<int32_t>(committed.size());
-  const DraftParams params{committed.data(),
-                           mask.data(),
-                           mask.size(),
-                           rows,
-                           requests,
-                           drafts,
-                           has_committed_columns,
-                           seq_lens.mutable_data(),
-                           visible.is_none() ? nullptr : reinterpret_cast<uint64_t*>(words.mutable_data())};
+  DraftParams params{committed.data(), mask.data(), mask.size(), rows, requests, drafts, has_committed_columns};
+  params.seq_lens = seq_lens.mutable_data();
+  params.visible = visible.is_none() ? nullptr : reinterpret_cast<uint64_t*>(words.mutable_data());
   emulation::run(emulation::Copies::kEarly, {{rows, kDraftTableThreads, 0, [&](char*) { fill_draft_tables(params); }}});
 }
 

@@ -64,16 +64,6 @@ inline void pdl_launch_dependents() {}
 inline void pdl_wait() {}
 
 template <class T>
-inline T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
-  uint64_t word = 0;
-  std::memcpy(&word, &value, sizeof(T));
-  const auto* lanes = emulation::exchange(&word, 1, line);
-  T result;
-  std::memcpy(&result, &lanes[(thread_index() % 32) ^ lane_mask][0], sizeof(T));
-  return result;
-}
-
-template <class T>
 inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   uint64_t word = 0;
   std::memcpy(&word, &value, sizeof(T));
@@ -81,6 +71,10 @@ inline T shuffle(T value, int lane, int line = __builtin_LINE()) {
   T result;
   std::memcpy(&result, &lanes[lane % 32][0], sizeof(T));
   return result;
+}
+template <class T>
+inline T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
+  return shuffle(value, thread_index() % 32 ^ lane_mask, line);
 }
 template <int Lanes, class T>
 inline T shuffle_in(T value, int lane, int line = __builtin_LINE()) {
@@ -106,11 +100,7 @@ inline bool uniform(bool condition, int line = __builtin_LINE()) {
   }
   return condition;
 }
-inline int32_t broadcast(int32_t value, int lane, int line = __builtin_LINE()) {
-  const auto word = static_cast<uint64_t>(static_cast<uint32_t>(value));
-  const auto* lanes = emulation::exchange(&word, 1, line);
-  return static_cast<int32_t>(lanes[lane % 32][0]);
-}
+inline int32_t broadcast(int32_t value, int lane, int line = __builtin_LINE()) { return shuffle(value, lane, line); }
 inline float warp_max(float value, int line = __builtin_LINE()) {
   for (int mask = 1; mask < 32; mask *= 2) value = max(value, shuffle_xor(value, mask, line));
   return value;
@@ -138,33 +128,25 @@ inline SharedAddress shared_address(const void* pointer) {
 }
 
 inline void store_shared(SharedAddress address, float value) {
-  char* to = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(to, 4);
-  std::memcpy(to, &value, 4);
+  std::memcpy(emulation::shared_at(address, 4), &value, 4);
 }
 inline void store_shared_pair(SharedAddress address, float low, float high) {
-  char* to = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(to, 8);
-  std::memcpy(to, &low, 4);
-  std::memcpy(to + 4, &high, 4);
+  const float pair[2] = {low, high};
+  std::memcpy(emulation::shared_at(address, 8), pair, 8);
 }
 template <class Word>
 inline void store_shared(SharedAddress address, const Word (&words)[4]) {
-  char* to = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(to, 16);
+  char* to = emulation::shared_at(address, 16);
   std::memcpy(to, words, 16);
   emulation::hide(to);
 }
 template <class Word, int Count>
 inline void load_shared(SharedAddress address, Word (&out)[Count]) {
-  const char* from = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(from, sizeof out);
-  std::memcpy(out, from, sizeof out);
+  std::memcpy(out, emulation::shared_at(address, sizeof out), sizeof out);
 }
 
 inline void cp_async(SharedAddress address, const void* global, bool valid) {
-  char* shared = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(shared, 16);
+  char* shared = emulation::shared_at(address, 16);
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) emulation::fail("misaligned 16-byte copy");
   const emulation::PendingCopy copy{shared, static_cast<const char*>(global), valid};
   if (emulation::machine()->copies == emulation::Copies::kEarly) {
@@ -188,30 +170,25 @@ inline void cp_async_wait() {
   }
 }
 
-inline const uint16_t* matrix_row(const uint64_t (*lanes)[6], int matrix, int row) {
-  return reinterpret_cast<const uint16_t*>(lanes[matrix * 8 + row][0]);
+template <bool Transposed>
+inline void load_matrices(uint32_t (&out)[4], SharedAddress address, int line) {
+  const auto word = reinterpret_cast<uint64_t>(emulation::shared_at(address, 16));
+  const auto* lanes = emulation::exchange(&word, 1, line);
+  const int lane = thread_index() % 32;
+  const auto element = [&](int matrix, int along, int across) {
+    const uint64_t row = lanes[matrix * 8 + (Transposed ? across : along)][0];
+    return uint32_t{reinterpret_cast<const uint16_t*>(row)[Transposed ? along : across]};
+  };
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const int pair = lane % 4 * 2;
+    out[matrix] = element(matrix, lane / 4, pair) | element(matrix, lane / 4, pair + 1) << 16;
+  }
 }
 inline void ldmatrix(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
-  const char* row = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(row, 16);
-  const uint64_t word = reinterpret_cast<uint64_t>(row);
-  const auto* lanes = emulation::exchange(&word, 1, line);
-  const int lane = thread_index() % 32;
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    std::memcpy(&out[matrix], matrix_row(lanes, matrix, lane / 4) + lane % 4 * 2, 4);
-  }
+  load_matrices<false>(out, address, line);
 }
 inline void ldmatrix_transposed(uint32_t (&out)[4], SharedAddress address, int line = __builtin_LINE()) {
-  const char* row = emulation::self().cta->shared_begin() + address;
-  emulation::check_shared(row, 16);
-  const uint64_t word = reinterpret_cast<uint64_t>(row);
-  const auto* lanes = emulation::exchange(&word, 1, line);
-  const int lane = thread_index() % 32;
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    const uint32_t low = matrix_row(lanes, matrix, lane % 4 * 2)[lane / 4];
-    const uint32_t high = matrix_row(lanes, matrix, lane % 4 * 2 + 1)[lane / 4];
-    out[matrix] = low | high << 16;
-  }
+  load_matrices<true>(out, address, line);
 }
 
 inline uint32_t movmatrix_transposed(uint32_t pair, int line = __builtin_LINE()) {
@@ -225,22 +202,6 @@ inline uint32_t movmatrix_transposed(uint32_t pair, int line = __builtin_LINE())
 }
 inline const char* at(const char* base, int32_t index, int32_t stride) { return base + int64_t{index} * stride; }
 
-struct BFloat16 {
-  static float widen(uint16_t bits) {
-    const uint32_t wide = uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
-  }
-  static uint16_t narrow(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (value != value) return 0x7fc0;
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
-  static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
-  static uint32_t to_fp16(uint32_t pair);
-};
 struct Float16 {
   static uint32_t to_fp16(uint32_t pair) { return pair; }
   static float widen(uint16_t bits) {
@@ -256,11 +217,25 @@ struct Float16 {
   }
   static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
 };
-
-inline uint32_t BFloat16::to_fp16(uint32_t pair) {
-  const auto within = [](float x) { return std::fabs(x) > 65504.0f ? std::copysign(65504.0f, x) : x; };
-  return Float16::pack(within(widen(static_cast<uint16_t>(pair))), within(widen(static_cast<uint16_t>(pair >> 16))));
-}
+struct BFloat16 {
+  static float widen(uint16_t bits) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+  static uint16_t narrow(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static uint32_t pack(float low, float high) { return narrow(low) | uint32_t{narrow(high)} << 16; }
+  static uint32_t to_fp16(uint32_t pair) {
+    const auto within = [](float x) { return std::fabs(x) > 65504.0f ? std::copysign(65504.0f, x) : x; };
+    return Float16::pack(within(widen(static_cast<uint16_t>(pair))), within(widen(static_cast<uint16_t>(pair >> 16))));
+  }
+};
 
 inline uint32_t even_bytes_first(uint32_t word) {
   return (word & 0xff0000ff) | (word & 0xff00) << 8 | (word & 0xff0000) >> 8;
@@ -278,6 +253,11 @@ inline void fp8_to_fp16(uint32_t word, uint32_t& low, uint32_t& high) {
   high = Float16::pack(value(2), value(3));
 }
 
+// Of the pair of elements in a word, the one with k's parity.
+template <class Element>
+inline float half(uint64_t word, int k) {
+  return Element::widen(static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16));
+}
 // Fragment layout (PTX ISA, mma.m16n8k16): A(row, k) in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2;
 // B(k, column) in lane column * 4 + k % 8 / 2, register k / 8; halves by k % 2.
 template <class Element>
@@ -285,15 +265,12 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   const auto* lanes = emulation::exchange(words, 6, line);
   const int lane = thread_index() % 32;
-  const auto half = [](uint64_t word, int k) {
-    return Element::widen(static_cast<uint16_t>(k % 2 == 0 ? word & 0xffff : word >> 16 & 0xffff));
-  };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
     float sum = 0.0f;
     for (int k = 0; k < 16; ++k) {
-      const float x = half(lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k);
-      const float y = half(lanes[column * 4 + k % 8 / 2][4 + k / 8], k);
+      const float x = half<Element>(lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k);
+      const float y = half<Element>(lanes[column * 4 + k % 8 / 2][4 + k / 8], k);
       sum += x * y;
     }
     c[i] += sum;

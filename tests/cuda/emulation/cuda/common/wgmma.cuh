@@ -55,8 +55,7 @@ template <class Element>
 inline float matrix_element(const SmemDescriptor& matrix, int32_t offset) {
   const SharedAddress address = matrix.address + static_cast<SharedAddress>(offset);
   const SharedAddress mixed = address ^ (address >> 7 & 7) << 4;
-  const char* at = emulation::self().cta->shared_begin() + mixed;
-  emulation::check_shared(at, 2);
+  const char* at = emulation::shared_at(mixed, 2);
   if (emulation::self().cta->hidden[mixed / 16]) emulation::fail("a product reads data that it was not shown");
   uint16_t bits;
   std::memcpy(&bits, at, 2);
@@ -123,8 +122,7 @@ inline void wgmma(float (&c)[Blocks][4], const uint32_t (&a)[4], SmemDescriptor 
       float sum = 0.0f;
       for (int k = 0; k < 16; ++k) {
         const uint64_t word = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-        const auto bits = static_cast<uint16_t>(k % 2 == 0 ? word & 0xffff : word >> 16 & 0xffff);
-        sum += Element::widen(bits) * across_sum<Element>(b, column, k);
+        sum += half<Element>(word, k) * across_sum<Element>(b, column, k);
       }
       sums[i] += sum;
     }
