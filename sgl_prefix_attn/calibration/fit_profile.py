@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from sgl_prefix_attn.calibration.fit import METHOD, fits_of
@@ -44,7 +44,7 @@ def fit_profile(
         kv_bytes=results.kv_bytes,
         capability=results.capability,
         head_shapes=list(results.head_shapes),
-        head_dims=sorted({case.shape.head_dim for case in results.cases if case.packed}),
+        head_dims=_head_dims(results.cases),
         dtype=results.dtype,
         kernels_version=results.kernels_version,
         page_size=results.page_size,
@@ -54,6 +54,13 @@ def fit_profile(
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
         steps=[measured_step(case) for case in decode] if len(results.head_shapes) == 1 else [],
         verify=_verify_fits([case for case in results.cases if case.step.rows > 1], results.sm_count),
+    )
+
+
+def _head_dims(cases: Sequence[MeasuredCase]) -> list[int]:
+    """Those that packed and stock kernels were measured with."""
+    return sorted(
+        {case.shape.head_dim for case in cases if case.packed} & {case.shape.head_dim for case in cases if case.stock}
     )
 
 

@@ -18,7 +18,8 @@ from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
 VERSION = 1
 DEFAULT_MARGIN = 10  # percent, for kernels without a margin in the profile
-SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # bytes of a KV element -> file
+SHIPPED = {2: "h200.json", 1: "h200_fp8_kv.json"}  # of an H200: bytes of a KV element -> file
+SHIPPED_FILES = (*SHIPPED.values(), "h100.json")
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -220,7 +221,11 @@ def shipped_profile(kv_bytes: int = 2) -> Profile:
     Args:
         kv_bytes: size of a KV element in bytes, 2 or 1.
     """
-    name = SHIPPED[kv_bytes]
+    return read_shipped(SHIPPED[kv_bytes])
+
+
+def read_shipped(name: str) -> Profile:
+    """The package's profile of this name, one of SHIPPED_FILES."""
     return parse_profile(resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8"), name)
 
 

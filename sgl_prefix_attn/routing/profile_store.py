@@ -10,12 +10,18 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.profile import SHIPPED, Profile, ProfileError, head_shape, parse_profile
+from sgl_prefix_attn.routing.profile import (
+    SHIPPED_FILES,
+    Profile,
+    ProfileError,
+    head_shape,
+    parse_profile,
+    read_shipped,
+)
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -104,9 +110,7 @@ class ProfileStore:
                 profiles.append(StoredProfile(USER, str(path), _read(path)))
             except ProfileError as error:
                 unreadable.append(str(error))
-        for name in SHIPPED.values():
-            text = resources.files(__package__).joinpath("profiles", name).read_text(encoding="utf-8")
-            profiles.append(StoredProfile(SHIPPED_ORIGIN, name, parse_profile(text, name)))
+        profiles += [StoredProfile(SHIPPED_ORIGIN, name, read_shipped(name)) for name in SHIPPED_FILES]
         return cls(profiles, unreadable)
 
     def as_json(self) -> dict[str, Any]:

@@ -48,6 +48,16 @@ def test_the_users_comes_before_the_packages_and_the_same_heads_before_others(tm
     assert taken(tmp_path, facts(), route_profile=str(tmp_path / ".." / "named.json")) == "setting named"
 
 
+def test_an_h100_has_a_profile_of_its_own(tmp_path: Path) -> None:
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert taken(tmp_path, facts(gpu=h100)) == "shipped h100"
+    found = ProfileStore.read(folder=tmp_path).find(facts("32/8/64", gpu=h100))
+    assert found is not None
+    assert found.borrowed == "head_dim 128; this is 64"
+    assert taken(tmp_path, facts(gpu=h100, stock="triton_gqa")) is None
+    assert taken(tmp_path, facts(gpu="NVIDIA H100 PCIe")) is None
+
+
 def test_kv_types(tmp_path: Path) -> None:
     assert taken(tmp_path, facts(kv_bytes=1, stock="flashinfer_tc")) == "shipped h200_fp8_kv"
     found = ProfileStore.read(folder=tmp_path).find(facts(kv_bytes=1))
@@ -88,7 +98,7 @@ def test_an_unreadable_file_of_the_user_is_left_out_and_one_of_the_setting_is_an
     step = MeasuredStep(step=(1, 10, 10, 0, 0, 0, 10, 10), packed={"native": 5.5}, stock={"fa3": 6.0})
     write(tmp_path, "p", steps=[step], sm_count=58)
     store = ProfileStore.read(folder=tmp_path)
-    assert [stored.origin for stored in store.profiles] == ["user", "shipped", "shipped"]
+    assert [stored.origin for stored in store.profiles] == ["user", "shipped", "shipped", "shipped"]
     (message,) = store.unreadable
     assert "broken.json: not a routing profile" in message
     with pytest.raises(ProfileError, match="not a routing profile"):
