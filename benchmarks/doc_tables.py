@@ -246,6 +246,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "gains": functools.partial(gains, "gpu_drawn"),
     "gains-by-sharing": functools.partial(gains_by_sharing, "gpu_drawn"),
     "drawn-families": functools.partial(drawn, "gpu_drawn", ("bf16", "bf16_by_family"), "family"),
+    "drawn-h100": functools.partial(drawn, "gpu_drawn_h100", ("bf16", "bf16_by_family"), "family"),
     "drawn-heads": functools.partial(drawn, "gpu_drawn", ("bf16_by_heads",), "q heads / KV heads"),
     "verify-families": verify,
     "conservative": conservative,

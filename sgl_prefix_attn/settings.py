@@ -88,10 +88,10 @@ class Settings(BaseModel):
         "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where the "
         "tokens of a whole server are not judged yet.",
     )
-    one_token_steps: bool = Field(
-        False,
+    one_token_steps: Literal["auto"] | bool = Field(
+        "auto",
         description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
-        "graphs, and packed. Such steps start requests whose prompt is cached. Best with --enable-mixed-chunk.",
+        "graphs, and packed. They start requests whose prompt is cached. auto: on servers that can; true: others warn.",
     )
     shared_prefill: bool = Field(
         False,

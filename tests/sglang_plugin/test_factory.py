@@ -148,18 +148,21 @@ class TestFactory:
     @pytest.mark.parametrize("patched", [False, True])
     def test_one_token_steps_hook_the_forward_batch_beside_the_patch(self, patched, asked, monkeypatch):
         monkeypatch.setattr(versions, "has_native_seam", lambda: patched)
-        create_backend(self.text_runner(), Settings(metrics=False))
+        create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=False))
         (hook,) = factory.hook_table.one_token_hooks(HandoverHooks())
         assert [wanted.target for wanted in asked].count(hook.target) == (0 if patched else 1)
+        assert not active_state().handover.runs_one_token_steps
         asked.clear()
-        create_backend(self.text_runner(), Settings(metrics=False, one_token_steps=True))
+        create_backend(self.text_runner(), Settings(metrics=False))
         assert [wanted.target for wanted in asked].count(hook.target) == 1
         assert active_state().handover.runs_one_token_steps
 
-    def test_one_token_steps_say_where_they_have_no_effect(self, caplog: pytest.LogCaptureFixture) -> None:
-        create_backend(self.text_runner(enable_lora=True), Settings(metrics=False, one_token_steps=True))
+    @pytest.mark.parametrize("asked_for", ["auto", True])
+    def test_one_token_steps_say_where_they_have_no_effect(self, asked_for, caplog):
+        create_backend(self.text_runner(enable_lora=True), Settings(metrics=False, one_token_steps=asked_for))
         assert not active_state().handover.runs_one_token_steps
-        assert "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
+        said = "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
+        assert said == (asked_for is True)
 
     @staticmethod
     def text_runner(**arguments: Any) -> Any:
