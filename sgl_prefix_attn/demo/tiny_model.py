@@ -194,6 +194,7 @@ def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = model_class(model_class.config_class(**{"dtype": "float32", **values}))
+    model.to(getattr(torch, values.get("dtype", "float32")))  # the saved configuration has the model's type
     if architecture.startswith("Gemma"):
         with torch.no_grad():
             for name, weight in model.named_parameters():

@@ -17,7 +17,7 @@ import torch
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
-from sgl_prefix_attn.demo.workload import Vocabulary
+from sgl_prefix_attn.demo.workload import Request, Vocabulary
 from tests.e2e import life_cycle
 from tests.e2e.reference import Reference
 
@@ -50,15 +50,15 @@ class Run:
     steps: dict[str, int]
 
 
-def run(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -> Run:
+def run(variant: str, stock: str, arguments: tuple[str, ...], ours: bool, batches: list[list[Request]]) -> Run:
     environment = {"HF_HUB_OFFLINE": "1", "NCCL_NVLS_ENABLE": "0"} | (WRAP if ours else {})
     options = ServerOptions(
         str(tiny_model(variant)), stock, "cuda", (*USUAL, *arguments), environment, start_seconds=200.0
     )
     found: dict[str, list[list[int]]] = {request.name: [] for request in REQUESTS}
     with serve(options) as server:
-        for _ in range(ROUNDS):
-            for answer in replay(server.url, REQUESTS):
+        for batch in batches:
+            for answer in replay(server.url, batch):
                 found[answer.request.name] += [sample.tokens for sample in answer.samples]
         state = server.packing_state()
     if not ours:
@@ -101,13 +101,16 @@ def agreement(one: Run, other: Run) -> float:
 def test_tokens_are_as_near_as_the_stock_backends(variant: str, stock: str, arguments: tuple[str, ...]) -> None:
     if "--tp" in arguments and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    theirs, ours = run(variant, stock, arguments, False), run(variant, stock, arguments, True)
-    alike, usual = agreement(ours, theirs), agreement(theirs, theirs)
-    print(f"agreement with stock {alike:.3f}, of stock with itself {usual:.3f}")
+    theirs, ours = (run(variant, stock, arguments, packed, [REQUESTS] * ROUNDS) for packed in (False, True))
+    alike = agreement(ours, theirs)
+    print(f"agreement with stock {alike:.3f}")
     assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
-    # Weights that SGLang reads in another order than transformers, see `tiny_model`: only the stock backend judges.
+    # Weights that SGLang reads in another order than transformers, see `tiny_model`: the stock backend judges, which in
+    # 16 bits agrees with itself only in the same batches.
     if variant == "llama4_gpu":
-        assert alike > usual - 0.02
+        usual = agreement(run(variant, stock, arguments, False, [[request] for request in REQUESTS]), theirs)
+        print(f"agreement of stock in other batches {usual:.3f}")
+        assert alike > usual - 0.1
         return
     reference = Reference(tiny_model(variant), "cuda")
     far, usually_far = deficits(reference, ours), deficits(reference, theirs)
