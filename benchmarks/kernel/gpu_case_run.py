@@ -118,5 +118,5 @@ def kv_dtype_name(dtype: torch.dtype) -> str:
 
 
 def described(error: BaseException) -> str:
-    text = re.sub(r"/\S*/(?=site-packages/|[^/\s]*cache/)", "", str(error))  # not where it is installed
+    text = re.sub(r"/\S*/(?=site-packages/|flashinfer/|[^/\s]*cache/)", "", str(error))  # not where it is installed
     return f"{type(error).__name__}: {text}".replace("\n", " ")[:300]

@@ -12,6 +12,7 @@
 #include "cuda/kernel_params.h"
 #include "cuda/launch.h"
 #include "cuda/serialize_plan.h"
+#include "plan/active_warps.h"
 
 namespace py = pybind11;
 

@@ -8,6 +8,7 @@
 #include "cuda/common/index_math.h"
 #include "cuda/kernel/kernel_traits.cuh"
 #include "cuda/kernel_params.h"
+#include "plan/active_warps.h"
 #include "plan/deferral.h"
 
 namespace prefixpack {
@@ -69,7 +70,8 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
     ++items;
   }
   const bool alike = longest <= shortest + shortest / 4;
-  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, warp_ctas, cta_warps);
+  const WarpLaunch launch{warp_ctas, int64_t{header.num_cta_items} * kv_heads, plan.narrow_prevails, cta_warps};
+  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, launch);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

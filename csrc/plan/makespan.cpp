@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/active_warps.h"
 #include "plan/deferral.h"
 
 namespace prefixpack {
@@ -170,20 +171,9 @@ class Simulation {
       add_work_tiles(i, machine_.narrow_parts, true, false);
     }
     const bool alike = longest <= shortest + shortest / 4;
-    active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_parts, alike ? longest : 0);
-  }
-
-  // As the kernels choose it: fewer warps take part where that fills their rounds better.
-  int32_t active_warps(int64_t work_tiles, int64_t tokens) const {
-    if (tokens < 256) return machine_.warps;
-    int32_t best = machine_.warps;
-    double best_share = 0;
-    for (int32_t warps = machine_.warps; warps >= machine_.warps / 2; --warps) {
-      const int64_t at_once = int64_t{warps} * machine_.slots, rounds = (work_tiles + at_once - 1) / at_once;
-      const double share = static_cast<double>(work_tiles) / static_cast<double>(rounds * at_once);
-      if (share > best_share + 0.02) best = warps, best_share = share;
-    }
-    return best;
+    const WarpLaunch launch{machine_.slots, static_cast<int64_t>(cta_work_tiles_), plan_.narrow_prevails,
+                            machine_.warps};
+    active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_parts, alike ? longest : 0, launch);
   }
 
   void count_partials() {

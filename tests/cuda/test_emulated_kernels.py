@@ -246,7 +246,20 @@ def test_the_same_bits_whoever_takes_what_from_the_queue(emulation: ModuleType, 
 )  # fmt: skip
 def test_work_tiles_of_one_length_fill_their_rounds(emulation, work_tiles, tokens, warps):
     """On an H200, with 264 CTAs of eight warps."""
-    assert emulation.active_warps(work_tiles, tokens, 264) == warps
+    assert emulation.active_warps(work_tiles, tokens) == warps
+
+
+@pytest.mark.parametrize(
+    ("cta_tiles", "narrow_prevails", "warps"),
+    [
+        (0, False, 4),     # 24 warps in any of the 264 CTAs
+        (260, False, 6),   # in the four that are free, so that no tile waits for the CTA tiles
+        (262, False, 4),   # two hold 16 only: eight tiles wait in any case
+        (600, True, 4),    # the CTA tiles leave half of the CTAs free
+    ],
+)  # fmt: skip
+def test_work_tiles_beside_cta_tiles_do_not_wait_for_them(emulation, cta_tiles, narrow_prevails, warps):
+    assert emulation.active_warps(24, 1872, cta_tiles, narrow_prevails) == warps
 
 
 def verify_case(drafts: int, heads: tuple[int, int], **options: Any) -> Case:

@@ -76,8 +76,8 @@ template <class T>
 PREFIXPACK_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// A copy that stays in its register: the assembler does not see what it is. What follows from special registers it would
-// compute wherever it is used, to save the register, and reading one takes tens of cycles. Called by all lanes.
+// A copy that stays in its register: the assembler does not see what it is. What follows from special registers it
+// would compute wherever it is used, to save the register, and reading one takes tens of cycles. Called by all lanes.
 template <class T>
 PREFIXPACK_DEVICE T kept(T value) {
   return shuffle(value, volatile_thread_index() % 32);

@@ -126,8 +126,6 @@ constexpr int kDecodeThreads = 32 * kDecodeWarps;
 // Warps of a CTA in code compiled for a compute capability: as many as its shared memory holds.
 PREFIXPACK_BOTH constexpr int decode_warps(int capability) { return shared_memory(capability).tile_bytes / kWarpBytes; }
 static_assert(decode_warps(90) == kDecodeWarps && decode_warps(80) == kDecodeWarps && decode_warps(86) == 7);
-constexpr int kMinActiveWarps = 4;          // per CTA, enough to saturate memory bandwidth
-constexpr int kBandwidthBoundTokens = 256;  // tiles of this length are bound by bandwidth, shorter ones by latency
 
 template <int HeadDim, int KvBytes>
 struct WarpTile {
@@ -145,21 +143,6 @@ struct WarpTile {
 
   static_assert(kStages >= 3, "a stage in use and two in flight");
 };
-
-// Warps per CTA that take tiles. tokens: KV positions of each tile; 0: various. most: warps of a CTA. Many tiles of one
-// length run in waves, and a partial last wave leaves memory idle. Where fewer warps saturate the bandwidth, the number
-// that fills its waves best takes part.
-inline int32_t active_warps(int64_t work_tiles, int64_t tokens, int32_t ctas, int32_t most = kDecodeWarps) {
-  if (tokens < kBandwidthBoundTokens || ctas == 0) return most;
-  int32_t best = most;
-  float best_share = 0.0f;
-  for (int32_t warps = most; warps >= kMinActiveWarps; --warps) {
-    const int64_t at_once = int64_t{warps} * ctas, rounds = (work_tiles + at_once - 1) / at_once;
-    const float share = static_cast<float>(work_tiles) / static_cast<float>(rounds * at_once);
-    if (share > best_share + 0.02f) best = warps, best_share = share;
-  }
-  return best;
-}
 
 // Whether there is a warp kernel. Wider heads leave a warp too few registers and too little shared memory.
 template <int HeadDim>

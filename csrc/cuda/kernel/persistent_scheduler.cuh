@@ -12,6 +12,7 @@
 #include "cuda/kernel/mainloop_wgmma.cuh"
 #include "cuda/kernel/mainloop_wgmma_fp8.cuh"
 #include "cuda/kernel/warp_decode.cuh"
+#include "plan/active_warps.h"
 
 namespace prefixpack {
 

@@ -346,7 +346,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
       int32_t position[2];
       uint64_t hidden[2] = {};
       read_positions(word(record_, kLowest), position, hidden);
-      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, word(record_, kKvEnd), position, hidden, window_);
+      mask_transposed<Format::kTrees>(scores_, tile_begin_ + lane_ / 4, word(record_, kKvEnd), position, hidden,
+                                      window_);
     }
     softmax_.add_transposed(scores_, state_, accumulators_);
     tile_begin_ += TileT::kKeys;

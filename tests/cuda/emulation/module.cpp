@@ -171,8 +171,12 @@ void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, i
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulation, m) {
-  m.def("active_warps", &active_warps, py::arg("work_tiles"), py::arg("tokens"), py::arg("ctas"),
-        py::arg("most") = kDecodeWarps);
+  m.def(
+      "active_warps",
+      [](int64_t work_tiles, int64_t tokens, int64_t cta_tiles, bool narrow_prevails) {
+        return active_warps(work_tiles, tokens, {264, cta_tiles, narrow_prevails, kDecodeWarps});
+      },
+      py::arg("work_tiles"), py::arg("tokens"), py::arg("cta_tiles") = 0, py::arg("narrow_prevails") = false);
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
