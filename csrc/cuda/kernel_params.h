@@ -122,8 +122,8 @@ struct StepState {
   ItemStart* starts;        // [num_starts] of the first items; fewer than 2^31 words
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
-  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile (or, without any, next part of a deferred
-                            // row), next part of a deferred row beside warp tiles; see run_warp_kernel
+  int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile (or, behind them, part of a deferred row),
+                            // next part where some warps must not take tiles; see run_warp_kernel
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 
 import pytest
@@ -49,6 +50,20 @@ def test_random_rollouts_in_a_small_pool(launch, rollout_on, arguments, mode, se
         with packing(server) as done:
             rollout.run_until_retracted(seeds)
     check(done, mode)
+
+
+def test_a_beam_search_on_a_cached_prompt_beside_one_token_steps(launch):
+    """SGLang keeps the logits from which beams start in prefill steps only; the setting is on by default."""
+    prompt, greedy = list(range(10, 70)), {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    with launch(BACKEND) as server, packing(server) as done:
+        plain, beams, again = (
+            json.loads(server.post("/generate", {"input_ids": prompt, "sampling_params": {**greedy, **more}}))
+            for more in ({}, {"beam_width": 2}, {})
+        )
+    assert beams["meta_info"]["cached_tokens"] == len(prompt) - 1
+    assert len(beams["output_ids"]) == greedy["max_new_tokens"]
+    assert again["output_ids"] == plain["output_ids"]
+    assert done.one_token == {"extend": 1}
 
 
 DRAFTS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")

@@ -254,6 +254,7 @@ _BATCHES = (
         "return_logprob seq_lens seq_lens_cpu spec_algorithm tree_cache",
     ),
     *attributes_of("managers.schedule_batch.Req", "finished_reason last_node"),
+    *attributes_of("managers.schedule_batch.Req", "beam_group", since="0.5.19"),
     *attributes_of("managers.schedule_batch.ReqKvInfo", "kv_committed_len", since="0.5.19"),
     *attributes_of("managers.scheduler.Scheduler", "running_batch"),
     *attributes_of(
@@ -340,7 +341,7 @@ _ARGUMENTS = (
         "attn_cp_size chunked_prefill_size device disable_radix_cache disaggregation_mode dllm_algorithm dp_size "
         "enable_dp_attention enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora "
         "enable_metrics enable_metrics_for_all_schedulers enable_pdmux enable_two_batch_overlap model_path pp_size "
-        "served_model_name speculative_algorithm tp_size",
+        "radix_cache_backend served_model_name speculative_algorithm tp_size",
         until="0.5.19",
     ),
     *attributes_of("server_args.ServerArgs", "dcp_size", since="0.5.15", until="0.5.19"),
@@ -360,7 +361,8 @@ _ARGUMENTS = (
     *attributes_of(f"{_FIELDS}.lora.Lora", "enable_lora", since="0.5.20"),
     *attributes_of(
         f"{_FIELDS}.memory.Memory",
-        "disable_radix_cache enable_flexkv enable_hierarchical_cache enable_hisparse enable_lmcache",
+        "disable_radix_cache enable_flexkv enable_hierarchical_cache enable_hisparse enable_lmcache "
+        "enable_unified_cache_external_linker radix_cache_backend",
         since="0.5.20",
     ),
     *attributes_of(f"{_FIELDS}.spec.Spec", "speculative_algorithm", since="0.5.20"),

@@ -309,6 +309,11 @@ def matched_tokens(request: Any) -> int:
     return int(request.prefix_len) if indices is None else len(indices)
 
 
+def starts_beams(requests: Sequence[Any]) -> bool:
+    """Whether a beam search (0.5.19 and later) is among requests."""
+    return any(getattr(request, "beam_group", None) is not None for request in requests)
+
+
 def anything_runs(adder: Any) -> bool:
     """Whether requests decode while SGLang's PrefillAdder admits others."""
     return adder.running_batch is not None and not adder.running_batch.is_empty()

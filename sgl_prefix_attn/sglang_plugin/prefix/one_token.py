@@ -33,7 +33,9 @@ _ARGUMENTS: Final[dict[str, Any]] = {
     "enable_lora": False,
     "enable_pdmux": False,
     "enable_two_batch_overlap": False,
+    "enable_unified_cache_external_linker": False,
     "pp_size": 1,
+    "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
 _EXTEND_FIELDS: Final = (
@@ -102,6 +104,8 @@ class OneTokenSteps:
             # Each data-parallel rank would have to do the same.
             and batch.global_num_tokens is None
             and batch.dllm_config is None
+            # SGLang keeps the logits from which beams start in prefill steps only.
+            and not versions.starts_beams(batch.reqs)
         )
 
     def convert(self, batch: Any, forward_batch: Any) -> None:

@@ -85,6 +85,12 @@ def test_other_batches_stay_as_they_are(fields: dict[str, Any]) -> None:
     assert not applies(Rollout().batch(mixed=True, **fields))
 
 
+def test_a_step_that_starts_a_beam_search_stays_a_prefill() -> None:
+    rollout = Rollout()
+    rollout.joining.beam_group = "some"
+    assert not applies(rollout.batch(mixed=False))
+
+
 def runner(**changes: Any) -> Any:
     """A runner whose server can run one-token steps, with other server arguments or facts of the model."""
     model = {"is_generation": True, "is_encoder_decoder": False, "model_is_mrope": False}
@@ -104,6 +110,8 @@ def runner(**changes: Any) -> Any:
         ({"attn_dp_size": 2}, "attn_dp_size=2"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
+        ({"enable_unified_cache_external_linker": True}, "external_linker=True"),
+        ({"radix_cache_backend": "flexkv"}, "radix_cache_backend='flexkv'"),
         ({"is_generation": False}, "generates no text"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_is_mrope": True}, "rotary positions"),

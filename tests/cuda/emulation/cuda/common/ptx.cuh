@@ -82,8 +82,8 @@ inline T shuffle_in(T value, int lane, int line = __builtin_LINE()) {
 }
 inline int32_t opaque(int32_t value) { return value; }
 template <class T>
-T kept(T value) {
-  return value;
+T kept(T value, int line = __builtin_LINE()) {
+  return shuffle(value, thread_index() % 32, line);
 }
 inline bool any(bool predicate, int line = __builtin_LINE()) {
   const uint64_t word = predicate;
