@@ -76,15 +76,8 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
   using Rows::epilogue;
   using Rows::head_shift;
   using Rows::header;
-  using Rows::kKvBegin;
-  using Rows::kKvEnd;
-  using Rows::kKvHead;
-  using Rows::kLowest;
-  using Rows::kQueryCount;
-  using Rows::kSlotBegin;
-  using Rows::kSlotsAt;
-  using Rows::kSteps;
-  using Rows::kVirtualHead;
+  using Rows::kKvBegin, Rows::kKvEnd, Rows::kKvHead, Rows::kLowest, Rows::kQueryCount, Rows::kSlotBegin, Rows::kSlotsAt,
+      Rows::kSteps, Rows::kVirtualHead;
   using Rows::lane_;
   using Rows::params_;
   using Rows::prefetch_partial_lists;
