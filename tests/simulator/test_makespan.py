@@ -39,10 +39,10 @@ def test_a_combine_is_waited_for() -> None:
         assert later.seconds - first.seconds == pytest.approx(50e-6), figure
 
 
-@pytest.mark.parametrize("name", ["bandwidth", "cta_rate", "warp_flops"])
-def test_rates_must_be_positive(name: str) -> None:
+@pytest.mark.parametrize("name", ["bandwidth", "cta_rate", "warp_flops", "key_tile"])
+def test_figures_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match="positive"):
-        simulated([100], **{name: 0.0})
+        simulated([100], **{name: 0 if name == "key_tile" else 0.0})
 
 
 def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_much() -> None:
