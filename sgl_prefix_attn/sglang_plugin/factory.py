@@ -131,7 +131,7 @@ def connect(
     wanted += hook_table.handover_hooks(state.handover_hooks) if packs and kind == "hooks" else ()
     if not runner.is_draft_worker:  # the state describes the target model, whose backend comes first
         state.stock_backend = name
-        if packs and runs_one_token_steps(runner, settings):
+        if packs and runs_one_token_steps(runner, settings, kind):
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
         if settings.shared_prefill and shares_prefills(runner):
@@ -182,7 +182,7 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
         )
 
 
-def runs_one_token_steps(runner: Any, settings: Settings) -> bool:
+def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
     """Whether the server runs one-token steps; logs why not, if they are asked for."""
     if not settings.one_token_steps:
         return False
@@ -190,6 +190,9 @@ def runs_one_token_steps(runner: Any, settings: Settings) -> bool:
         why_not = one_token.unsupported_server(runner)
     except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
         why_not = str(error)
+    prefill, decode = versions.backend_names(runner)
+    if why_not is None and kind == "patch" and prefill != decode:
+        why_not = f"prefill_attention_backend={prefill!r}, to which the patch hands the paths of such steps"
     if why_not is not None and settings.one_token_steps is True:
         logger.warning("prefixpack: one_token_steps has no effect on this server: %s", why_not)
     return why_not is None

@@ -164,6 +164,11 @@ class TestFactory:
         said = "one_token_steps has no effect on this server: enable_lora=True" in caplog.text
         assert said == (asked_for is True)
 
+    def test_one_token_steps_need_their_paths_from_the_patch(self, monkeypatch):
+        monkeypatch.setattr(versions, "has_native_seam", lambda: True)
+        create_backend(self.text_runner(prefill_attention_backend="torch_native"), Settings(metrics=False))
+        assert not active_state().handover.runs_one_token_steps
+
     @staticmethod
     def text_runner(**arguments: Any) -> Any:
         model = SimpleNamespace(is_encoder_decoder=False, is_generation=True, model_is_mrope=False)
