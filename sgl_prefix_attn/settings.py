@@ -85,8 +85,8 @@ class Settings(BaseModel):
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
         description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
-        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where the "
-        "tokens of a whole server are not judged yet.",
+        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where of "
+        "whole servers only chains of STANDALONE were judged.",
     )
     one_token_steps: Literal["auto"] | bool = Field(
         "auto",

@@ -183,7 +183,11 @@ def give_stock_backend_to_draft(runner: Any, name: str, version: str) -> None:
 
 
 def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
-    """Whether the server runs one-token steps; logs why not, if they are asked for."""
+    """Whether the server runs one-token steps; logs why not, as a warning if they are asked for.
+
+    Args:
+        kind: of the hand-over, see `handover_kind`.
+    """
     if not settings.one_token_steps:
         return False
     try:
@@ -193,8 +197,9 @@ def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
     prefill, decode = versions.backend_names(runner)
     if why_not is None and kind == "patch" and prefill != decode:
         why_not = f"prefill_attention_backend={prefill!r}, to which the patch hands the paths of such steps"
-    if why_not is not None and settings.one_token_steps is True:
-        logger.warning("prefixpack: one_token_steps has no effect on this server: %s", why_not)
+    if why_not is not None:
+        level = logging.WARNING if settings.one_token_steps is True else logging.INFO
+        logger.log(level, "prefixpack: one_token_steps has no effect on this server: %s", why_not)
     return why_not is None
 
 

@@ -52,12 +52,23 @@ def test_any_number_of_partials(emulation: ModuleType, tokens: int, partials: in
     same_bits(emulation, case, fan_in=ONE_LEVEL, orders=TWO_CTAS)
 
 
-@pytest.mark.parametrize(("heads", "requests", "parts"), [((8, 1), 130, 2), ((22, 2), 48, 1)], ids=str)
+@pytest.mark.parametrize("tokens", [1600, 3900, 9000, 30_000])
+def test_quarters_of_rows_without_warp_tiles(emulation: ModuleType, tokens: int) -> None:
+    """Warps claim parts from the start: eleven heads are too many rows for a warp, and no halves."""
+    case = document(3, tokens, heads=(11, 1))
+    assert (case.plan.items[:, 6] > 16).all()
+    assert deferred(case).parts == 4
+    same_bits(emulation, case, fan_in=ONE_LEVEL, orders=TWO_CTAS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests", "parts"), [((8, 1), 130, 2), ((22, 2), 48, 1), ((9, 1), 100, 2)], ids=str
+)
 def test_more_parts_than_warps(emulation: ModuleType, heads: tuple[int, int], requests: int, parts: int) -> None:
     """In halves of rows, and in whole ones."""
     case = document(requests, 1000, heads=heads)
     found = deferred(case, warp_ctas=264)
-    assert found.rows >= 1024
+    assert found.rows * found.parts >= 1024
     assert found.parts == parts
     same_bits(emulation, case, warp_ctas=264, orders=[{"ctas": 6, "warps_first": True}])
 
