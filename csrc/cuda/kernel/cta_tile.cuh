@@ -146,6 +146,7 @@ class CtaTile {
     auto* accumulators = reinterpret_cast<float*>(shared_ + TileT::accumulators().at);
 #pragma unroll
     for (int32_t block = 0; block < kRowBlocks; ++block) {
+      if (ptx::uniform(TileT::first_row(row_warp_, block) >= rows_)) break;
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         quad_sum(softmax_state_[block][half].sum);

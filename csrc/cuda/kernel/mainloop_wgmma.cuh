@@ -97,21 +97,31 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     }
   }
 
-  // Loads the queries and the first KV tiles, the first one even if it is empty.
-  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
-    this->store_start(start);
-    next_slots_ = slots_of(1);
-    ptx::cta_sync();
+  // The same of a tile whose slots came with the start.
+  PREFIXPACK_DEVICE int32_t known_slots_of(int32_t tile) const {
     // Beyond the KV tile's rows only lanes whose slot no pass asks for.
-    copy_tile(0, this->first_slots()[copied_row() % TileT::kKeys]);
-    this->load_queries(this->offsets());
-    ptx::cp_async_commit();
-    if constexpr (kAhead > 1) load_tile(1);
+    return this->first_slots()[tile * TileT::kKeys + copied_row() % TileT::kKeys];
   }
 
-  PREFIXPACK_DEVICE void load_tile(int32_t tile) {
-    if (ptx::uniform(tile < num_tiles_)) copy_tile(tile, next_slots_);
+  // Loads the queries and the first KV tiles, the first one even if it is empty. The slots of all of them are known:
+  // reading them would be one dependent read more.
+  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+    static_assert((kAhead + 1) * TileT::kKeys <= TileT::kKnownSlots);
+    this->store_start(start);
+    ptx::cta_sync();
+    copy_tile(0, known_slots_of(0));
+    this->load_queries(this->offsets());
     ptx::cp_async_commit();
+    for (int32_t tile = 1; tile < kAhead; ++tile) copy_if_any(tile, known_slots_of(tile));
+    next_slots_ = known_slots_of(kAhead);
+  }
+
+  PREFIXPACK_DEVICE void copy_if_any(int32_t tile, int32_t slots) const {
+    if (ptx::uniform(tile < num_tiles_)) copy_tile(tile, slots);
+    ptx::cp_async_commit();
+  }
+  PREFIXPACK_DEVICE void load_tile(int32_t tile) {
+    copy_if_any(tile, next_slots_);
     next_slots_ = slots_of(tile + 1);
   }
 

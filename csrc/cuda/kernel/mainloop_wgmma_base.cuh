@@ -34,6 +34,7 @@ struct WgmmaTile {
   static constexpr int kStages = min_of(3, (SharedBytes - kQueryBytes) / (2 * kTileBytes));
   // Byte offset of the query offsets, and of the slots behind them. They are read before a third KV tile is copied.
   static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;
+  static constexpr int kKnownSlots = min_of(kThreads, kStartSlots);
   PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
     return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
   }
@@ -44,7 +45,7 @@ struct WgmmaTile {
   PREFIXPACK_BOTH static int32_t first_row(int32_t row_warp, int32_t) { return row_warp * 16; }
 
   static_assert(Rows % 64 == 0 && Rows <= kMaxTileRows<HeadDim> && kKeysPerWarp % 32 == 0);
-  static_assert(kStages >= 2 && kOffsetsAt + kThreads * sizeof(int64_t) + kKeys * sizeof(int32_t) <= SharedBytes,
+  static_assert(kStages >= 2 && kOffsetsAt + kThreads * sizeof(int64_t) + kKnownSlots * sizeof(int32_t) <= SharedBytes,
                 "two KV tiles, query offsets, first slots");
 };
 
@@ -73,15 +74,15 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
     return keys_ > 0 ? params_.step.kv_slots[first_slot_ + (key < keys_ ? key : keys_ - 1)] : 0;
   }
 
-  // Room for the query offsets and for the slots of the first KV tile.
+  // Room for the query offsets and for the slots of the first KV tiles.
   PREFIXPACK_DEVICE int64_t* offsets() const { return reinterpret_cast<int64_t*>(shared_ + TileT::kOffsetsAt); }
   PREFIXPACK_DEVICE int32_t* first_slots() const { return reinterpret_cast<int32_t*>(offsets() + kThreads); }
 
   // Spreads what the first copies need. A barrier follows.
   PREFIXPACK_DEVICE void store_start(TileStart start) const {
-    static_assert(TileT::kKeys <= kThreads && TileT::kKeys <= kStartSlots && TileT::kRows <= kStartQueries);
+    static_assert(TileT::kRows <= kStartQueries);
     offsets()[thread_] = this->query_offset(start);
-    if (thread_ < TileT::kKeys) first_slots()[thread_] = keys_ > 0 ? start.slot : 0;
+    if (thread_ < TileT::kKnownSlots) first_slots()[thread_] = keys_ > 0 ? start.slot : 0;
   }
 
   // Issues Q*K^T of this warpgroup's queries and keys.

@@ -98,14 +98,17 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   PREFIXPACK_DEVICE void begin_loads(TileStart start) {
     this->store_start(start);
     ptx::cta_sync();
-    next_slots_ = this->first_slots()[copied_row()];
     this->load_queries(this->offsets());
-    load_tile(0);
+    copy_if_any(0, this->first_slots()[copied_row()]);
+    next_slots_ = this->first_slots()[TileT::kKeys + copied_row()];
   }
 
-  PREFIXPACK_DEVICE void load_tile(int32_t tile) {
-    if (ptx::uniform(tile < num_tiles_)) copy_tile(tile, next_slots_);
+  PREFIXPACK_DEVICE void copy_if_any(int32_t tile, int32_t slots) const {
+    if (ptx::uniform(tile < num_tiles_)) copy_tile(tile, slots);
     ptx::cp_async_commit();
+  }
+  PREFIXPACK_DEVICE void load_tile(int32_t tile) {
+    copy_if_any(tile, next_slots_);
     next_slots_ = slots_of(tile + 1);
   }
 
