@@ -52,6 +52,7 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
         if (lookahead_ == kDone) return tile_index_;
         continue;
       }
+      if (stage_ % 2 == 0 && stage_ > 0) stream_whole_tiles();
       wait_for_stage();
       if (stage_ % 2 == 0) {
         if (stage_ == 0) load_query_fragments();
@@ -211,14 +212,19 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     } else {
       copy_rows<false>(to, from, stride);
     }
+    finish_load();
+    ++in_flight_;
+  }
+
+  PREFIXPACK_DEVICE void finish_load() {
     ptx::cp_async_commit();
     if (load_stage_ % 4 == 3) {
-      slots_ = next_slots_;
+      // A shuffle, where a copy would do: the assembler moves copies, so that every stage waits for the next slots.
+      slots_ = ptx::shuffle(next_slots_, lane_);
       const auto key = static_cast<int32_t>((load_stage_ / 4 + 2) * 32);
       next_slots_ = key + lane_ < load_keys_ ? params_.step.kv_slots[load_first_slot_ + key] : -1;
     }
     ++load_stage_;
-    ++in_flight_;
   }
 
   // Rows beyond the end are zeros: masked values still must not be NaN.
@@ -253,6 +259,52 @@ class WarpDecode : WarpEpilogue<TileT, Format> {
     last_whole_ = window_ >= 0 ? -1 : (kv_end <= lowest ? kv_end : lowest + 1) - TileT::kKeys;
     prefetch_partial_lists();
     return true;
+  }
+
+  // KV tiles ahead of which every load is of a whole KV tile of the same work tile, nothing is looked up, and whose keys
+  // all are visible.
+  PREFIXPACK_DEVICE int32_t whole_tiles() const {
+    if (in_flight_ != kStages || tile_is_loading_) return 0;
+    const auto whole_stages = static_cast<int32_t>(load_keys_ / TileT::kKeys * 2);
+    const auto quiet_stages = static_cast<int32_t>(load_stages_ - kLookaheadStages);
+    const int32_t loads = (whole_stages < quiet_stages ? whole_stages : quiet_stages) - static_cast<int32_t>(load_stage_);
+    const int32_t seen = tile_begin_ > last_whole_ ? 0 : (last_whole_ - tile_begin_) / TileT::kKeys + 1;
+    return loads / 2 < seen ? loads / 2 : seen;
+  }
+
+  // Runs these KV tiles without the questions that every stage asks. A loaded stage takes the place of the one just
+  // used, so the ring stays full.
+  PREFIXPACK_DEVICE void stream_whole_tiles() {
+    int32_t tiles = whole_tiles();
+#pragma unroll 1
+    for (; ptx::uniform(tiles > 0); --tiles) {
+      ptx::cp_async_wait<kStages - 1>();
+      ptx::warp_sync();
+      compute_scores();
+      ptx::warp_sync();
+      replace_stage<kStages % 2 == 1>();
+      softmax_.transform(scores_);
+      softmax_.add_transposed(scores_, state_, accumulators_);
+      ptx::cp_async_wait<kStages - 1>();
+      ptx::warp_sync();
+      accumulate_values();
+      ptx::warp_sync();
+      replace_stage<kStages % 2 == 0>();
+      tile_begin_ += TileT::kKeys;
+      stage_ += 2;
+    }
+  }
+
+  // Loads the next stage, of a whole KV tile, to the place of the oldest one.
+  template <bool kIsValue>
+  PREFIXPACK_DEVICE void replace_stage() {
+    const auto stride =
+        static_cast<int32_t>(kIsValue ? attention_.v_slot_stride : attention_.k_slot_stride) * Format::kKvBytes;
+    const ptx::SharedAddress to =
+        ring() + use_offset_ + swizzled_offset(lane_ / kChunks, lane_ % kChunks, TileT::kRowBytes);
+    copy_rows<true>(to, kIsValue ? load_v_ : load_k_, stride);
+    finish_load();
+    use_offset_ = use_offset_ == kRingBytes - TileT::kStageBytes ? 0 : use_offset_ + TileT::kStageBytes;
   }
 
   // Waits for the oldest stage in flight.
