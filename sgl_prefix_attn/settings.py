@@ -80,7 +80,9 @@ class Settings(BaseModel):
         "the stock kernels are better at it.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
-        "auto", description="Run mixed prefill and decode batches (--enable-mixed-chunk) packed. auto: on a CPU only."
+        "auto",
+        description="Run mixed batches (--enable-mixed-chunk) packed. auto: on a CPU all; on a GPU those that read "
+        "each KV token at least twice on average, if the native kernels run.",
     )
     pack_verify: Literal["auto"] | bool = Field(
         "auto",

@@ -15,6 +15,7 @@ from sgl_prefix_attn.routing.policy import Decision, Route
 
 LEAST_REQUESTS = 64
 LEAST_KV_HEADS = 4
+LEAST_MIXED_REUSE = 2
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ def packs(step: StepFeatures, shape: ModelShape, kernels: str) -> bool:
         and step.tokens >= bounds.length * step.requests
         and shape.kv_heads >= LEAST_KV_HEADS
     )
+
+
+def packs_mixed(step: StepFeatures) -> bool:
+    """Whether a mixed step runs packed on the native kernels, from the sharing of all its requests.
+
+    Measured steps read each KV token once, or 4.5 times and more: docs/design-notes.md, "Mixed steps".
+    """
+    return step.tokens >= LEAST_MIXED_REUSE * step.unique_tokens
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import numpy as np
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import Plan, PlanError
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
+from sgl_prefix_attn.routing.conservative import packs_mixed
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
@@ -219,6 +221,9 @@ class StepPlanner:
         host_lens = executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
+        judges = mode == "mixed" and executor.judges_mixed
+        if judges and not packs_mixed(StepFeatures.of(ForestFacts.of(paths.forest), host_lens)):
+            return fallback_reasons.COMPUTE_BOUND
         if mode == "verify":
             drafts = forward_batch.spec_info.draft_token_num
             assert query_lens is not None

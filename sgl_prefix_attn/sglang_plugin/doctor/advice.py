@@ -81,7 +81,7 @@ CHANGES: dict[str, Change] = {
         f"Unset {' and '.join(_TREE_VARIABLES)}, and leave out options that replace the prefix cache.",
         unset=_TREE_VARIABLES,
     ),
-    reasons.PREFILL_ONLY: Change("Nothing: prefill is faster on the stock backend."),
+    reasons.PREFILL_ONLY: Change("Nothing: such steps are faster on the stock backend."),
     reasons.DETERMINISTIC: Change(
         "Leave out --enable-deterministic-inference and --rl-on-policy-target, if results may depend on the batch.",
         without=("--enable-deterministic-inference", "--rl-on-policy-target"),
@@ -119,7 +119,7 @@ CHANGES: dict[str, Change] = {
     reasons.NO_CUDA_KERNEL: Change(
         "Install the package on a machine with nvcc, or install Triton and set PREFIXPACK_GPU_KERNELS=triton."
     ),
-    reasons.COMPUTE_BOUND: Change("Nothing: prefill is faster on the stock backend."),
+    reasons.COMPUTE_BOUND: Change("Nothing: such steps are faster on the stock backend."),
 }
 
 # For KV_LAYOUT where the model's code does not divide its heads as the KV pool's are.

@@ -32,6 +32,7 @@ class CpuExecutor:
     kernels = "cpu"
     runs_in_graphs = False
     reads_trees = True
+    judges_mixed = False
 
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.planners: list[Planner] = []

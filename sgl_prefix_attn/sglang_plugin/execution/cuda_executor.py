@@ -87,7 +87,11 @@ class CudaExecutor:
         self._kernels = kernels
         self._model_dtype = runner.dtype
         self._req_to_token_pool = runner.req_to_token_pool
-        self._prefill_tokens = _prefill_tokens(runner, settings)
+        self.judges_mixed = settings.pack_mixed == "auto" and _may_gain_in_mixed(runner, kernels)
+        packs_prefill = settings.pack_extend is True or settings.pack_mixed is True
+        self._prefill_tokens = _most_prefill_tokens(runner) if packs_prefill or self.judges_mixed else 0
+        # Shared prefixes give new tokens a second partial, and the decode rows have room of their own.
+        self._prefill_partials = 2 * self._prefill_tokens if packs_prefill else self._prefill_tokens // 2
         # Tokens that a tail may grow under one plan: the planner replans at `replan_growth`, but sees few steps.
         self._growth = settings.replan_growth + STEPS_BETWEEN_PLANS
         self._graph_batch = 0
@@ -111,6 +115,8 @@ class CudaExecutor:
 
     def packs(self, mode: Mode) -> str | None:
         wanted = getattr(self._settings, f"pack_{mode}")
+        if mode == "mixed" and self.judges_mixed:
+            return None
         if wanted == "auto":
             return fallback_reasons.SPECULATIVE if mode == "verify" else fallback_reasons.COMPUTE_BOUND
         if wanted and mode == "verify":
@@ -204,7 +210,7 @@ class CudaExecutor:
             kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
             # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + 2 * self._prefill_tokens,
+            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + self._prefill_partials,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------
@@ -318,9 +324,13 @@ def _matching_host_lens(forward_batch: Any, handed: Handed, count: int) -> Int64
     return lens if np.array_equal(lens, handed.seq_lens.numpy()) else None
 
 
-def _prefill_tokens(runner: Any, settings: Settings) -> int:
-    """Query tokens of the largest prefill step; 0 if prefill steps do not run packed."""
-    if settings.pack_extend is not True and settings.pack_mixed is not True:
-        return 0
+def _may_gain_in_mixed(runner: Any, kernels: Kernels) -> bool:
+    """Whether a server has mixed steps that packing was measured to speed up: not with masks of images."""
+    masked = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
+    return kernels.name == "native" and bool(versions.argument(runner, "enable_mixed_chunk")) and not masked
+
+
+def _most_prefill_tokens(runner: Any) -> int:
+    """Query tokens of the largest prefill step."""
     chunk = versions.argument(runner, "chunked_prefill_size")
     return int(chunk) if chunk and chunk > 0 else int(runner.req_to_token_pool.req_to_token.shape[1])

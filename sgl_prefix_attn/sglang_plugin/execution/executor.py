@@ -25,6 +25,7 @@ class Executor(Protocol):
         kernels: name of the kernels in routing profiles.
         runs_in_graphs: whether captured graphs may hold packed layers.
         reads_trees: whether kernels read masks of visible drafts.
+        judges_mixed: whether mixed steps run packed only if their requests share enough.
         drafts: of each request in a verify step, the last accepted token included; 1 without speculation.
     """
 
@@ -32,6 +33,7 @@ class Executor(Protocol):
     kernels: str
     runs_in_graphs: bool
     reads_trees: bool
+    judges_mixed: bool
     drafts: int
 
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:

@@ -98,7 +98,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "length-dependent temperature, position encoding inside attention)",
     CALL_ARGUMENTS: "the model passes an argument to attention that the packed path does not know",
     DISABLED: "packing of this kind of step is switched off in the settings",
-    COMPUTE_BOUND: "prefill on a GPU is compute-bound and stays with the stock backend (pack_extend, pack_mixed)",
+    COMPUTE_BOUND: "prefill on a GPU stays with the stock backend, and so do mixed steps that share little "
+    "(pack_extend, pack_mixed)",
     NO_CUDA_KERNEL: "this build has no packed kernel for the device",
     PLAN_TOO_LARGE: "the plan of the batch does not fit the buffers on the GPU",
     NO_MEMORY: "the device had no memory left for the buffers of packed steps; a lower --mem-fraction-static leaves "

@@ -25,7 +25,7 @@ from tests.sglang_plugin.gpu_fixture import host_kernels
 
 # The tokens 1 to 3 of five are an image's.
 TOKENS, IMAGE = 5, (1, 3)
-ARGUMENTS = SimpleNamespace(chunked_prefill_size=512)
+ARGUMENTS = SimpleNamespace(chunked_prefill_size=512, enable_mixed_chunk=True)
 
 
 def triton_backend() -> Any:

@@ -13,7 +13,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LAYERS
-from tests.sglang_plugin.gpu_fixture import assert_same, decode, extend, out_of_memory
+from tests.sglang_plugin.gpu_fixture import LENGTHS, SHARED, GpuFixture, assert_same, decode, extend, out_of_memory
 
 
 class TestEagerSteps:
@@ -35,6 +35,13 @@ class TestEagerSteps:
         never_packed = fixture.handover._tracker.never_packed
         expected = [None, *[fallback_reasons.COMPUTE_BOUND] * 2]
         assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == expected
+
+    @pytest.mark.parametrize(("paths", "mixes"), [(SHARED, True), ([[]] * 4, True), (SHARED, False)])
+    def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes) -> None:
+        arguments = SimpleNamespace(chunked_prefill_size=64, enable_mixed_chunk=mixes)
+        fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], num_decode=3, server_args=arguments)
+        assert_same(fixture.run(), fixture.run_stock())
+        assert fixture.fallbacks == ({} if paths == SHARED and mixes else {fallback_reasons.COMPUTE_BOUND: 1})
 
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
         fixture = extend(settings=Settings(metrics=False, pack_extend=True))
