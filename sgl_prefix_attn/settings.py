@@ -80,9 +80,7 @@ class Settings(BaseModel):
         "the stock kernels are better at it.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
-        "auto",
-        description="Run mixed batches (--enable-mixed-chunk) packed. auto: on a CPU all; on a GPU those that read "
-        "each KV token at least twice on average, if the native kernels run.",
+        "auto", description="Run mixed batches (--enable-mixed-chunk) packed. auto: on GPUs those that share enough."
     )
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
