@@ -14,7 +14,7 @@ from sgl_prefix_attn.core import gpu
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 
-# Bytes per second. 0.975 of what copies reach: 3.01e12 and 4.28e12.
+# Bytes per second. 0.98 of what copies reach: 3.01e12 and 4.28e12.
 BANDWIDTHS = {gpu.H100.name: 2.94e12, gpu.H200.name: 4.2e12}
 SIMULATED_GPUS = {known.name: known for known in (gpu.H100, gpu.H200)}
 # Of KV in 16 bits and head_dim 128. Fitted to drawn batches of two seeds; design-notes.md has the errors on others.
