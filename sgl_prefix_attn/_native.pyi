@@ -328,15 +328,13 @@ class Machine:
     cta_start: float
     cta_end: float
     warp_start: float
-    warp_end: float
-    cta_rate: float
+    cta_store: float
     warp_rate: float
     flops32: float
     flops64: float
     flops128: float
     key_tile: int
     lone_speedup: float
-    warp_flops: float
     sibling: float
     cta_combine: float
     warp_combine: float

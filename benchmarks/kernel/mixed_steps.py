@@ -49,7 +49,7 @@ from sgl_prefix_attn.core.planner import Plan, Planner
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION
-from sgl_prefix_attn.simulator import makespan
+from sgl_prefix_attn.simulator import figures_of, makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 
 BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured; runs measure the bandwidth of their GPU
@@ -279,6 +279,7 @@ def measure(step: RowsCase, pool: KvPool, timer: Timer, ways: Collection[str]) -
 def described(step: RowsCase) -> dict[str, Any]:
     case = step.case
     plan, lens, device = step.plan(slice(0, len(step.query_lens)))
+    figures = figures_of(step.gpu.name, case.shape)
     rows = 1 if step.num_prefill else int(step.query_lens[0])
     forest = PrefixForest.from_paths(case.paths, prefix_lens=(lens - step.query_lens).tolist())
     return {
@@ -293,7 +294,7 @@ def described(step: RowsCase) -> dict[str, Any]:
         "requests": len(step.query_lens),
         "tokens": int(step.query_lens.sum()),
         "limit_us": round(step.limit_us, 2),
-        "predicted_us": round(makespan(plan, lens, step.case.shape, device).seconds * 1e6, 2),
+        "predicted_us": round(makespan(plan, lens, case.shape, device, figures).seconds * 1e6, 2),
         "items": len(plan.items),
         "kv_tokens_packed": plan.kv_tokens_packed,
         "kv_tokens_unique": plan.kv_tokens_unique,

@@ -21,12 +21,11 @@ constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a com
 constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
 constexpr int32_t kPartialsOfDeferred = 8;                           // at once, of a deferred row
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
-constexpr int32_t kWarpRows = 8;
-// Stream classes: two for each of three tile widths, first reader and sibling, then two for warps; as many again for
-// CTAs whose SM runs no other.
-constexpr int32_t kLone = 8, kClasses = kLone + 6;
+// Stream classes: two for each of three tile widths, first reader and sibling, then two for warps. The last one is of
+// rows that CTAs store.
+constexpr int32_t kWarpClass = 6, kStores = 8, kClasses = 9;
 
-enum class Kind : uint8_t { kStream, kArrive, kFree, kWarpReady };
+enum class Kind : uint8_t { kStream, kArrive, kFree };
 
 struct Event {
   double time;
@@ -55,7 +54,7 @@ struct Deferred {
 struct WorkTile {
   int32_t item, head, part;
   int32_t stream_class;
-  double bytes;
+  double bytes, stored;  // stored: behind the bytes
 };
 
 class Simulation {
@@ -80,8 +79,13 @@ class Simulation {
         advance(streamed);
         const int32_t work_tile = classes_[stream].active.top().second;
         classes_[stream].active.pop();
-        share_bandwidth();
-        events_.push({now_ + end_seconds(work_tile), Kind::kArrive, work_tile});
+        const bool stores = stream != kStores && !is_narrow(work_tile);
+        if (stores) {
+          begin_stream(kStores, list_[work_tile].stored, work_tile);
+        } else {
+          share_bandwidth();
+          events_.push({now_ + end_seconds(work_tile, speed()), Kind::kArrive, work_tile});
+        }
         continue;
       }
       const Event event = events_.top();
@@ -98,11 +102,11 @@ class Simulation {
   bool is_narrow(int32_t work_tile) const { return work_tile >= static_cast<int32_t>(cta_work_tiles_); }
 
   // Of a work tile whose KV has arrived. A CTA multiplies the positions behind the last one as well.
-  double end_seconds(int32_t index) const {
-    if (is_narrow(index)) return machine_.warp_end;
+  double end_seconds(int32_t index, double speed) const {
+    if (is_narrow(index)) return 0;
     const auto beyond = static_cast<int32_t>(item_tokens(plan_.items[list_[index].item]) % machine_.key_tile);
     const int32_t padded = beyond == 0 ? 0 : machine_.key_tile - beyond;
-    return machine_.cta_end + padded * multiply_[list_[index].stream_class];
+    return machine_.cta_end + padded * multiply_[list_[index].stream_class] / speed;
   }
 
   static int32_t row_class(int32_t rows) { return rows <= 32 ? 0 : rows <= 64 ? 1 : 2; }
@@ -110,18 +114,27 @@ class Simulation {
   void list_classes() {
     const double flops[] = {machine_.flops32, machine_.flops64, machine_.flops128};
     constexpr int32_t kRows[] = {32, 64, 128};
-    for (int32_t i = 0; i < kLone + 6; ++i) {
-      const int32_t rows = kRows[i % kLone / 2];
-      const double speedup = i < kLone ? 1.0 : machine_.lone_speedup;
-      const double multiply = 4.0 * shape_.head_dim * rows / (flops[i % kLone / 2] * speedup / machine_.slots);
-      multiply_[i] = multiply;
-      seconds_[i] = std::max(position_bytes_ / machine_.cta_rate, multiply);
+    for (int32_t i = 0; i < kWarpClass; ++i) {
+      multiply_[i] = 4.0 * shape_.head_dim * kRows[i / 2] / (flops[i / 2] / machine_.slots);
     }
-    const double multiply = 4.0 * shape_.head_dim * kWarpRows / (machine_.warp_flops / machine_.slots / machine_.warps);
-    seconds_[6] = seconds_[7] = std::max(position_bytes_ / machine_.warp_rate, multiply);
-    for (int32_t i = 0; i < kClasses; ++i) {
-      classes_[i].most = position_bytes_ * (i % 2 == 1 ? machine_.sibling : 1.0) / seconds_[i];
+    multiply_[kWarpClass] = multiply_[kWarpClass + 1] = position_bytes_ / machine_.warp_rate;
+    classes_[kStores].most = machine_.cta_store;
+    set_rates();
+  }
+
+  // How much faster CTAs multiply than if two ran on every SM. They spread over the SMs.
+  double speed() const {
+    const double sms = machine_.slots / 2.0, paired = running_ctas_ <= sms ? 0 : 2 * (1 - sms / running_ctas_);
+    return paired + (1 - paired) * machine_.lone_speedup;
+  }
+
+  // What a work tile of each class can read with as many CTAs as run now.
+  void set_rates() {
+    for (int32_t i = 0; i < kStores; ++i) {
+      const double bytes = position_bytes_ * (i % 2 == 1 ? machine_.sibling : 1.0);
+      classes_[i].most = bytes / multiply_[i] * (i < kWarpClass ? speed() : 1.0);
     }
+    share_bandwidth();
   }
 
   int64_t item_tokens(const WorkItem& item) const {
@@ -136,15 +149,16 @@ class Simulation {
     const int64_t tokens = item_tokens(item);
     const double rows = static_cast<double>(item.query_count) * shape_.group() / work_tiles;
     const bool partial = item.slot_begin != kWriteThrough;
+    const double fastest = narrow ? 1.0 : std::max(1.0, machine_.lone_speedup);
     const double stored = rows * (partial ? shape_.head_dim * kPartialBytes + 4.0 : shape_.head_dim * kOutputBytes);
     for (int32_t head = 0; head < shape_.kv_heads; ++head) {
       for (int32_t part = 0; part < work_tiles; ++part) {
         const int32_t sibling = follows_sibling || part > 0 ? 1 : 0;
-        const int32_t kind = (narrow ? 6 : 2 * row_class(item.tile_rows)) + sibling;
-        const double bytes = tokens * position_bytes_ * (sibling != 0 ? machine_.sibling : 1.0) + stored;
-        list_.push_back({index, head, part, kind, bytes});
-        streaming_ += bytes;
-        longest_ = std::max(longest_, tokens * seconds_[narrow ? kind : kind + kLone]);
+        const int32_t kind = (narrow ? kWarpClass : 2 * row_class(item.tile_rows)) + sibling;
+        const double read = tokens * position_bytes_ * (sibling != 0 ? machine_.sibling : 1.0);
+        list_.push_back({index, head, part, kind, narrow ? read + stored : read, stored});
+        streaming_ += read + stored;
+        longest_ = std::max(longest_, tokens * multiply_[kind] / fastest);
       }
     }
   }
@@ -197,13 +211,13 @@ class Simulation {
 
   void start(int32_t work_tile) {
     const bool narrow = is_narrow(work_tile);
-    if (!narrow && ++running_ctas_ <= machine_.slots / 2) list_[work_tile].stream_class += kLone;
+    if (!narrow) ++running_ctas_, set_rates();
     const double delay = narrow ? machine_.warp_start : machine_.cta_start;
-    const double workers = static_cast<double>(machine_.slots) * (narrow ? machine_.warps : 1);
+    const double workers = machine_.slots * (narrow ? machine_.warps : std::max(1.0, machine_.lone_speedup / 2));
     const WorkTile& started = list_[work_tile];
-    const double position = seconds_[started.stream_class];
-    work_ += (delay + static_cast<double>(item_tokens(plan_.items[started.item])) * position + end_seconds(work_tile)) /
-             workers;
+    const double reading =
+        static_cast<double>(item_tokens(plan_.items[started.item])) * multiply_[started.stream_class];
+    work_ += (delay + reading + end_seconds(work_tile, 1.0)) / workers;
     events_.push({now_ + delay, Kind::kStream, work_tile});
   }
 
@@ -212,20 +226,14 @@ class Simulation {
       idle_warps_ = std::min(idle_warps_, now_ + machine_.warp_begin);
       return;
     }
-    for (int32_t i = 0; i < active_warps_; ++i) {
-      events_.push({now_ + machine_.warp_begin, Kind::kWarpReady, -1});
-    }
+    for (int32_t i = 0; i < active_warps_; ++i) events_.push({now_ + machine_.warp_begin, Kind::kFree, next_narrow_});
   }
 
   void handle(const Event& event) {
     switch (event.kind) {
-      case Kind::kStream: {
-        const WorkTile& work_tile = list_[event.work_tile];
-        StreamClass& kind = classes_[work_tile.stream_class];
-        kind.active.emplace(kind.served + work_tile.bytes, event.work_tile);
-        share_bandwidth();
+      case Kind::kStream:
+        begin_stream(list_[event.work_tile].stream_class, list_[event.work_tile].bytes, event.work_tile);
         break;
-      }
       case Kind::kArrive:
         events_.push({now_ + combine_seconds(event.work_tile), Kind::kFree, event.work_tile});
         break;
@@ -235,14 +243,12 @@ class Simulation {
           break;
         }
         --running_ctas_;
+        set_rates();
         if (next_cta_ < static_cast<int32_t>(cta_work_tiles_)) {
           start(next_cta_++);
         } else {
           give_to_warps();
         }
-        break;
-      case Kind::kWarpReady:
-        take_narrow();
         break;
     }
   }
@@ -309,6 +315,12 @@ class Simulation {
                   : levels * machine_.cta_combine + steps * machine_.cta_combine_step;
   }
 
+  void begin_stream(int32_t index, double bytes, int32_t work_tile) {
+    StreamClass& kind = classes_[index];
+    kind.active.emplace(kind.served + bytes, work_tile);
+    share_bandwidth();
+  }
+
   static double left(const StreamClass& kind) { return std::max(0.0, kind.active.top().first - kind.served); }
 
   int32_t next_stream() const {
@@ -357,8 +369,7 @@ class Simulation {
   const ModelShape& shape_;
   const Machine& machine_;
   double position_bytes_;
-  std::array<double, kClasses> seconds_{};   // of a position by class, alone
-  std::array<double, kClasses> multiply_{};  // likewise, of its products
+  std::array<double, kStores> multiply_{};  // seconds of a position by class: of its products, or of a warp
   std::array<StreamClass, kClasses> classes_;
   std::vector<WorkTile> list_;  // those for CTAs, then those for warps
   size_t cta_work_tiles_ = 0;
@@ -378,8 +389,8 @@ Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const Mode
       machine.key_tile < 1) {
     throw std::invalid_argument("slots, few_slots, warps, narrow_parts and key_tile must be positive");
   }
-  for (double rate : {machine.bandwidth, machine.cta_rate, machine.warp_rate, machine.flops32, machine.flops64,
-                      machine.flops128, machine.warp_flops, machine.sibling}) {
+  for (double rate : {machine.bandwidth, machine.cta_store, machine.warp_rate, machine.flops32, machine.flops64,
+                      machine.flops128, machine.lone_speedup, machine.sibling}) {
     if (!(rate > 0)) throw std::invalid_argument("rates of the machine must be positive");
   }
   return Simulation(plan, seq_lens, shape, machine).run();

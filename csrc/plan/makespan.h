@@ -21,12 +21,12 @@ struct Machine {
   double begin = 0;                                    // from the launch to the first work
   double warp_begin = 0;                               // from when a slot is given to warps to their first work tile
   double cta_start = 0, cta_end = 0;                   // latency of a work tile before and after its KV streams
-  double warp_start = 0, warp_end = 0;                 // likewise
-  double cta_rate = 1e12, warp_rate = 1e12;            // KV that one CTA or warp can read
+  double warp_start = 0;                               // likewise; after it a warp tile needs no time
+  double cta_store = 1e11;                             // bytes of its rows that one CTA can write
+  double warp_rate = 1e12;                             // KV that one warp can read
   double flops32 = 1, flops64 = 1, flops128 = 1;       // operations per second of all slots, by rows of the tile
   int32_t key_tile = 1;                                // positions of a CTA's KV tile: it multiplies all of the last
   double lone_speedup = 1;                             // of a CTA whose SM runs no other, by multiplying
-  double warp_flops = 1;                               // likewise, of all warps: eight rows
   double sibling = 1;                                  // share of the bytes that a sibling tile takes of the bandwidth
   double cta_combine = 0, warp_combine = 0;            // latency of a combine
   double cta_combine_step = 0, warp_combine_step = 0;  // of each step of a row's partials in series

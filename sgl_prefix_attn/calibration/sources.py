@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sgl_prefix_attn.core.gpu import h200_model
+from sgl_prefix_attn.core.gpu import planner_model
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
-from sgl_prefix_attn.simulator import SIMULATED_GPU, makespan
+from sgl_prefix_attn.simulator import SIMULATED_GPUS, figures_of, makespan
 from sgl_prefix_attn.workloads.draw import case_of_name
 
 
@@ -94,7 +94,8 @@ def simulated_times(results: Results) -> dict[str, float]:
 
     Steps are made again from their names. Empty for a GPU that the simulator has no figures of.
     """
-    if results.machine != SIMULATED_GPU:
+    gpu = SIMULATED_GPUS.get(results.machine)
+    if gpu is None:
         return {}
     found = {}
     for case in results.cases:
@@ -102,7 +103,7 @@ def simulated_times(results: Results) -> dict[str, float]:
             continue
         shape = case.shape
         batch = case_of_name(case.key.partition("@")[0], shape)
-        device = h200_model(shape)
+        device = planner_model(gpu, shape, code=90)
         plan = Planner(shape, device).plan(batch.forest(), batch.lengths)
-        found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device).seconds
+        found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device, figures_of(gpu.name, shape)).seconds
     return found

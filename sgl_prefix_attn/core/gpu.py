@@ -114,6 +114,7 @@ class Gpu:
         return f"{self.memory / 1e12:.2f} TB/s and {self.clock / 1e9:.2f} GHz ({of}), the rest scaled from an H200"
 
 
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9, 3.35232e12)  # as its driver tells
 H200 = Gpu(FITTED_GPU, (9, 0), 132, 1.98e9, 4.8e12)
 
 
@@ -154,5 +155,5 @@ def planner_model(gpu: Gpu, shape: ModelShape, code: int | None, *, max_tile_row
 
 
 def h200_model(shape: ModelShape) -> DeviceModel:
-    """An H200 with the native kernels: what simulator, benchmarks and shipped profiles are of."""
+    """An H200 with the native kernels: what most benchmarks and shipped profiles are of."""
     return planner_model(H200, shape, code=90)

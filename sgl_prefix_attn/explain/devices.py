@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
+from sgl_prefix_attn.core.gpu import H100, H200, Gpu, planner_model
 from sgl_prefix_attn.core.limits import TESTED_CODE
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 from sgl_prefix_attn.explain.batch import InputError, first_problem
@@ -21,7 +21,7 @@ _DEFAULT_SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 # The GPU, and the compute capability that its native code is compiled for. Clocks and bandwidths by data sheets.
 _GPUS = {
     "a100": (Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9, 2.04e12), 80),
-    "h100": (Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9, 3.35e12), 90),
+    "h100": (H100, 90),
     "h200": (H200, 90),
 }
 DEVICE_NAMES = ("cpu", *_GPUS)

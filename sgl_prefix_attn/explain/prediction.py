@@ -16,7 +16,7 @@ from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import HEAD_DIMS
 from sgl_prefix_attn.routing.policy import cost_policy
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, facts_as_text
-from sgl_prefix_attn.simulator import SIMULATED_GPU, knows, makespan
+from sgl_prefix_attn.simulator import figures_of, knows, makespan
 
 CALIBRATE = "`python -m sgl_prefix_attn calibrate` measures one"
 
@@ -36,10 +36,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer's packed attention, and what says so."""
+    """Seconds of one layer's packed attention, and what says so. gpu: CUDA's name of the simulated one, or ""."""
 
     seconds: float
     by: Literal["simulator", "planner"]
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def layer_time(plan: Plan, seq_lens: Int64Array, shape: ModelShape, machine: Mac
         schedule: of the plan by the planner's costs.
     """
     facts = machine.facts
-    if isinstance(facts, str) or (facts.gpu, facts.packed) != (SIMULATED_GPU, "native") or not knows(shape):
+    if isinstance(facts, str) or facts.packed != "native" or not knows(facts.gpu, shape):
         return LayerTime(schedule.seconds, "planner")
-    return LayerTime(makespan(plan, seq_lens, shape, machine.model).seconds, "simulator")
+    found = makespan(plan, seq_lens, shape, machine.model, figures_of(facts.gpu, shape))
+    return LayerTime(found.seconds, "simulator", facts.gpu)
 
 
 def predicted_gain(

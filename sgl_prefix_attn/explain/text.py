@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from sgl_prefix_attn.explain.report import Explanation
 from sgl_prefix_attn.explain.server import Decision, LiveTest, RouteState, ServerState
-from sgl_prefix_attn.simulator import SIMULATED_GPU
 
 _NO_NODE = -1
 _MANY_PREFILLS = 0.1  # prefill steps for each decode step, from which the options for refills are named
@@ -91,7 +90,7 @@ def time_line(explanation: Explanation) -> str:
     if explanation.time.by == "planner":
         return f"Estimated attention time of a layer: {duration}, by the planner's cost model"
     note = "" if explanation.batch.is_decode else ", fitted to decode steps"
-    return f"Predicted attention time of a layer: {duration}, by the simulator of an {SIMULATED_GPU}{note}"
+    return f"Predicted attention time of a layer: {duration}, by the simulator of an {explanation.time.gpu}{note}"
 
 
 def gain_line(explanation: Explanation) -> str:

@@ -1,7 +1,8 @@
 """When the GPU kernels would be done with a plan: a simulation on the CPU.
 
 Workers share the bandwidth and each has a rate of its own. Work tiles take time to begin and to end, and the last
-partial of a query waits for its combine. `H200` and `H200_KERNELS` are fitted to times of drawn batches on one H200.
+partial of a query waits for its combine. Figures are fitted to times of drawn batches on H100s. An H200 has the same
+SMs and clock. Its bandwidth is scaled by those that copies reach, and its times with these kernels were not measured.
 """
 
 from __future__ import annotations
@@ -9,75 +10,42 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core import gpu
 from sgl_prefix_attn.core.forest import Int64Array
-from sgl_prefix_attn.core.gpu import FITTED_GPU
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 
-SIMULATED_GPU = FITTED_GPU
-# Of KV in 16 bits and head_dim 128. Fitted by coordinate search to drawn batches of dev seeds 2 and 6 and to verify
-# steps of two seeds. Checked on batches and verify steps of others: median error 4 and 3 %.
+# Bytes per second. 0.98 of what copies reach: 3.01e12 and 4.28e12.
+BANDWIDTHS = {gpu.H100.name: 2.94e12, gpu.H200.name: 4.2e12}
+SIMULATED_GPUS = {known.name: known for known in (gpu.H100, gpu.H200)}
+# Of KV in 16 bits and head_dim 128. Fitted to drawn batches of two seeds; design-notes.md has the errors on others.
 H200: dict[str, float] = {
-    "bandwidth": 4.3e12,
-    "begin": 6.291e-06,
-    "warp_begin": 1.893e-06,
-    "cta_start": 2.0e-06,
-    "cta_end": 2.1e-06,
-    "warp_start": 2.46e-06,
-    "warp_end": 5.699e-08,
-    "cta_rate": 6.526e10,
-    "warp_rate": 6.524e09,
-    "flops32": 1.75e14,
-    "flops64": 3.15e14,
-    "flops128": 5.8e14,
+    "bandwidth": BANDWIDTHS[gpu.H200.name],
+    "begin": 7.16e-06,
+    "warp_begin": 2.06e-06,
+    "cta_start": 1.06e-06,
+    "cta_end": 1.48e-06,
+    "cta_store": 4.23e11,
+    "warp_start": 2.65e-06,
+    "warp_rate": 5.51e09,
+    "flops32": 3.43e14,
+    "flops64": 5.07e14,
+    "flops128": 5.48e14,
     "key_tile": 64,
-    "lone_speedup": 1.435,
-    "warp_flops": 6e14,
-    "sibling": 0.8511,
-    "cta_combine": 1.461e-06,
-    "warp_combine": 1.858e-06,
-    "cta_combine_step": 8.5e-07,
-    "warp_combine_step": 7.97e-07,
-    "deferred_combine": 5e-06,
-    "deferred_combine_step": 4.6e-07,
+    "lone_speedup": 1.49,
+    "sibling": 0.407,
+    "cta_combine": 3.02e-06,
+    "warp_combine": 6.25e-07,
+    "cta_combine_step": 6.43e-07,
+    "warp_combine_step": 1.16e-06,
+    "deferred_combine": 2.3e-06,
+    "deferred_combine_step": 4.33e-07,
 }
-# What differs for other kernels, by head_dim and bytes of a KV element; median errors on drawn batches of 6 to 7 %.
-H200_KERNELS: dict[tuple[int, int], dict[str, float]] = {
-    (128, 1): {
-        "lone_speedup": 1.223,
-        "key_tile": 1,
-        "cta_combine_step": 1.011e-06,
-        "deferred_combine_step": 7e-07,
-        "cta_start": 1.502e-06,
-        "cta_end": 1.652e-06,
-        "warp_start": 5.455e-06,
-        "warp_end": 6.448e-08,
-        "warp_rate": 3.493e09,
-        "flops32": 1.849e14,
-        "flops64": 3.3e14,  # as flops128 not fitted, but checked: a fit to 41 batches of one seed was worse on another
-        "flops128": 4.5e14,
-        "sibling": 1.311,
-    },
-    (64, 2): {
-        "lone_speedup": 1.223,
-        "cta_start": 2.227e-06,
-        "cta_end": 1.422e-06,
-        "warp_start": 5.455e-06,
-        "warp_end": 5.968e-07,
-        "warp_rate": 4.006e09,
-        "flops32": 1.46e14,
-        "flops64": 3.31e14,
-        "flops128": 4.96e14,
-        "sibling": 1.71,
-    },
-    (256, 2): {
-        "lone_speedup": 1.223,
-        "key_tile": 32,
-        "cta_start": 2.253e-06,
-        "cta_end": 3.012e-06,
-        "flops32": 2.533e14,
-        "flops64": 3.863e14,
-        "sibling": 0.6152,
-    },
+# What differs for other kernels, by head_dim and bytes of a KV element.
+KERNELS: dict[tuple[int, int], dict[str, float]] = {
+    (128, 2): {},
+    (128, 1): {"flops32": 1.76e14, "flops64": 2.88e14, "flops128": 4.44e14, "warp_rate": 3.32e09},
+    (64, 2): {"flops64": 3.61e14, "flops128": 3.93e14, "lone_speedup": 1.0, "warp_rate": 3.69e09},
+    (256, 2): {"flops32": 2.06e14, "flops64": 3.79e14, "key_tile": 32, "lone_speedup": 1.0, "sibling": 0.102},
 }
 WARP_ROWS = 8
 WIDEST_HEAD_OF_WARPS = 128
@@ -105,9 +73,18 @@ class Makespan:
         return max(self.streaming, self.longest, self.work)
 
 
-def knows(shape: ModelShape) -> bool:
-    """Whether there are figures of the kernels of this head_dim and KV type."""
-    return (shape.head_dim, shape.kv_bytes) in {(128, 2), *H200_KERNELS}
+def knows(name: str, shape: ModelShape) -> bool:
+    """Whether there are figures of this GPU, by CUDA's name, and of the kernels of this head_dim and KV type."""
+    return name in BANDWIDTHS and (shape.head_dim, shape.kv_bytes) in KERNELS
+
+
+def figures_of(name: str, shape: ModelShape) -> dict[str, float]:
+    """Of a GPU, by CUDA's name, and the kernels of a shape.
+
+    Where `knows` is false: an H200's bandwidth, and the kernels of head_dim 128 and 16 bits.
+    """
+    bandwidth = {"bandwidth": BANDWIDTHS.get(name, BANDWIDTHS[gpu.H200.name])}
+    return H200 | KERNELS.get((shape.head_dim, shape.kv_bytes), {}) | bandwidth
 
 
 def makespan(
@@ -119,14 +96,14 @@ def makespan(
         plan: for the device.
         seq_lens: [num_requests] int64 KV lengths by batch index.
         device: gives the workers and the work tiles of narrow items; two workers to an SM.
-        figures: of the machine; None: H200.
+        figures: of the machine; None: those of an H200 and the shape.
 
     Raises:
         ValueError: seq_lens of another length, or figures that are not positive.
     """
     machine = _native.Machine()
     if figures is None:
-        figures = H200 | H200_KERNELS.get((shape.head_dim, shape.kv_bytes), {})
+        figures = figures_of(gpu.H200.name, shape)
     for name, value in figures.items():
         setattr(machine, name, value)
     machine.slots, machine.few_slots = device.workers, max(1, device.workers // 2)

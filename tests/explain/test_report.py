@@ -126,7 +126,7 @@ def test_the_gain_is_over_a_stock_backend_by_the_profile(stock: str, tmp_path: P
         ("h200 --workers 100", "planner", "profiles are of all 264 workers"),
         ("h200 --query-len 8", "simulator", "profiles know decode steps only"),
         ("h200 --kv-dtype fp32", "planner", "no routing profile fits (NVIDIA H200, "),
-        ("h100", "planner", None),
+        ("h100", "simulator", None),
         ("h200 --head-dim 64 --kv-dtype fp8", "planner", None),
     ],
 )
