@@ -17,16 +17,16 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 # Bytes per second. 0.98 of what copies reach: 3.01e12 and 4.28e12.
 BANDWIDTHS = {gpu.H100.name: 2.94e12, gpu.H200.name: 4.2e12}
 SIMULATED_GPUS = {known.name: known for known in (gpu.H100, gpu.H200)}
-# Of KV in 16 bits and head_dim 128. Fitted to drawn batches of two seeds; design-notes.md has the errors on others.
+# Of KV in 16 bits and head_dim 128. Fitted to drawn batches of dev seeds; design-notes.md has the errors on others.
 H200: dict[str, float] = {
     "bandwidth": BANDWIDTHS[gpu.H200.name],
-    "begin": 7.16e-06,
+    "begin": 6.8e-06,
     "warp_begin": 2.06e-06,
-    "cta_start": 1.06e-06,
+    "cta_start": 9e-07,
     "cta_end": 1.48e-06,
     "cta_store": 4.23e11,
     "warp_start": 2.65e-06,
-    "warp_rate": 5.51e09,
+    "warp_rate": 9e09,
     "flops32": 3.43e14,
     "flops64": 5.07e14,
     "flops128": 5.48e14,
@@ -43,8 +43,8 @@ H200: dict[str, float] = {
 # What differs for other kernels, by head_dim and bytes of a KV element.
 KERNELS: dict[tuple[int, int], dict[str, float]] = {
     (128, 2): {},
-    (128, 1): {"flops32": 1.76e14, "flops64": 2.88e14, "flops128": 4.44e14, "warp_rate": 3.32e09},
-    (64, 2): {"flops64": 3.61e14, "flops128": 3.93e14, "lone_speedup": 1.0, "warp_rate": 3.69e09},
+    (128, 1): {"flops32": 1.76e14, "flops64": 2.88e14, "flops128": 4.44e14, "warp_rate": 5.4e09},
+    (64, 2): {"flops64": 3.61e14, "flops128": 3.93e14, "lone_speedup": 1.0, "warp_rate": 6e09},
     (256, 2): {"flops32": 2.06e14, "flops64": 3.79e14, "key_tile": 32, "lone_speedup": 1.0, "sibling": 0.102},
 }
 WARP_ROWS = 8
