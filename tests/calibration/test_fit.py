@@ -174,32 +174,31 @@ class TestMeasuredSteps:
         other = profile_choice(shipped_profile(), "native", "flashinfer", 10)
         assert judge(outcomes(fp8.cases, Candidate("16 bits", other), "native", "flashinfer")).regret > 0.05
 
-    @pytest.mark.parametrize(("backend", "steps", "mean"), [("fa3", 264, 0.012), ("flashinfer", 214, 0.02)])
-    def test_drawn_steps_that_were_not_fitted(self, backend: str, steps: int, mean: float) -> None:
+    @pytest.mark.parametrize(("backend", "mean"), [("fa3", 0.019), ("flashinfer", 0.026)])
+    def test_drawn_steps_that_were_not_fitted(self, backend: str, mean: float) -> None:
+        """Packed times behind the profile are of kernels before these, so it packs too rarely."""
         drawn = read_results(RESULTS_FOLDER / "gpu_drawn.json")
         assert drawn.kernels_version == KERNELS_VERSION, "profiles of TAKEN_VERSIONS are judged on these kernels"
         assert shipped_profile().kernels_version in TAKEN_VERSIONS
         verdict = self.verdict(drawn, "shipped", backend)
-        assert verdict.steps == steps
-        assert verdict.regret < 0.025
+        assert verdict.steps == 217
+        assert verdict.regret < 0.02
         assert verdict.mean_regret < mean
         conservative = self.verdict(drawn, "conservative", backend)
         assert conservative.worst_loss[0] <= 0.02
         assert verdict.mean_regret < conservative.mean_regret / 10
 
-    @pytest.mark.parametrize(("backend", "gain"), [("fa3", 1.85), ("flashinfer", 1.8)])
+    @pytest.mark.parametrize(("backend", "gain"), [("fa3", 2.05), ("flashinfer", 2.03)])
     def test_drawn_steps_of_an_h100_that_were_not_fitted(self, backend: str, gain: float) -> None:
-        """In one step the machine stood still: its times differ threefold, and it counts as behind."""
         drawn = read_results(RESULTS_FOLDER / "gpu_drawn_h100.json")
         choice = profile_choice(read_shipped("h100.json"), "native", backend, None)
         steps = outcomes(drawn.cases, Candidate("h100", choice), "native", backend)
         verdict = judge(steps)
-        assert verdict.steps == 164
+        assert verdict.steps == 214
         assert verdict.gain > gain > 1.25 * self.verdict(drawn, "conservative", backend).gain
-        assert verdict.mean_regret < 0.025
-        others = judge([step for step in steps if step.case.key != verdict.worst_loss[1]])
-        assert others.behind == 0
-        assert others.worst_loss[0] < 0.01
+        assert verdict.regret < 0.02
+        assert verdict.mean_regret < 0.016
+        assert verdict.worst_loss[0] < 0.01
 
     @pytest.mark.parametrize(
         ("sources", "name"),

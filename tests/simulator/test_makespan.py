@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel.mixed_steps import RowsCase, draw_verify
+from sgl_prefix_attn.core import gpu as gpus
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import H100, h200_model, planner_model
+from sgl_prefix_attn.core.gpu import H100, Gpu, h200_model, planner_model
 from sgl_prefix_attn.core.planner import KV_END, OPEN_END, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, figures_of, makespan
 from sgl_prefix_attn.workloads import draw_set
@@ -56,22 +57,23 @@ def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_mu
         assert faster.seconds <= 1.07 * found.seconds + 2e-6
 
 
-def test_measured_times_are_met() -> None:
-    """Median absolute error over drawn batches whose seed was not fitted, on an H100. It stood still in one of them."""
-    measured = json.loads((ROOT / "benchmarks/results/gpu_drawn_h100.json").read_text())
-    rows = {row["key"]: row["baselines"]["prefixpack"] for row in measured["rows"] if ".228@8/1" not in row["key"]}
+@pytest.mark.parametrize(("file", "gpu"), [("gpu_drawn_h100.json", H100), ("gpu_drawn.json", gpus.H200)])
+def test_measured_times_are_met(file: str, gpu: Gpu) -> None:
+    """Median absolute error over drawn batches whose seeds were not fitted. The figures are fitted on an H100."""
+    measured = json.loads((ROOT / "benchmarks/results" / file).read_text())
+    rows = {row["key"]: row["baselines"]["prefixpack"] for row in measured["rows"]}
     errors = defaultdict(list)
     for case in [case for case in draw_set(measured["seed"], measured["cases"]) if case.key in rows]:
-        device = planner_model(H100, case.shape, code=90)
+        device = planner_model(gpu, case.shape, code=90)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         ours = rows[case.key]
         if (len(plan.items), plan.num_slots) != (ours["items"], ours["partial_slots"]):
             continue  # another plan than the one that was measured
-        seconds = makespan(plan, case.lengths, case.shape, device, figures_of(H100.name, case.shape)).seconds
+        seconds = makespan(plan, case.lengths, case.shape, device, figures_of(gpu.name, case.shape)).seconds
         errors[case.family].append(abs(seconds * 1e6 / ours["cold_us"] - 1))
-    assert sum(map(len, errors.values())) >= 240
+    assert sum(map(len, errors.values())) == 300
     assert {family for family, found in errors.items() if np.median(found) > 0.07} == set()
-    assert np.median(np.concatenate(list(errors.values()))) <= 0.04
+    assert np.median(np.concatenate(list(errors.values()))) <= 0.05
 
 
 def verify_plan(step: RowsCase, **costs: float) -> tuple[Plan, float]:
