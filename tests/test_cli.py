@@ -19,15 +19,9 @@ RESULTS = str(ROOT / "benchmarks" / "results" / "gpu_attention.json")
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
-    return subprocess.run(
-        [sys.executable, "-m", "sgl_prefix_attn", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=environ | {"COLUMNS": "120"} | variables,
-        check=False,
-    )
+    environ |= {"COLUMNS": "120"} | variables
+    words = [sys.executable, "-m", "sgl_prefix_attn", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environ, check=False)
 
 
 def test_version() -> None:

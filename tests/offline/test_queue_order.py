@@ -81,10 +81,6 @@ def test_a_number_far_away_takes_no_longer_than_one_nearby(far):
     assert [turn.request for turn in queue.arrange([distant])] == ["far"]
 
 
-def kept(queue: QueueOrder) -> int:
-    return sum(len(job.shared) + len(job.computed) for job in queue._jobs.values())
-
-
 def test_a_job_that_counts_down_is_not_remembered_in_full(monkeypatch):
     monkeypatch.setattr(queue_order, "_NUMBERS_KEPT", 50)
     queue = QueueOrder[int]()
@@ -93,7 +89,7 @@ def test_a_job_that_counts_down_is_not_remembered_in_full(monkeypatch):
         queue.arrange([Waiting(number, place, 100)])
         queue.admitted(number, place)
         queue.ended(number, cached=True)
-    assert kept(queue) < 2 * (50 + 2)
+    assert sum(len(job.shared) + len(job.computed) for job in queue._jobs.values()) < 2 * (50 + 2)
 
 
 def test_a_request_that_is_being_computed_is_never_forgotten(monkeypatch):

@@ -100,10 +100,6 @@ def worker_of(wheel: UnpackedWheel, log: list[tuple[str, Any]]) -> Any:
     return worker
 
 
-def batch_in(mode: str) -> Batch:
-    return Batch(Mode(mode))
-
-
 @pytest.fixture(scope="module", params=SUPPORTED_VERSIONS)
 def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> UnpackedWheel:
     wheel = unpacked_wheel(request.param, tmp_path_factory.mktemp("wheel"))
@@ -116,14 +112,14 @@ def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_backend_sees_each_batch_once_right_before_its_forward_batch_is_built(patched, method):
     log: list[tuple[str, Any]] = []
-    worker, batch = worker_of(patched, log), batch_in("extend")
+    worker, batch = worker_of(patched, log), Batch(Mode("extend"))
     getattr(worker, method)(batch)
     assert log == [("prepare", batch), ("init_new", batch)]
 
 
 def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_announced(patched: UnpackedWheel) -> None:
     log: list[tuple[str, Any]] = []
-    worker, batch = worker_of(patched, log), batch_in("extend")
+    worker, batch = worker_of(patched, log), Batch(Mode("extend"))
     batch.split_index, batch.split_forward_batch = 1, MagicMock()
     worker.forward_batch_split_prefill(batch)
     worker.forward_batch_generation(None, MagicMock(), is_verify=True)
@@ -135,7 +131,7 @@ def test_later_parts_of_a_split_prefill_and_prepared_forward_batches_are_not_ann
 )
 def test_hybrid_backend_passes_the_batch_to_the_child_that_runs_it(patched, mode, child):
     partial, _ = methods_of(patched, f"{ATTENTION}/hybrid_attn_backend.py", "prepare_schedule_batch", "_select_backend")
-    hybrid, batch = partial(), batch_in(mode)
+    hybrid, batch = partial(), Batch(Mode(mode))
     hybrid.prefill_backend, hybrid.decode_backend = Backend(), Backend()
     hybrid.prepare_schedule_batch(batch)
     seen = {"prefill": hybrid.prefill_backend.batches, "decode": hybrid.decode_backend.batches}
@@ -145,7 +141,7 @@ def test_hybrid_backend_passes_the_batch_to_the_child_that_runs_it(patched, mode
 
 def test_two_batch_overlap_passes_the_batch_to_the_primary_only(patched: UnpackedWheel) -> None:
     partial, _ = methods_of(patched, f"{ATTENTION}/tbo_backend.py", "prepare_schedule_batch")
-    overlap, batch = partial(), batch_in("decode")
+    overlap, batch = partial(), Batch(Mode("decode"))
     overlap.primary, overlap.children = Backend(), [Backend(), Backend()]
     overlap.prepare_schedule_batch(batch)
     assert overlap.primary.batches == [batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,12 +100,8 @@ def test_a_number_stands_for_the_same_pin_in_every_ledger() -> None:
     first, second = PinLedger(budget=100), PinLedger(budget=100)
     second.add(range(5))
     assert first.add(range(10), label="a").id == second.add(range(10), label="a").id
-    ids = [
-        first.add(tokens, namespace=namespace, label=label).id
-        for tokens in ([1], [2])
-        for namespace in (None, "lora")
-        for label in ("", "a")
-    ]
+    kinds = itertools.product(([1], [2]), (None, "lora"), ("", "a"))
+    ids = [first.add(tokens, namespace=namespace, label=label).id for tokens, namespace, label in kinds]
     assert len(set(ids)) == len(ids)
     assert all(0 < pin_id < 1 << 53 for pin_id in ids)
 

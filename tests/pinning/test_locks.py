@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,12 +27,8 @@ def server(request: pytest.FixtureRequest) -> SmallServer:
 @pytest.mark.parametrize("step", ["find", "path", "lock"])
 def test_a_cache_that_raises_leaves_no_pin_behind(server, step, monkeypatch):
     manager = server.manager
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("broken")
-
     with monkeypatch.context() as patch:
-        patch.setattr(manager._tree, step, broken)
+        patch.setattr(manager._tree, step, Mock(side_effect=RuntimeError("broken")))
         with pytest.raises(RuntimeError, match="broken"):
             manager.pin(range(20))
     assert (manager.pins.ledger.pins(), manager.pins.ledger.pinned_tokens, server.cache.protected_size()) == ([], 0, 0)
@@ -109,12 +106,8 @@ def test_an_eviction_that_fails_leaves_the_cache_usable(server, step, monkeypatc
     server.hooks = PinningHooks(PinningSettings(retention=True, lookahead=0, block=1))
     for name in range(1, 4):
         server.serve(prompt(name, 14))
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("broken")
-
     with monkeypatch.context() as patch:
-        patch.setattr(server.manager._tree, step, broken)
+        patch.setattr(server.manager._tree, step, Mock(side_effect=RuntimeError("broken")))
         server.serve(prompt(5, 14))
     assert server.manager.counters.failures >= 1
     assert server.cache.protected_size() == 0

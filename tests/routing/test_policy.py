@@ -39,11 +39,8 @@ class TestShippedProfile:
 
 class TestRouter:
     def test_remembers_the_last_route(self) -> None:
-        router = Router(
-            CostPolicy(
-                CostModel("packed", {"launch": 95.0}), CostModel("stock", {"longest_request": 100.0}), LLAMA_8B, 0.1
-            )
-        )
+        costs = CostModel("packed", {"launch": 95.0}), CostModel("stock", {"longest_request": 100.0})
+        router = Router(CostPolicy(*costs, LLAMA_8B, 0.1))
         forest = PrefixForest.from_paths([[]])
         lengths = [1000, 1050, 1000, 940, 1000]
         taken = [router.decide(forest, np.array([length], dtype=np.int64)) for length in lengths]

@@ -28,12 +28,9 @@ def gpu_runner(
     architecture: str = "LlamaForCausalLM", *, kv_dtype: torch.dtype = torch.bfloat16, dcp_size: int = 1
 ) -> Any:
     """What of a runner on a GPU decides about its stock backend."""
-    return SimpleNamespace(
-        device="cuda",
-        kv_cache_dtype=kv_dtype,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])),
-        server_args=SimpleNamespace(dcp_size=dcp_size),
-    )
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    arguments = SimpleNamespace(dcp_size=dcp_size)
+    return SimpleNamespace(device="cuda", kv_cache_dtype=kv_dtype, model_config=config, server_args=arguments)
 
 
 @pytest.fixture

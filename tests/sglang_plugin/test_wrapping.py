@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -268,11 +269,9 @@ class TestRefused:
 
     @pytest.mark.parametrize("place", ["wrap_refusal", "connect", "PrefixPackBackend"])
     def test_an_error_of_ours_costs_nothing_but_a_line(self, place, asked, monkeypatch, caplog):
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("a fault of ours")
-
         fixture = new_fixture()
-        monkeypatch.setattr(eligibility if place == "wrap_refusal" else factory, place, fail)
+        fails = Mock(side_effect=RuntimeError("a fault of ours"))
+        monkeypatch.setattr(eligibility if place == "wrap_refusal" else factory, place, fails)
         for _ in range(2):
             assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
         assert served() is None
@@ -350,19 +349,15 @@ class TestLaunchers:
         return launched
 
     def test_a_function_of_the_launchers_own_loads_plugins_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import sglang.srt.plugins
-
         loaded: list[str] = []
-        monkeypatch.setattr(sglang.srt.plugins, "load_plugins", lambda: loaded.append("plugins"))
+        monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: loaded.append("plugins"))
         launched = pickle.loads(pickle.dumps(self.launched_with(own_scheduler)))
         assert launched(1, 2) == (1, 2)
         assert loaded == ["plugins"]
 
     def test_a_ray_actor_loads_plugins_with_the_settings_of_the_process_that_makes_it(self, monkeypatch):
-        import sglang.srt.plugins
-
         found: list[str | None] = []
-        monkeypatch.setattr(sglang.srt.plugins, "load_plugins", lambda: found.append(os.environ.get("PREFIXPACK_WRAP")))
+        monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: found.append(os.environ.get("PREFIXPACK_WRAP")))
         monkeypatch.setenv("PREFIXPACK_WRAP", "1")
         sent = launchers.around_create_scheduler_actor(lambda **options: options, gpu_id=0, port_args=[30000])
         arguments = pickle.dumps(sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,11 +94,7 @@ def test_a_sealed_executor_without_layers_gives_way_at_once(monkeypatch: pytest.
 
 def test_buffers_without_memory_end_packing_too(monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(SHARED, LENGTHS)
-
-    def no_memory(*arguments: Any) -> int:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(fixture.backend._executor, "shape_index", no_memory)
+    monkeypatch.setattr(fixture.backend._executor, "shape_index", Mock(side_effect=torch.OutOfMemoryError))
     assert_same(fixture.run(), fixture.run_stock())
     assert bypassed(fixture.backend)
     assert fixture.fallbacks == {fallback_reasons.NO_MEMORY: 1}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sglang.srt.managers import overlap_utils
@@ -51,12 +52,7 @@ class TestKinds:
     def test_an_error_of_the_native_planner_is_a_fallback(self, error, caplog):
         fixture = Fixture(SHARED, LENGTHS)
         fixture.backend._layers.scan_model()
-
-        class Refusing:
-            def plan(self, *args: Any) -> Any:
-                raise error("no plan")
-
-        fixture.backend._executor.planners[0]._native = Refusing()
+        fixture.backend._executor.planners[0]._native = SimpleNamespace(plan=Mock(side_effect=error("no plan")))
         for _ in range(2):
             assert decide(fixture) == StepDecision(Kind.STOCK, fallback_reasons.PLAN_REFUSED)
         assert fixture.stock.metadata_calls == 2

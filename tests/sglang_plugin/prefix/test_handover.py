@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,13 +72,9 @@ class TestHooks:
 
     def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
         hooks, active, counters = started()
-        forward_batch = announced(hooks)
-
-        def forward(runner: Any, batch: Any) -> None:
-            raise RuntimeError("out of memory")
-
+        forward = Mock(side_effect=RuntimeError("out of memory"))
         with pytest.raises(RuntimeError, match="out of memory"):
-            hooks.around_forward(forward, TARGET, forward_batch)
+            hooks.around_forward(forward, TARGET, announced(hooks))
         assert active.take() is NOTHING
         assert not counters.fallbacks
 

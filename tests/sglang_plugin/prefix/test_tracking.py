@@ -24,6 +24,12 @@ from tests.sglang_plugin.prefix.sharing import check
 from tests.support.small_scheduler import TREES, SmallScheduler
 
 
+def decoded(scheduler: SmallScheduler, tracker: BatchTracker) -> StepPaths:
+    """The next decode step of all that run, checked."""
+    scheduler.decode()
+    return check(scheduler, tracker, scheduler.decode_batch())
+
+
 @pytest.mark.parametrize("kind", TREES)
 class TestKnownSituations:
     def start(self, kind: str, *prompts: list[int]) -> tuple[SmallScheduler, BatchTracker]:
@@ -34,8 +40,7 @@ class TestKnownSituations:
 
     def test_steady_decode_returns_the_same_object(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
-        scheduler.decode()
-        first = check(scheduler, tracker, scheduler.decode_batch())
+        first = decoded(scheduler, tracker)
         assert first.forest.paths() == [[(0, 0, 50)], [(0, 0, 50)]]
         for _ in range(5):
             scheduler.decode()
@@ -44,8 +49,7 @@ class TestKnownSituations:
     def test_nothing_is_kept_from_a_tree_that_another_has_replaced(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 50 + [last] for last in range(2, 8)))
         for _ in range(6):  # until none counts as new
-            scheduler.decode()
-            first = check(scheduler, tracker, scheduler.decode_batch())
+            first = decoded(scheduler, tracker)
         batch = scheduler.decode_batch()
         batch.tree_cache = object()
         assert tracker.step(batch) == fallback_reasons.UNKNOWN_TREE
@@ -54,15 +58,13 @@ class TestKnownSituations:
 
     def test_a_flushed_tree_is_forgotten(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 50 + [last] for last in range(2, 12)))
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         for request in scheduler.running:
             scheduler.finish(request)
         scheduler.filter()
         scheduler.flush()
         scheduler.join([1] * 50 + [2])
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         assert tracker._mirror is not None
         assert len(tracker._mirror) == 1
 
@@ -83,8 +85,7 @@ class TestKnownSituations:
     def test_many_prefills_without_a_decode_step_forget_the_decode_batch(self, kind, monkeypatch):
         monkeypatch.setattr(batch_tracker, "_MOST_PREFILLED", 4)
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         for number in range(5):
             assert tracker._decode is not None
             request = scheduler.request([1] * 50 + [number + 4])
@@ -95,8 +96,7 @@ class TestKnownSituations:
 
     def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         scheduler.finish(scheduler.running[2])
         for _ in range(32):
             step = check(scheduler, tracker, scheduler.decode_batch())
@@ -104,8 +104,7 @@ class TestKnownSituations:
 
     def test_requests_that_come_and_go_every_step_hide_no_node_that_moves(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [2, i] for i in range(40)))
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         scheduler.running[20].last_node = None
         for count in range(32):
             scheduler.finish(scheduler.running[-1])
@@ -128,12 +127,10 @@ class TestKnownSituations:
         monkeypatch.setattr(TreeMirror, "_look_up", counting)
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in range(2, 66)))
         for _ in range(8):
-            scheduler.decode()
-            check(scheduler, tracker, scheduler.decode_batch())
+            decoded(scheduler, tracker)
         scheduler.join([1] * 30 + [70])
         for _ in range(8):
-            scheduler.decode()
-            check(scheduler, tracker, scheduler.decode_batch())
+            decoded(scheduler, tracker)
         assert looked_up == [64, 1 + 65 // 32 + 1]
 
     def test_those_that_decode_in_a_mixed_step_are_not_looked_up_again(self, kind: str) -> None:
@@ -151,8 +148,7 @@ class TestKnownSituations:
     def test_kinds_of_steps_that_never_run_packed_are_not_read(self, kind, overlap, monkeypatch):
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
         tracker.never_packed = lambda mode: None if mode == "decode" else fallback_reasons.COMPUTE_BOUND
-        scheduler.decode()
-        check(scheduler, tracker, scheduler.decode_batch())
+        decoded(scheduler, tracker)
         late = [scheduler.request([1] * 30 + [number] * 9) for number in (4, 5)]
         for request in late:
             scheduler.match(request)
@@ -163,12 +159,10 @@ class TestKnownSituations:
             assert tracker.step(scheduler.extend_batch(late[1:], scheduler.running)) == fallback_reasons.COMPUTE_BOUND
         scheduler.running += late
         if overlap:
-            scheduler.decode()
-            check(scheduler, tracker, scheduler.decode_batch())
+            decoded(scheduler, tracker)
         for request in late:
             scheduler.prefill_done(request)
-        scheduler.decode()
-        step = check(scheduler, tracker, scheduler.decode_batch())
+        step = decoded(scheduler, tracker)
         assert [path[0] for path in step.forest.paths()] == [(0, 0, 30)] * 4
         tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
         scheduler.running.pop()

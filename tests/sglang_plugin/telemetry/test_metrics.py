@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -59,10 +60,7 @@ class TestMetrics:
         fixture = Fixture(SHARED, LENGTHS)
         fixture.state.exporter, registry = self.exporter()
         fixture.state.settings = fixture.state.settings.model_copy(update={"metrics_flush_steps": 1})
-
-        def full(counters: Counters) -> None:
-            raise OSError("no space left on device")
-
+        full = Mock(side_effect=OSError("no space left on device"))
         with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
             broken.setattr(fixture.state.exporter, "update", full)
             fixture.run()
@@ -92,12 +90,8 @@ class TestMetrics:
         arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
         ranks = SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
-        for runner in (
-            SimpleNamespace(server_args=arguments),
-            SimpleNamespace(server_args=arguments, ps=SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)),
-            SimpleNamespace(server_args=arguments, tp_rank=tp_rank, pp_rank=0, dp_rank=None),
-        ):
-            exporter = MetricsExporter.for_runner(runner)
+        for of_the_runner in ({}, {"ps": ranks}, vars(ranks)):
+            exporter = MetricsExporter.for_runner(SimpleNamespace(server_args=arguments, **of_the_runner))
             assert (exporter is not None) == exports
             if exporter is not None:
                 assert exporter.labels == {"model_name": "m", "tp_rank": str(tp_rank), "pp_rank": "0"}
