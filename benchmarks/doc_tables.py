@@ -34,7 +34,7 @@ from benchmarks.doc_kernel_tables import (
 from benchmarks.kernel.gpu_report import OURS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/*.md")
+PAGES = ("README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 

@@ -29,7 +29,7 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 ROOT = Path(__file__).parents[1]
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "patches/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "patches/*.md")
     for page in sorted(ROOT.glob(pattern))
     if page.name != "CHANGELOG.md"
 ]
