@@ -125,14 +125,14 @@ class Settings(BaseModel):
     route_profile: str | None = Field(
         None,
         description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
-        "Unset: the package's profile for the GPU and KV type, if there is one (NVIDIA H200).",
+        "Unset: the package's profile for the GPU and KV type, if there is one (H200, H100 SXM).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},
     )
     live_tests: bool = Field(
         False,
         description="Serve POST, GET and DELETE at /prefixpack/abtest and /prefixpack/record. With the first, `abtest "
-        "live` (routing.md) compares two routing policies on this server. With the second, `abtest record` records its "
-        "decode steps. Both ask for SGLang's admin key. Off: no address.",
+        "live` (comparing-policies.md) compares two routing policies on this server. With the second, `abtest record` "
+        "records its decode steps. Both ask for SGLang's admin key. Off: no address.",
     )
     group_scheduling: bool = Field(
         False,
