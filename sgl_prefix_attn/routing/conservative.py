@@ -16,6 +16,8 @@ from sgl_prefix_attn.routing.policy import Decision, Route
 LEAST_REQUESTS = 64
 LEAST_KV_HEADS = 4
 LEAST_MIXED_REUSE = 2
+# In words, to stand after "if".
+MIXED_RULE = f"its requests read each KV token {LEAST_MIXED_REUSE} times on average or more"
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,8 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
 
 def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
     reason = eligibility.never_packs(executor, settings, mode)
+    if mode == "mixed" and reason is None and executor.judges_mixed:
+        return Answer(None, f"if {conservative.MIXED_RULE}")
     fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
     routed = mode == "decode" and reason is None and not fixed
     return Answer(reason, _route(executor, runner, settings, decode) if routed else "")

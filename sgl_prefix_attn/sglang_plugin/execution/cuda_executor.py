@@ -87,7 +87,9 @@ class CudaExecutor:
         self._kernels = kernels
         self._model_dtype = runner.dtype
         self._req_to_token_pool = runner.req_to_token_pool
-        self.judges_mixed = settings.pack_mixed == "auto" and _may_gain_in_mixed(runner, kernels)
+        # Not where `route` switches packing off.
+        judges = settings.pack_mixed == "auto" and settings.policy.fixed != "stock"
+        self.judges_mixed = judges and _may_gain_in_mixed(runner, kernels)
         packs_prefill = settings.pack_extend is True or settings.pack_mixed is True
         self._prefill_tokens = _most_prefill_tokens(runner) if packs_prefill or self.judges_mixed else 0
         # Shared prefixes give new tokens a second partial, and the decode rows have room of their own.
@@ -327,7 +329,10 @@ def _matching_host_lens(forward_batch: Any, handed: Handed, count: int) -> Int64
 def _may_gain_in_mixed(runner: Any, kernels: Kernels) -> bool:
     """Whether a server has mixed steps that packing was measured to speed up: not with masks of images."""
     masked = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
-    return kernels.name == "native" and bool(versions.argument(runner, "enable_mixed_chunk")) and not masked
+    chunk = versions.argument(runner, "chunked_prefill_size")
+    # SGLang mixes chunks only. Without a size, buffers for the longest context would be for nothing.
+    mixes = versions.argument(runner, "enable_mixed_chunk") and chunk and chunk > 0
+    return kernels.name == "native" and bool(mixes) and not masked
 
 
 def _most_prefill_tokens(runner: Any) -> int:

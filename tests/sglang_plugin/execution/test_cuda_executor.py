@@ -10,6 +10,7 @@ import torch
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import _step
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LAYERS
@@ -36,11 +37,18 @@ class TestEagerSteps:
         expected = [None, *[fallback_reasons.COMPUTE_BOUND] * 2]
         assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == expected
 
-    @pytest.mark.parametrize(("paths", "mixes"), [(SHARED, True), ([[]] * 4, True), (SHARED, False)])
-    def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes) -> None:
-        arguments = SimpleNamespace(chunked_prefill_size=64, enable_mixed_chunk=mixes)
-        fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], num_decode=3, server_args=arguments)
+    @pytest.mark.parametrize("route", ["auto", "stock"])
+    @pytest.mark.parametrize(("paths", "mixes", "chunk"), [
+        (SHARED, True, 64), ([[]] * 4, True, 64), (SHARED, False, 64), (SHARED, True, -1),
+    ])  # fmt: skip
+    def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes, chunk, route) -> None:
+        arguments = SimpleNamespace(chunked_prefill_size=chunk, enable_mixed_chunk=mixes)
+        options = {"server_args": arguments, "settings": Settings(metrics=False, route=route)}
+        fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
         assert_same(fixture.run(), fixture.run_stock())
+        mixes = mixes and chunk > 0 and route == "auto"
+        assert fixture.executor._prefill_tokens == (chunk if mixes else 0)
+        assert bool(_step(fixture.executor, options["settings"], "mixed", fixture.runner, None).note) == mixes
         assert fixture.fallbacks == ({} if paths == SHARED and mixes else {fallback_reasons.COMPUTE_BOUND: 1})
 
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
