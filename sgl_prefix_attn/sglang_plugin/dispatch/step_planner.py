@@ -221,8 +221,7 @@ class StepPlanner:
         host_lens = executor.host_lens(forward_batch, handed, paths.num_requests)
         if host_lens is None:
             return fallback_reasons.ROW_MISMATCH
-        judges = mode == "mixed" and executor.judges_mixed
-        if judges and not packs_mixed(StepFeatures.of(ForestFacts.of(paths.forest), host_lens)):
+        if mode == "mixed" and executor.judges_mixed and not self._packs_mixed(paths, host_lens):
             return fallback_reasons.COMPUTE_BOUND
         if mode == "verify":
             drafts = forward_batch.spec_info.draft_token_num
@@ -249,6 +248,14 @@ class StepPlanner:
             return fallback_reasons.PLAN_TOO_LARGE
         self._counters.packed(mode, step.kv_tokens)
         return step
+
+    def _packs_mixed(self, paths: StepPaths, host_lens: Int64Array) -> bool:
+        """Whether sharing pays for a mixed step in each attention shape."""
+        new = paths.query_lens
+        assert new is not None
+        features = StepFeatures.of(ForestFacts.of(paths.forest), host_lens)
+        pairs = int(new @ (host_lens - new // 2))
+        return all(packs_mixed(features, planner.shape, pairs) for planner in self._executor.planners)
 
     def _unsupported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> str | None:
         """The reason why the step cannot run packed, None if it can."""

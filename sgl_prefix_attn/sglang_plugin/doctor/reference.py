@@ -75,7 +75,7 @@ _LOOKS: Final[dict[str, str]] = {
     reasons.SPECULATIVE_TREE: "Leave out the options of speculative decoding, or use topk 1, and measure.",
     reasons.BEAM_ROWS: "Nothing: beam search runs stock.",
     reasons.ITEM_MASKS: "Nothing: such steps run stock.",
-    reasons.PLAN_TOO_LARGE: "Lower --max-running-requests, if the number is large beside the packed steps.",
+    reasons.PLAN_TOO_LARGE: "If the number is large, lower --max-running-requests, or --chunked-prefill-size (mixed).",
     reasons.GRAPH: "Nothing: graphs of such steps hold stock layers only.",
     reasons.ROW_MISMATCH: "Nothing for single steps. If most steps have it, report it with the launch arguments.",
     reasons.NO_HOST_LENGTHS: _REPORT,

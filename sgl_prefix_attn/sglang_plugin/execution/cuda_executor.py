@@ -25,6 +25,7 @@ from sgl_prefix_attn.core.draft_tables import DraftTables
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
+from sgl_prefix_attn.routing.conservative import may_pack_mixed
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
@@ -90,10 +91,8 @@ class CudaExecutor:
         # Not where `route` switches packing off.
         judges = settings.pack_mixed == "auto" and settings.policy.fixed != "stock"
         self.judges_mixed = judges and _may_gain_in_mixed(runner, kernels)
-        packs_prefill = settings.pack_extend is True or settings.pack_mixed is True
-        self._prefill_tokens = _most_prefill_tokens(runner) if packs_prefill or self.judges_mixed else 0
-        # Shared prefixes give new tokens a second partial, and the decode rows have room of their own.
-        self._prefill_partials = 2 * self._prefill_tokens if packs_prefill else self._prefill_tokens // 2
+        self._packs_prefill = settings.pack_extend is True or settings.pack_mixed is True
+        self._prefill_tokens = _most_prefill_tokens(runner) if self._packs_prefill or self.judges_mixed else 0
         # Tokens that a tail may grow under one plan: the planner replans at `replan_growth`, but sees few steps.
         self._growth = settings.replan_growth + STEPS_BETWEEN_PLANS
         self._graph_batch = 0
@@ -205,14 +204,17 @@ class CudaExecutor:
         tokens = self._graph_tokens or batch * self.drafts
         tiles = -(-self.drafts // max(1, widest // shape.group))
         # More requests than the largest graph has run without a graph.
-        queries = max(tokens, rows * self.drafts) + self._prefill_tokens
+        new_tokens = self._prefill_tokens if self._packs_prefill or may_pack_mixed(shape) else 0
+        queries = max(tokens, rows * self.drafts) + new_tokens
+        # Shared prefixes give new tokens a second partial. Few of a mixed step share, and its decode rows have room.
+        partials = 2 * new_tokens if self._packs_prefill else new_tokens // 2
         return StepLimits(
             queries=queries,
             items=4 * queries + 8192,
             kv_slots=tiles * batch * (context + self._growth),
             # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
             # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + self._prefill_partials,
+            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + partials,
         )
 
     # Every step -----------------------------------------------------------------------------------------------------

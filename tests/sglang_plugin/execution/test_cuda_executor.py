@@ -38,18 +38,20 @@ class TestEagerSteps:
         assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == expected
 
     @pytest.mark.parametrize("route", ["auto", "stock"])
-    @pytest.mark.parametrize(("paths", "mixes", "chunk"), [
-        (SHARED, True, 64), ([[]] * 4, True, 64), (SHARED, False, 64), (SHARED, True, -1),
+    @pytest.mark.parametrize(("paths", "mixes", "chunk", "head_dim"), [
+        (SHARED, True, 64, 128), ([[]] * 4, True, 64, 128), (SHARED, False, 64, 128), (SHARED, True, -1, 128),
+        (SHARED, True, 64, 64),
     ])  # fmt: skip
-    def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes, chunk, route) -> None:
+    def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes, chunk, head_dim, route) -> None:
         arguments = SimpleNamespace(chunked_prefill_size=chunk, enable_mixed_chunk=mixes)
-        options = {"server_args": arguments, "settings": Settings(metrics=False, route=route)}
+        options = {"server_args": arguments, "settings": Settings(metrics=False, route=route), "head_dim": head_dim}
         fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
         assert_same(fixture.run(), fixture.run_stock())
         mixes = mixes and chunk > 0 and route == "auto"
         assert fixture.executor._prefill_tokens == (chunk if mixes else 0)
         assert bool(_step(fixture.executor, options["settings"], "mixed", fixture.runner, None).note) == mixes
-        assert fixture.fallbacks == ({} if paths == SHARED and mixes else {fallback_reasons.COMPUTE_BOUND: 1})
+        packed = paths == SHARED and mixes and head_dim == 128
+        assert fixture.fallbacks == ({} if packed else {fallback_reasons.COMPUTE_BOUND: 1})
 
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
         fixture = extend(settings=Settings(metrics=False, pack_extend=True))
