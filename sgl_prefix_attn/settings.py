@@ -80,13 +80,13 @@ class Settings(BaseModel):
         "the stock kernels are better at it.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
-        "auto", description="Run mixed batches (--enable-mixed-chunk) packed. auto: native kernels, if much is shared."
+        "auto",
+        description="Run mixed batches (--enable-mixed-chunk) packed. auto: on a CPU; on a GPU if much is shared.",
     )
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
         description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
-        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU, where of "
-        "whole servers chains of STANDALONE and trees of NGRAM were judged.",
+        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; not on a GPU.",
     )
     one_token_steps: Literal["auto"] | bool = Field(
         "auto",

@@ -15,14 +15,6 @@ from sgl_prefix_attn.routing.policy import Decision, Route
 
 LEAST_REQUESTS = 64
 LEAST_KV_HEADS = 4
-# Of mixed steps. Sharing saves reads of KV tokens. New tokens cost products: one for each KV token that they attend to.
-LEAST_MIXED_REUSE = 2
-PRODUCTS_PER_SAVED_TOKEN = 400
-# In words, to stand after "if".
-MIXED_RULE = (
-    f"the model has head_dim 128 and 16-bit KV, the requests of the step read each KV token {LEAST_MIXED_REUSE} times "
-    "on average or more, and this saves much beside the prefill's arithmetic"
-)
 
 
 @dataclass(frozen=True)
@@ -60,29 +52,6 @@ def packs(step: StepFeatures, shape: ModelShape, kernels: str) -> bool:
         and step.tokens >= bounds.reuse * step.unique_tokens
         and step.tokens >= bounds.length * step.requests
         and shape.kv_heads >= LEAST_KV_HEADS
-    )
-
-
-def may_pack_mixed(shape: ModelShape) -> bool:
-    """Whether the native kernels were measured in mixed steps with this head size and KV type."""
-    return shape.head_dim == 128 and shape.kv_bytes == 2
-
-
-def packs_mixed(step: StepFeatures, shape: ModelShape, pairs: int) -> bool:
-    """Whether a mixed step runs packed on the native kernels.
-
-    Measured steps read each KV token once, or 3.2 times and more: docs/design-notes/simulator.md, "Mixed steps".
-
-    Args:
-        step: sharing of all its requests.
-        shape: of one rank.
-        pairs: of a new token and a KV token that it attends to.
-    """
-    saved = step.tokens - step.unique_tokens
-    return (
-        may_pack_mixed(shape)
-        and step.tokens >= LEAST_MIXED_REUSE * step.unique_tokens
-        and PRODUCTS_PER_SAVED_TOKEN * saved >= shape.group * pairs
     )
 
 

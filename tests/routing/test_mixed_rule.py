@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.kernel.mixed_steps import draw_mixed
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.conservative import packs_mixed
+from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import StepFeatures
 from tests.routing.test_features import features
 
@@ -27,7 +27,7 @@ def test_measured_steps_are_packed_where_that_is_faster(seed: int) -> None:
         new = drawn.query_lens
         ours, fa3 = (row["baselines"][name]["cold_us"] for name in ("prefixpack", "fa3"))
         step = StepFeatures(**row["step"])
-        (packed if packs_mixed(step, SHAPE, int(new @ (drawn.case.lengths - new // 2))) else lost).append(fa3 / ours)
+        (packed if mixed.packs(step, SHAPE, int(new @ (drawn.case.lengths - new // 2))) else lost).append(fa3 / ours)
     assert len(packed) > 0.6 * len(rows)
     assert min(packed) > 1.05
     assert np.median(lost) < 1.1
@@ -37,6 +37,6 @@ def test_the_arithmetic_of_a_long_private_chunk_and_unmeasured_shapes_are_left_t
     step = features([[], *[[(0, 0, 1800)]] * 200], [65536, *[2000] * 200])
     pairs = 8192 * (65536 - 4096)
     assert step.tokens > 4 * step.unique_tokens
-    assert not packs_mixed(step, SHAPE, pairs)
-    assert packs_mixed(step, SHAPE, pairs // 32)
-    assert not any(packs_mixed(step, s, 0) for s in (ModelShape(32, 8, 64), ModelShape(32, 8, 128, kv_bytes=1)))
+    assert not mixed.packs(step, SHAPE, pairs)
+    assert mixed.packs(step, SHAPE, pairs // 32)
+    assert not any(mixed.packs(step, s, 0) for s in (ModelShape(32, 8, 64), ModelShape(32, 8, 128, kv_bytes=1)))

@@ -15,7 +15,7 @@ import numpy as np
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import Plan, PlanError
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge
-from sgl_prefix_attn.routing.conservative import packs_mixed
+from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
@@ -255,7 +255,7 @@ class StepPlanner:
         assert new is not None
         features = StepFeatures.of(ForestFacts.of(paths.forest), host_lens)
         pairs = int(new @ (host_lens - new // 2))
-        return all(packs_mixed(features, planner.shape, pairs) for planner in self._executor.planners)
+        return all(mixed.packs(features, planner.shape, pairs) for planner in self._executor.planners)
 
     def _unsupported(self, paths: StepPaths | str, forward_batch: Any, in_stock_graph: bool) -> str | None:
         """The reason why the step cannot run packed, None if it can."""

@@ -15,7 +15,7 @@ import torch
 
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.limits import why_not_native
-from sgl_prefix_attn.routing import conservative
+from sgl_prefix_attn.routing import conservative, mixed
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
@@ -175,7 +175,7 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
 def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
     reason = eligibility.never_packs(executor, settings, mode)
     if mode == "mixed" and reason is None and executor.judges_mixed:
-        return Answer(None, f"if {conservative.MIXED_RULE}")
+        return Answer(None, f"if {mixed.RULE}")
     fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
     routed = mode == "decode" and reason is None and not fixed
     return Answer(reason, _route(executor, runner, settings, decode) if routed else "")

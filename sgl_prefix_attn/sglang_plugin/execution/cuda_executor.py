@@ -25,7 +25,7 @@ from sgl_prefix_attn.core.draft_tables import DraftTables
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import StepLimits
-from sgl_prefix_attn.routing.conservative import may_pack_mixed
+from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
@@ -204,9 +204,9 @@ class CudaExecutor:
         tokens = self._graph_tokens or batch * self.drafts
         tiles = -(-self.drafts // max(1, widest // shape.group))
         # More requests than the largest graph has run without a graph.
-        new_tokens = self._prefill_tokens if self._packs_prefill or may_pack_mixed(shape) else 0
+        new_tokens = self._prefill_tokens if self._packs_prefill or mixed.was_measured(shape) else 0
         queries = max(tokens, rows * self.drafts) + new_tokens
-        # Shared prefixes give new tokens a second partial. Few of a mixed step share, and its decode rows have room.
+        # A shared prefix gives a new token a second partial. In a mixed step few new tokens have one.
         partials = 2 * new_tokens if self._packs_prefill else new_tokens // 2
         return StepLimits(
             queries=queries,
