@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.kernel.mixed_steps import RowsCase, draw_mixed
+from benchmarks.kernel.mixed_cases import RowsCase, draw_mixed
 from sgl_prefix_attn.simulator import H200, makespan
 from sgl_prefix_attn.workloads import Case, draw_set
 from sgl_prefix_attn.workloads.case import unique_tokens

@@ -6,10 +6,8 @@
     python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
     python -m sgl_prefix_attn calibrate --from decode.json:native,fa3 build/verify_4.json build/verify_8.json --out P
 
-Mixed cases are drawn as the papers on POD and PackInfer do: chunks of 512 to 4,096 tokens beside 16 to 256 decodes of
-1K to 32K tokens, shared or not; and short suffixes over long cached prefixes. Verify cases are those of
-`sgl_prefix_attn.workloads.draw_set` with n drafts a request; a profile is fitted to them together with decode steps.
-Baselines:
+Cases are drawn by `mixed_cases`: as the papers on POD and PackInfer do, with --wide over more lengths and heads, with
+--verify N as verify steps; a profile is fitted to those together with decode steps. Baselines:
 
     prefixpack  all rows in one plan
     split       decode rows packed, prefill rows by FA3 (mixed steps)
@@ -30,7 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +36,19 @@ import numpy as np
 import torch
 
 from benchmarks.kernel.gpu_report import OURS
+from benchmarks.kernel.mixed_cases import RowsCase, draw_mixed, draw_verify, draw_wide
 from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer, copy_bandwidth
 from sgl_prefix_attn.core.cuda_step import GpuStep
-from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
-from sgl_prefix_attn.core.gpu import H200, Gpu, gpu_of, planner_model
-from sgl_prefix_attn.core.planner import Plan, Planner
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.step_pool import limits_of
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.simulator import figures_of, makespan
-from sgl_prefix_attn.workloads import Case, draw_set
 
-BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured; runs measure the bandwidth of their GPU
-HEADS = (32, 8)
 EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
 CHECKED_ROWS = 8
@@ -61,84 +56,6 @@ POD, POD_WORKSPACE = "flashinfer_pod", 128 << 20
 WAYS = (OURS, "fa3", "flashinfer_batch_attention", "split", "fa3_split", POD)
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or prefill and decode rows apart
 Run = Callable[[], Output]
-
-
-@dataclass(frozen=True)
-class RowsCase:
-    """A step.
-
-    Attributes:
-        query_lens: [requests] new tokens.
-        num_prefill: requests that prefill, which stand in front.
-        gpu: that plans are for.
-        bandwidth: its bytes per second, for the limit.
-    """
-
-    case: Case
-    query_lens: Int64Array
-    num_prefill: int
-    gpu: Gpu = H200
-    bandwidth: float = BANDWIDTH
-
-    @property
-    def limit_us(self) -> float:
-        """No kernel is faster: each KV position, query and output once through memory, and all products."""
-        q_heads, _ = self.case.heads
-        row_bytes = 4 * int(self.query_lens.sum()) * q_heads * self.case.head_dim
-        new, lens = self.query_lens, self.case.lengths
-        seen = float((new * lens - new * (new - 1) / 2).sum())
-        flops = 4.0 * q_heads * self.case.head_dim * seen
-        return max((self.case.kv_bytes() + row_bytes) / self.bandwidth, flops / FLOPS) * 1e6
-
-    def plan(self, requests: slice) -> tuple[Plan, Int64Array, Any]:
-        """Plan of a part of the requests, their lengths, and the device that it is for."""
-        lens, new = self.case.lengths[requests].copy(), self.query_lens[requests].copy()
-        forest = PrefixForest.from_paths(self.case.paths[requests], prefix_lens=(lens - new).tolist())
-        device = planner_model(self.gpu, self.case.shape, code=90)
-        return Planner(self.case.shape, device).plan(forest, lens, new), lens, device
-
-
-def draw_mixed(seed: int, count: int) -> list[RowsCase]:
-    rng = np.random.default_rng(seed)
-    cases = []
-    for index in range(count):
-        kind = ("chunk", "chunk_shared", "suffixes")[index % 3]
-        decodes = int(2 ** rng.uniform(4, 8))
-        chunk = int(2 ** rng.uniform(9, 12))
-        context = (2 ** rng.uniform(10, 15, decodes)).astype(np.int64)
-        shared = int(2 ** rng.uniform(10, 14))
-        if kind == "suffixes":  # of requests over one long prefix, whose samples also decode
-            prefills = int(rng.integers(2, 17))
-            new = np.maximum(1, np.full(prefills, chunk // 8 // prefills))
-        else:
-            prefills = int(rng.integers(1, 4))
-            new = np.maximum(1, (rng.dirichlet(np.ones(prefills)) * chunk).astype(np.int64))
-        cached = (2 ** rng.uniform(0, 13, prefills)).astype(np.int64)
-        paths: list[tuple[tuple[int, int, int], ...]] = [()] * (prefills + decodes)
-        lens = np.concatenate([cached + new, context])
-        if kind != "chunk":
-            first = 0 if kind == "suffixes" else prefills
-            for request in range(first, len(paths)):
-                paths[request] = ((0, 0, shared),)
-                own = int(rng.integers(1, 512))
-                lens[request] = shared + (int(new[request]) if request < prefills else own)
-        query_lens = np.concatenate([new, np.ones(decodes, dtype=np.int64)])
-        detail = f"{prefills} prefills of {int(new.sum())} tokens, {decodes} decodes"
-        case = Case(f"{kind}/{seed}-{index}", HEADS, tuple(paths), tuple(lens.tolist()), detail=detail)
-        cases.append(RowsCase(case, query_lens, prefills))
-    return cases
-
-
-def draw_verify(seed: int, count: int, drafts: int) -> list[RowsCase]:
-    cases = []
-    for case in draw_set(seed, count):
-        if case.kv_dtype == "bf16":
-            lens = tuple(length - 1 + drafts for length in case.seq_lens)
-            longer = Case(
-                f"{case.name}-n{drafts}", case.heads, case.paths, lens, case.head_dim, case.kv_dtype, case.detail
-            )
-            cases.append(RowsCase(longer, np.full(len(lens), drafts, dtype=np.int64), 0))
-    return cases
 
 
 class OnGpu:
@@ -332,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="default: drawn from the system and recorded")
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--verify", type=int, metavar="N", help="verify steps of N drafts instead of mixed steps")
+    parser.add_argument("--wide", action="store_true", help="mixed steps of longer chunks, in part shared, more heads")
     parser.add_argument("--head-dim", type=int, help="only verify steps of this head size")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="start no case after this time")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1], metavar="NAME",
@@ -344,12 +262,16 @@ def main(argv: list[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     if args.resume and args.out is not None and args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))
-        if before["verify"] != args.verify or args.seed not in (None, before["seed"]):
-            parser.error(f"{args.out} holds seed {before['seed']}, --verify {before['verify']}")
+        same = before["verify"] == args.verify and before.get("wide", False) == args.wide
+        if not same or args.seed not in (None, before["seed"]):
+            parser.error(f"{args.out} holds seed {before['seed']}, --verify {before['verify']}, or other --wide")
         args.seed, results = before["seed"], before["rows"]
     if args.seed is None:
         args.seed = int.from_bytes(os.urandom(4), "little")
-    steps = draw_verify(args.seed, args.cases, args.verify) if args.verify else draw_mixed(args.seed, args.cases)
+    if args.verify:
+        steps = draw_verify(args.seed, args.cases, args.verify)
+    else:
+        steps = (draw_wide if args.wide else draw_mixed)(args.seed, args.cases)
     steps = [step for step in steps if args.head_dim in (None, step.case.head_dim)]
     if args.list:
         for step in steps:
@@ -365,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     pool = KvPool(pool_elements(step.case for step in steps), device)
     header = {
         "machine": machine_of(device) | {"copy_bandwidth": bandwidth}, "commit": args.commit,
-        "kernels_version": KERNELS_VERSION, "seed": args.seed, "verify": args.verify,
+        "kernels_version": KERNELS_VERSION, "seed": args.seed, "verify": args.verify, "wide": args.wide,
     }  # fmt: skip
     with torch.inference_mode():
         for step in steps:

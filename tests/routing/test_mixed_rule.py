@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.kernel.mixed_steps import draw_mixed
+from benchmarks.kernel.mixed_cases import draw_mixed
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import StepFeatures

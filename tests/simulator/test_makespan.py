@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.kernel.mixed_steps import RowsCase, draw_verify
+from benchmarks.kernel.mixed_cases import RowsCase, draw_verify
 from sgl_prefix_attn.core import gpu as gpus
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import H100, Gpu, h200_model, planner_model
