@@ -42,8 +42,8 @@ OTHER_VARIABLES = {
 # Kubernetes sets these in every pod of a namespace with a service named prefixpack or prefixpack-*.
 _KUBERNETES = re.compile(r"PREFIXPACK_(SERVICE_\w*|PORT\w*|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT(_\d+_\w+)?)")
 DEFAULT_SOURCE = "default"
-# Stock backends that wrap mode knows. trtllm_mha is none of them: its KV layout and scales were never run with ours.
-WRAPPABLE = ("fa3", "flashinfer", "triton", "torch_native")
+# Stock backends that wrap mode knows.
+WRAPPABLE = ("fa3", "flashinfer", "triton", "trtllm_mha", "torch_native")
 
 
 class SettingsError(ValueError):

@@ -60,7 +60,7 @@ def test_wrap_in_a_file(tmp_path: Path) -> None:
     assert load_settings(config(tmp_path, 'wrap = ["triton"]\n')).wrap == ("triton",)
 
 
-@pytest.mark.parametrize("text", ["trtllm_mha", "fa3,fa4", "2"])
+@pytest.mark.parametrize("text", ["hpc_ops", "fa3,fa4", "2"])
 def test_wrap_knows_no_other_backends(text: str) -> None:
     assert "accepted is true, false, or a list of fa3" in message({"PREFIXPACK_WRAP": text})
 

@@ -16,6 +16,7 @@ from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
 from sgl_prefix_attn.sglang_plugin.compat import hooks, versions
 from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock, is_cpu, stock_name
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
@@ -80,6 +81,8 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
                 backend = PrefixPackBackend(runner, stock, state, wraps=name)
                 hook_verify_steps(runner, backend, state)
                 logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
+                if name == trtllm_mha.NAME:
+                    logger.warning("prefixpack: %s", trtllm_mha.UNTRIED)
                 return backend
             reason = fallback_reasons.HOOKS_MISSING
     except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us

@@ -85,6 +85,7 @@ class Fixture:
         seq_lens, query_lens: of the batch; query_lens None: decode.
         room: tokens that requests may grow by.
         tensors: device of all tensors.
+        page: tokens of a page of the pool; ends of path nodes are multiples of it.
         stock_backend: name of the stock backend.
         windows: ids of layers whose KV is in a sliding-window pool of their own.
         runner: attributes of the ModelRunner.
@@ -102,6 +103,7 @@ class Fixture:
         head_dim: int = HEAD_DIM,
         room: int = 8,
         tensors: str = "cpu",
+        page: int = 1,
         stock_backend: str = "",
         windows: tuple[int, ...] = (),
         **runner: Any,
@@ -110,9 +112,9 @@ class Fixture:
         self.paths, self.seq_lens = paths, seq_lens
         self.query_lens = query_lens
         self.tensors = tensors
-        total = sum(seq_lens) + 8
+        total = sum(-(-length // page) * page for length in seq_lens) + 8 * page
         self.pool: Any = MHATokenToKVPool(
-            total, 1, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
+            total, page, kv_dtype, KV_HEADS, head_dim, LAYERS, tensors, False, enable_alt_stream=False
         )
         pools = [self.pool]
         if windows:
@@ -121,14 +123,15 @@ class Fixture:
         for buffer in (buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)):
             buffer.view(kv_dtype).copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(seq_lens) + 1, max(seq_lens) + room, tensors, False)
-        slots = iter((torch.randperm(total, generator=generator) + 1).tolist())
+        pages = torch.randperm(total // page, generator=generator) + 1
+        slots = iter((pages[:, None] * page + torch.arange(page)).flatten().tolist())
         of_node: dict[int, list[int]] = {}
         for row, (path, length) in enumerate(zip(paths, seq_lens, strict=True), 1):
             filled: list[int] = []
             for node, start, end in path:
                 of_node.setdefault(node, [next(slots) for _ in range(end - start)])
                 filled += of_node[node]
-            filled += [next(slots) for _ in range(length - len(filled))]
+            filled += [next(slots) for _ in range(-(-length // page) * page - len(filled))][: length - len(filled)]
             self.rows.req_to_token[row, :length] = torch.tensor(filled, dtype=torch.int32)
         self.layers = [RadixAttention(Q_HEADS, head_dim, head_dim**-0.5, KV_HEADS, i) for i in range(LAYERS)]
         self.model = torch.nn.ModuleList(self.layers)

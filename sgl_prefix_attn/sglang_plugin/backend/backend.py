@@ -19,6 +19,7 @@ from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_meta
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepDecision, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
@@ -92,6 +93,8 @@ class PrefixPackBackend(AttentionBackend):
         self._reads_bounds = (
             self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
         )
+        # None: fp8 KV is stored by the pool, as nearly all stock backends do.
+        self._store_fp8 = trtllm_mha.own_store(stock) if stock_name == trtllm_mha.NAME else None
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
         self._record = BackendRecord(
@@ -283,8 +286,11 @@ class PrefixPackBackend(AttentionBackend):
             elif reason is None:
                 pool = self.stock.token_to_kv_pool
                 if save_kv_cache and k is not None and v is not None:
-                    divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
-                    pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
+                    if facts.has_scales and self._store_fp8 is not None:
+                        self._store_fp8(None, k, v, layer, forward_batch)
+                    else:
+                        divisors = (layer.k_scale, layer.v_scale) if facts.has_scales else ()
+                        pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *divisors)
                 return self._executor.attend(step, index, q, layer, pool, kwargs.get("sinks"), scales)
             if reason not in fallback_reasons.BY_DESIGN:
                 self._counters.fallback(reason)

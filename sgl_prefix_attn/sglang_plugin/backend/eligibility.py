@@ -12,6 +12,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -31,6 +32,7 @@ STOCK_CLASSES = {
     "fa3": "FlashAttentionBackend",
     "flashinfer": "FlashInferAttnBackend",
     "triton": "TritonAttnBackend",
+    trtllm_mha.NAME: "TRTLLMHAAttnBackend",
     "torch_native": "TorchNativeAttnBackend",
 }
 _PREFILL_MODES = ("extend", "mixed")
@@ -115,7 +117,8 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     executor = choose_executor(runner, settings)
     if isinstance(executor, str):
         return executor
-    if set(versions.architectures(runner)) & set(_READ_METADATA):
+    writers = trtllm_mha.WRITE_THROUGH_IT if name == trtllm_mha.NAME else ()
+    if set(versions.architectures(runner)) & {*_READ_METADATA, *writers}:
         return fallback_reasons.READS_METADATA
     modes = _modes_of(runner, name)
     reason = no_packed_steps(runner, settings, executor, modes)
@@ -124,7 +127,11 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
     if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
-    return unsupported_model(runner, name, executor)
+    reason = unsupported_model(runner, name, executor)
+    if reason is None and name == trtllm_mha.NAME:
+        packed = [layer for layer, reason in _judged_layers(runner, name, executor) if reason is None]
+        return trtllm_mha.unsupported_view(stock, packed, runner.token_to_kv_pool)
+    return reason
 
 
 def _is_sglangs(stock: Any, name: str) -> bool:
@@ -163,10 +170,14 @@ def unsupported_model(runner: Any, name: str, executor: Executor) -> str | None:
         name: the stock backend's name.
         executor: of the runner.
     """
+    return common_reason({reason for _, reason in _judged_layers(runner, name, executor)})
+
+
+def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any, str | None]]:
+    """The layers that a model shows, each with the reason why it does not run packed."""
     registry = LayerRegistry(runner, executor, Counters(), None, knows_kv_scales(name))
-    return common_reason(
-        {registry.unsupported_reason(layer) for layer in attention_layers(getattr(runner, "model", None))}
-    )
+    layers = attention_layers(getattr(runner, "model", None))
+    return [(layer, registry.unsupported_reason(layer)) for layer in layers]
 
 
 def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:

@@ -48,7 +48,7 @@ def stock_name(runner: Any, setting: str) -> str:
     chosen = versions.default_attention_backend(runner)
     if chosen in CUDA_CHOICES:
         return _suited(runner, str(chosen))
-    logger.warning("prefixpack: SGLang would choose %r here, which cannot be wrapped; using %r", chosen, CUDA_DEFAULT)
+    logger.warning("prefixpack: SGLang would choose %r here, which needs its own name; using %r", chosen, CUDA_DEFAULT)
     return _suited(runner, CUDA_DEFAULT)
 
 
@@ -97,8 +97,8 @@ def knows_kv_scales(name: str) -> bool:
 def graphs_share_metadata(name: str) -> bool:
     """Whether two captured graphs of one size may hold layers of a stock backend.
 
-    Such a backend keeps what its layers read in buffers that all graphs share. Others, FlashInfer for one, make objects
-    for each capture and update the newest at a replay.
+    Such a backend keeps what its layers read in buffers that all graphs share. Others, FlashInfer and trtllm_mha, make
+    objects for each capture and update the newest at a replay.
     """
     return name in _GRAPHS_SHARE_METADATA
 

@@ -15,6 +15,7 @@ CREATE_RAY_ACTOR = Target(
     "ray.engine._create_scheduler_actor", Use.HOOK, ("pg", "bundle_idx", "gpu_id", "server_args", "port_args")
 )
 
+_TRTLLM = "layers.attention.trtllm_mha_backend"
 _ARGUMENTS = "server_args.ServerArgs"
 _FIELDS = "arg_groups.fields"
 _BACKEND_NAMES = "attention_backend decode_attention_backend prefill_attention_backend"
@@ -29,6 +30,16 @@ WRAP_TARGETS = (
     Target("layers.attention.triton_backend.TritonAttnBackend", Use.CLASS),
     Target("layers.attention.torch_native_backend.TorchNativeAttnBackend", Use.CLASS),
     Target("mem_cache.memory_pool.MHATokenToKVPool", Use.CLASS),
+    Target(f"{_TRTLLM}.TRTLLMHAAttnBackend", Use.CLASS),
+    *attributes_of(f"{_TRTLLM}.TRTLLMHAAttnBackend", "data_type page_size"),
+    Target(f"{_TRTLLM}.TRTLLMHAAttnBackend._get_bmm_scales", Use.CALL, ("layer",)),
+    # Before, fp8 KV is refused.
+    Target(
+        f"{_TRTLLM}.TRTLLMHAAttnBackend._fused_fp8_qkv_kv_cache",
+        Use.CALL,
+        ("q", "k", "v", "layer", "forward_batch"),
+        since="0.5.16",
+    ),
     # A model whose code looks at the current backend.
     Target("models.inkling.InklingForConditionalGeneration", Use.CLASS, since="0.5.16"),
     # Arguments, as SGLang resolved them.

@@ -28,6 +28,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.doctor import advice
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change
 from sgl_prefix_attn.sglang_plugin.doctor.planned_runner import planned_runner
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
@@ -137,8 +138,11 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
     of_backend = {name: _refusal(runner, name, settings) for name in {prefill, decode}}
     steps: dict[str, Answer] = {}
     for mode in MODES:
-        found = of_backend[prefill if mode in ("extend", "mixed") else decode]
+        name = prefill if mode in ("extend", "mixed") else decode
+        found = of_backend[name]
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
+        if name == trtllm_mha.NAME and steps[mode].reason is None:
+            steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.UNTRIED])))
     if not versions.argument(runner, "enable_mixed_chunk"):
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
     if runner.spec_algorithm.is_none():
@@ -168,8 +172,19 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
         return eligibility.unsupported_at_start(runner, stock_of_name, settings, executor) or executor
     if name not in settings.wrap:
         return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
-    stock = type(eligibility.STOCK_CLASSES[name], (), {})()
+    stock = _stock(runner, name)
     return eligibility.wrap_refusal(runner, name, stock, settings) or eligibility.choose_executor(runner, settings)
+
+
+def _stock(runner: Any, name: str) -> Any:
+    """An object that stands for a stock backend; of SGLang's class where the checks ask it something."""
+    if name != trtllm_mha.NAME:
+        return type(eligibility.STOCK_CLASSES[name], (), {})()
+    from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+
+    stock = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
+    stock.page_size, stock.data_type = runner.page_size, runner.kv_cache_dtype
+    return stock
 
 
 def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:

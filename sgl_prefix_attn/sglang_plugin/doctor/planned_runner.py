@@ -64,6 +64,7 @@ def planned_runner(server_args: Any) -> Any:
     runner.device = str(versions.argument(runner, "device") or "cuda")
     runner.use_mla_backend = config.attention_arch == AttentionArch.MLA
     runner.spec_algorithm = SpeculativeAlgorithm.from_string(versions.argument(runner, "speculative_algorithm"))
+    runner.page_size = versions.argument(runner, "page_size") or 1
     asked = str(versions.argument(runner, "kv_cache_dtype") or "auto")
     runner.kv_cache_dtype = config.dtype if asked == "auto" else _KV_DTYPES.get(asked)
     kinds_of = (lambda ranks: []) if runner.use_mla_backend else (lambda ranks: list(_layer_kinds(config, ranks)))
@@ -115,7 +116,7 @@ _NO_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
 
 
 def _pool(runner: Any, config: Any) -> Any:
-    """A KV pool of SGLang's class without memory: one slot of each layer."""
+    """A KV pool of SGLang's class without memory: one page of each layer."""
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -126,8 +127,8 @@ def _pool(runner: Any, config: Any) -> Any:
     kinds = {layer: kind for kind in runner.layer_kinds for layer in kind.layers}
 
     def buffer(layer: int, size: str) -> torch.Tensor:
-        shape = [1, kinds[layer].kv_heads, getattr(kinds[layer], size)]
-        return torch.zeros(shape[:2] + [1] * hnd + shape[2:], dtype=runner.kv_cache_dtype)
+        shape = [runner.page_size, kinds[layer].kv_heads, getattr(kinds[layer], size)]
+        return torch.empty(shape[:2] + [1] * hnd + shape[2:], dtype=runner.kv_cache_dtype)
 
     buffers = {
         "get_key_buffer": lambda self, layer: buffer(layer, "head_dim"),
