@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sgl_prefix_attn.settings import WRAPPABLE, variable_name
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 
 NOT_WRAPPED: Final = "not_wrapped"
@@ -66,7 +67,8 @@ def _unset(*keys: str) -> tuple[str, ...]:
 
 
 _WRAP_ALL = ((variable_name("wrap"), "1"),)
-_OTHER_BACKEND = f"Start with --attention-backend {', '.join(WRAPPABLE[:-1])} (GPU) or {WRAPPABLE[-1]} (CPU)"
+_ON_GPU = ", ".join(name for name in WRAPPABLE[:-1] if name != trtllm_mha.NAME)
+_OTHER_BACKEND = f"Start with --attention-backend {_ON_GPU} (GPU) or {WRAPPABLE[-1]} (CPU)"
 _TREE_VARIABLES = (versions.CPP_TREE_VARIABLE, versions.TREE_CORE_VARIABLE)
 CHANGES: dict[str, Change] = {
     NOT_WRAPPED: Change("Set PREFIXPACK_WRAP=1 in the environment of the server's process.", variables=_WRAP_ALL),

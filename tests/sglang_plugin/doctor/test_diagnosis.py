@@ -22,12 +22,14 @@ from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
 from sgl_prefix_attn.sglang_plugin.doctor import diagnosis as module
 from sgl_prefix_attn.sglang_plugin.doctor.advice import NO_SUCH_STEPS, NOT_WRAPPABLE, NOT_WRAPPED, arguments_without
 from sgl_prefix_attn.sglang_plugin.doctor.cli import as_text
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose, kernels_of
 from sgl_prefix_attn.sglang_plugin.doctor.launch_command import launch_command
+from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_kernel_set import gpu
@@ -157,6 +159,20 @@ def test_heads_of_a_rank_are_those_that_sglangs_model_has(models, model, ranks, 
     assert answer.reason == found.steps["decode"].reason == refused
     assert (refused is not None) == (model == "llama" and ranks != ())
     assert refused is None or (found.after is not None and found.after.packs)  # as one group of two ranks
+
+
+@pytest.mark.parametrize(("page", "reason"), [(64, None), (0, reasons.KV_LAYOUT)])
+def test_trtllm_mha_is_judged_as_at_a_start_and_its_packed_steps_are_marked(models, page, reason, monkeypatch):
+    runners: list[Any] = []
+    monkeypatch.setattr(
+        module, "planned_runner", lambda args, make=module.planned_runner: runners.append(make(args)) or runners[0]
+    )
+    diagnosis(models["llama"], "--page-size", "64", **WRAP)
+    assert runners[0].page_size == 64
+    monkeypatch.setattr(versions, "backend_names", lambda runner: ("trtllm_mha", "trtllm_mha"))
+    runners[0].page_size, settings = page, Settings(wrap=True, metrics=False)  # type: ignore[arg-type]
+    decode = module.examine(runners[0], settings).steps["decode"]
+    assert (decode.reason, decode.note) == (reason, trtllm_mha.UNTRIED if reason is None else "")
 
 
 def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
