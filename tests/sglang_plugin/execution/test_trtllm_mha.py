@@ -13,12 +13,14 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend, 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import factory
 from sgl_prefix_attn.sglang_plugin.backend import eligibility
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_fp8_kv import give_scales, stored
+from tests.sglang_plugin.fixture import active_state
 from tests.sglang_plugin.gpu_fixture import DTYPE, GpuFixture, host_kernels
 
 PAGE = 16
@@ -150,6 +152,18 @@ def test_what_is_wrapped_and_what_is_refused(stores, change, reason):
     fixture.runner.device = "cuda"
     change(fixture)
     assert eligibility.wrap_refusal(fixture.runner, trtllm_mha.NAME, fixture.stock, WRAP) == reason
+
+
+def test_a_wrapped_one_packs_and_the_log_says_that_it_was_never_run(stores, asked, caplog):
+    fixture = Paged(kv_dtype=FP8)
+    fixture.runner.device = "cuda"
+    fixture.backend = factory.wrap_backend(fixture.runner, trtllm_mha.NAME, fixture.stock, WRAP)
+    fixture.state = active_state()
+    assert isinstance(fixture.backend, TRTLLMHAAttnBackend)
+    assert fixture.backend is not fixture.stock
+    fixture.run()
+    assert (fixture.state.counters.steps_packed["decode"], len(stores)) == (1, len(fixture.layers))
+    assert caplog.text.count(trtllm_mha.UNTRIED) == 1
 
 
 def test_a_second_graph_of_a_size_would_take_the_metadata_of_the_first() -> None:
