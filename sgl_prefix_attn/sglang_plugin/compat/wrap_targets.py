@@ -45,6 +45,8 @@ WRAP_TARGETS = (
     # Arguments, as SGLang resolved them.
     Target("arg_groups.model_override_base.resolved_view", Use.CALL, ("server_args",), since="0.5.19"),
     *attributes_of(_ARGUMENTS, f"{_BACKEND_NAMES} {_DETERMINISTIC}", until="0.5.19"),
+    *attributes_of(_ARGUMENTS, "page_size", until="0.5.19"),
+    *attributes_of(f"{_FIELDS}.schedule.Schedule", "page_size", since="0.5.20"),
     *attributes_of(_ARGUMENTS, "enable_page_major_kv_layout enable_unified_memory", since="0.5.15", until="0.5.19"),
     *attributes_of(f"{_FIELDS}.exec_.ExecKernel", _BACKEND_NAMES, since="0.5.20"),
     *attributes_of(f"{_FIELDS}.exec_.ExecDeterministic", _DETERMINISTIC, since="0.5.20"),
