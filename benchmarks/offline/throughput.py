@@ -227,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=int, default=5, help="default 5")
     result.add_argument("--out", type=Path, help="JSON file of results, written after each workload")
     result.add_argument("--resume", action="store_true", help="keep the runs that --out already has")
+    result.add_argument("--commit", default=git_commit(), metavar="SHA", help="commit to record (default: git's)")
     return result
 
 
@@ -250,13 +251,14 @@ def main() -> int:
             measure(bench, batch, backend, args.repeats, runs)
             results[batch.name] = summary(batch, runs, args.repeats)
             if args.out:
-                write(args.out, results)
+                write(args.out, results, args)
     print(table(results))
     return 0
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
-    origin = {"machine": machine_name(), "cpus": os.cpu_count(), "versions": package_versions(), "commit": git_commit()}
+def write(path: Path, results: dict[str, Any], args: argparse.Namespace) -> None:
+    origin = {"machine": machine_name(), "cpus": os.cpu_count(), "versions": package_versions(), "commit": args.commit}
+    origin["arguments"] = {name: str(value) for name, value in vars(args).items() if name not in ("model", "out")}
     path.write_text(json.dumps({**origin, "workloads": results}) + "\n")
 
 
