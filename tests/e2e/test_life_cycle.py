@@ -97,13 +97,13 @@ def scheduler_bytes(server: Server) -> int:
     return max(process.memory_info().rss for process in family)
 
 
-@pytest.mark.versions
+@pytest.mark.slow
 def test_stock_and_an_update_that_flushes_while_retracted_requests_wait(launch, model, vocabulary):
     """SGLang up to 0.5.20 does not survive it on its own, so the sequences leave it out."""
     request = dataclasses.replace(prompts(vocabulary)[0], max_new_tokens=20 * LONGEST)
     started = threading.Event()
     with launch(STOCK) as server, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(replay, server.url, [request], on_token=lambda *token: started.set())
+        running = pool.submit(replay, server.url, [request], on_token=lambda *token: started.set(), timeout_seconds=90)
         assert started.wait(60)
         server.post("/pause_generation", {"mode": "retract"})
         if VERSION >= (0, 5, 21):
