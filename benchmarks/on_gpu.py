@@ -37,7 +37,7 @@ _ROLLOUT = (
     f"-m benchmarks.serving.rollout --model {{model}} --load-format dummy --groups 96 --running 256 --window 12 "
     f"--context-length 20480 {_SERVER}"
 )
-_SHARED = "--backends 'prefixpack[shared_prefill=1],prefixpack,fa3,flashinfer'"
+_SHARED = "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3,flashinfer'"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ JOBS = (
         "rollout_start",
         7,
         "-m benchmarks.serving.rollout_start --model {model} --load-format dummy --context-length 20480 "
-        "--backends 'prefixpack[shared_prefill=1],prefixpack,fa3' --prompt-tokens 1024 4096 "
+        "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3' --prompt-tokens 1024 4096 "
         f"{_SERVER} --out {{out}}.json --resume",
     ),
     Job("rollout_16k", 9, f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --out {{out}}.json"),

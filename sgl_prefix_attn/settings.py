@@ -76,8 +76,7 @@ class Settings(BaseModel):
     pack_decode: bool = Field(True, description="Run decode batches packed.")
     pack_extend: Literal["auto"] | bool = Field(
         "auto",
-        description="Run extend (prefill) batches packed. auto: on a CPU only. Prefill on a GPU is compute-bound, and "
-        "the stock kernels are better at it.",
+        description="Run extend (prefill) batches packed. auto: on a CPU; the stock kernels are better at it on a GPU.",
     )
     pack_mixed: Literal["auto"] | bool = Field(
         "auto",
@@ -93,9 +92,10 @@ class Settings(BaseModel):
         description="Run prefill and mixed steps in which every request has one new token as decode steps: in decode "
         "graphs, and packed. They start requests whose prompt is cached. auto: on servers that can; true: others warn.",
     )
-    shared_prefill: bool = Field(
-        False,
-        description="Requests wait while another one computes a prefix of their prompt, instead of computing it too.",
+    shared_prefill: Literal["auto"] | bool = Field(
+        "auto",
+        description="Requests wait while another one computes a prefix of their prompt, instead of computing it too. "
+        "auto: on servers that can; true: others warn.",
     )
     allow_untested_sglang: bool = Field(
         False, description="Start with an SGLang version outside the supported range, at your own risk."

@@ -1,7 +1,7 @@
 """The start of a rollout: all samples of all prompts arrive at once, each a request of its own.
 
     python -m benchmarks.serving.rollout_start --model PATH --load-format dummy \\
-        --backends 'prefixpack[shared_prefill=1],prefixpack,fa3' --prompt-tokens 1024 4096 --out build/start.json
+        --backends 'prefixpack,prefixpack[shared_prefill=0],fa3' --prompt-tokens 1024 4096 --out build/start.json
 
 Prompts and outputs are drawn as those of `benchmarks.serving.rollout`. Reported are how often a prompt was computed
 (1 at best), the time to the first token, the seconds until all have theirs and until the end, output tokens per second,
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--backends", default="prefixpack[shared_prefill=1],prefixpack", metavar="A,B,...")
+    result.add_argument("--backends", default="prefixpack,prefixpack[shared_prefill=0]", metavar="A,B,...")
     result.add_argument("--output-tokens", type=int, default=64, metavar="N", help="mean (64)")
     result.add_argument("--groups", type=int, default=16, metavar="N", help="prompts (16)")
     result.add_argument("--times", type=int, default=3, metavar="N", help="runs of each, with an empty cache (3)")

@@ -137,7 +137,7 @@ def connect(
         if packs and runs_one_token_steps(runner, settings, kind):
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
-        if settings.shared_prefill and shares_prefills(runner):
+        if shares_prefills(runner, settings, packs):
             wanted += hook_table.shared_prefill_hooks(state.own(SharedPrefill, state.counters))
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
@@ -206,11 +206,21 @@ def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
     return why_not is None
 
 
-def shares_prefills(runner: Any) -> bool:
-    """Whether requests of the server may wait for each other's prefills; else logs why not."""
-    why_not = shared_prefill.unsupported_server(runner)
+def shares_prefills(runner: Any, settings: Settings, packs: bool) -> bool:
+    """Whether requests of the server wait for each other's prefills; logs why not, as a warning if it is asked for.
+
+    Args:
+        packs: whether any step of this backend may run packed.
+    """
+    if not settings.shared_prefill or (settings.shared_prefill == "auto" and not packs):
+        return False
+    try:
+        why_not = shared_prefill.unsupported_server(runner)
+    except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
+        why_not = str(error)
     if why_not is not None:
-        logger.warning("prefixpack: shared_prefill has no effect on this server: %s", why_not)
+        level = logging.WARNING if settings.shared_prefill is True else logging.INFO
+        logger.log(level, "prefixpack: shared_prefill has no effect on this server: %s", why_not)
     return why_not is None
 
 

@@ -13,7 +13,6 @@ from tests.e2e.rollout import Rollout
 
 pytestmark = pytest.mark.e2e
 
-SHARED = {"PREFIXPACK_SHARED_PREFILL": "1", "PREFIXPACK_ONE_TOKEN_STEPS": "1"}
 SAMPLES = 8
 
 
@@ -25,7 +24,7 @@ SAMPLES = 8
 def test_groups_that_arrive_at_once(launch, expected, vocabulary, chunk, arguments):
     prompts = [Request(f"group-{index}", vocabulary.tokens(700, 3, index), 6) for index in range(3)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
-    with launch(BACKEND, "--chunked-prefill-size", chunk, *arguments, environment=SHARED) as server:
+    with launch(BACKEND, "--chunked-prefill-size", chunk, *arguments) as server:
         # Where one prompt fills many chunks, 0.5.23 ends a round before it comes to the next request.
         computed = ask_until_they_wait(server, stock, more_than=-1 if chunk == "128" else SAMPLES)
     assert computed < 1.6 * 3 * 700  # some tokens beside each prompt, pages, and a last token of each request
@@ -36,7 +35,7 @@ def test_random_rollouts_in_a_small_pool(launch, expected, vocabulary):
     prompts = [Request(f"long-{length}", vocabulary.tokens(length, 14, 0), 60) for length in (640, 380, 40)]
     stock = {prompt.prompt: samples[0] for prompt, samples in zip(prompts, expected(prompts), strict=True)}
     arguments = ("--chunked-prefill-size", "128", "--schedule-conservativeness", "0.01")
-    with launch(BACKEND, *arguments, pool_tokens=1000, environment=SHARED) as server:
+    with launch(BACKEND, *arguments, pool_tokens=1000) as server:
         Rollout(server, stock, prompts).run_until_retracted(2, seconds=0.2)
         ask_until_they_wait(server, dict([*stock.items()][:1]), more_than=0)
 
