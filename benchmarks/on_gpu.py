@@ -109,7 +109,7 @@ JOBS = (
         (("NCCL_NVLS_ENABLE", "0"),),
         gpus=2,
     ),
-    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py --results {out}.json"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
     Job(
         "live_abtest",

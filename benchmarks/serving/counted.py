@@ -39,6 +39,7 @@ def instructions(step: Step) -> list[tuple[CodeType, int]]:
         frame.f_trace_opcodes = True
         return note
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it when the next line runs
     sys.settrace(note)
     try:
         step()
@@ -100,5 +101,5 @@ def held_bytes() -> dict[str, int]:
     free, total = torch.cuda.mem_get_info()
     known = torch.cuda.memory_stats()
     kinds = ("requested_bytes", "allocated_bytes", "reserved_bytes", "segment", "inactive_split_bytes")
-    found = {f"{kind}.{when}": known.get(f"{kind}.all.{when}", 0) for kind in kinds for when in ("current", "peak")}
+    found = {f"{kind}.{when}": known[f"{kind}.all.{when}"] for kind in kinds for when in ("current", "peak")}
     return {**found, "device": total - free}

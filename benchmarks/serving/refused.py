@@ -189,6 +189,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         steps.use("absent")
         for _ in range(WARM):
             steps.one()()
+        observed(steps)  # the first step under a tracer may compile
         before, kept, start = observed(steps), attributes(), memory_bytes()
         with in_wrap_mode(options.backend):
             loading = more_bytes(start)
