@@ -109,7 +109,7 @@ JOBS = (
         (("NCCL_NVLS_ENABLE", "0"),),
         gpus=2,
     ),
-    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py"),
+    Job("life_cycle", 8, "-m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py --results {out}.json"),
     Job("tests_of_verify", 3, f"{_PYTEST} tests/cuda/test_draft_tables.py tests/sglang_plugin/execution"),
     Job(
         "live_abtest",
@@ -119,7 +119,12 @@ JOBS = (
     ),
     Job("calibrate_32_8", 6, "-m sgl_prefix_attn calibrate --heads 32/8 --kv-dtype bf16 --minutes 4 --out {out}.json"),
     Job("calibrate_64_4", 6, "-m sgl_prefix_attn calibrate --heads 64/4 --kv-dtype bf16 --minutes 4 --out {out}.json"),
-    Job("refused", 6, "-m benchmarks.serving.refused --device cuda --backend triton --starts 2 --out {out}.json"),
+    Job(
+        "refused",
+        7,
+        "-m benchmarks.serving.refused --device cuda --backend triton --only mla deterministic --steps 1000 --starts 2 "
+        "--out {out}.json",
+    ),
 )
 
 

@@ -33,6 +33,10 @@ if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", metavar="FILE", help="JSON of GPU tests: what passed, which is left out next time")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The duration of an example depends on the load of the machine.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,17 +15,25 @@ two controls take turns, step by step:
 A step is `ForwardBatch.init_new` and `ModelRunner.forward`. On a GPU these launch and do not wait. Its time is the
 thread's CPU time, which other processes do not add to. It is measured twice: `whole`, and `around` the model, whose
 forward then returns a result from before. On a CPU the model's arithmetic is so long that no microsecond shows in
-`whole`. The calls of functions in a whole step are compared as well, before and after the package was loaded; they
-depend on no clock.
+`whole`. On a GPU two builds of the same backend may differ by microseconds, whatever the number of steps. So each arm
+has several builds, and `error` is the standard error of the mean over them.
+
+What depends on no clock is compared as well, before the package was loaded and with the refused backend:
+
+* calls: the functions that a whole step calls, in Python and in C.
+* instructions: the bytecode that it runs, one by one.
+* changed: attributes of SGLang's modules and classes that are another function or class afterwards.
 
 Memory is what a build takes: tensors (`allocated`), and on a GPU the allocator's memory (`reserved`) and the device's
 (`device`, with graphs and code). `loading` is what loading the package takes. The first build of an arm also loads
-kernels, so `refused` compares with `absent_again`.
+kernels, so `refused` compares with `absent_again`. Builds that come later find holes in the allocator's segments.
+`fresh` has no such order: what two further processes hold after the same steps, one alone, one refused from the start.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import inspect
 import itertools
@@ -36,12 +44,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.counted import attributes, calls, changed, held_bytes, instructions, memory_bytes, more_bytes
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 
 # Model and arguments. MLA's kernels on a GPU have the head sizes of DeepSeek only.
@@ -58,6 +67,7 @@ OF_DEVICE: dict[str, dict[str, Any]] = {
 KINDS = ("whole", "around")
 ARMS = ("absent", "refused", "absent_again", "spun")
 SPIN_NS = 2000
+WARM = 70  # steps; more than follow one prefill
 PROMPT = 64
 OURS = "sgl_prefix_attn"
 
@@ -66,12 +76,12 @@ class Steps:
     """Decode steps of a batch on one model runner, with SGLang's own benchmark code.
 
     Attributes:
-        arms: by name: attributes of the runner with the backends and graphs of the arm.
+        arms: by name: for each build, attributes of the runner with the backends and graphs.
     """
 
     def __init__(self, runner: Any, one_batch: Any, requests: int) -> None:
         self.runner, self._one_batch, self._requests = runner, one_batch, requests
-        self.arms: dict[str, dict[str, Any]] = {}
+        self.arms: dict[str, list[dict[str, Any]]] = {}
         self._left = 0
 
     def build(self, arm: str) -> dict[str, int]:
@@ -80,19 +90,20 @@ class Steps:
         self.runner.init_attention_backends()
         self.runner.init_cuda_graphs()
         now = vars(self.runner)
-        self.arms[arm] = {name: value for name, value in now.items() if value is not known.get(name)}
+        made = {name: value for name, value in now.items() if value is not known.get(name)}
+        self.arms.setdefault(arm, []).append(made)
         return more_bytes(before)
 
-    def use(self, arm: str) -> None:
-        """Makes the backend and graphs of an arm the runner's."""
-        vars(self.runner).update(self.arms[arm])
+    def use(self, arm: str, number: int = 0) -> None:
+        """Makes the backend and graphs of an arm's build the runner's."""
+        vars(self.runner).update(self.arms[arm][number % len(self.arms[arm])])
 
     def leave_out_model(self) -> None:
         """From now on, the model returns the result of a step from before. Graphs are left out with it."""
         output = self.one()().logits_output
         vars(self.runner.model)["forward"] = lambda *arguments, **named: output
-        for arm in self.arms.values():
-            arm["decode_cuda_graph_runner"] = None
+        for build in itertools.chain(*self.arms.values()):
+            build["decode_cuda_graph_runner"] = None
 
     def one(self) -> Callable[[], Any]:
         """A decode step, ready to run."""
@@ -123,53 +134,46 @@ class Steps:
         self._named = {name: False for name in ("return_hidden_states_before_norm",) if name in known}
 
 
-def memory_bytes() -> dict[str, int]:
-    """Memory in use, see above. On a CPU: the storages of all tensors."""
+def fresh_bytes(name: str, options: argparse.Namespace, wrap: bool) -> dict[str, int]:
+    """Memory of this process after some steps, with or without the package from the start."""
+    logging.disable(logging.INFO)
     import torch
 
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        numbers = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
-        return dict(zip(("allocated", "reserved", "device"), numbers, strict=True))
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return {"allocated": sum(storages.values())}
+    with in_wrap_mode(options.backend) if wrap else contextlib.nullcontext(), torch.no_grad():
+        steps = make_steps(name, options)
+        for _ in range(WARM):
+            steps.one()()
+        if wrap:
+            check_refused(name, steps.runner.attn_backend)
+    return held_bytes()
 
 
-def more_bytes(before: dict[str, int]) -> dict[str, int]:
-    return {name: value - before[name] for name, value in memory_bytes().items()}
-
-
-def calls(step: Callable[[], Any]) -> list[str]:
-    """The functions that a step calls, in order: those in Python and those in C."""
-    seen: list[str] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            seen.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}")
-        elif event == "c_call":
-            seen.append(f"{argument.__module__}.{argument.__qualname__}")
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-def load_wrap_mode() -> None:
-    """Loads the package as SGLang does at the start of a scheduler process, in wrap mode."""
+@contextlib.contextmanager
+def in_wrap_mode(backend: str) -> Iterator[None]:
+    """Loads the package as SGLang does at the start of a scheduler process. Afterwards: whether the factory is ours."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sgl_prefix_attn.sglang_plugin import entry
 
     os.environ["PREFIXPACK_WRAP"] = "1"
+    before = ATTENTION_BACKENDS[backend]
     entry.register()
     HookRegistry.apply_hooks()
+    yield
+    if ATTENTION_BACKENDS[backend] is before:
+        raise RuntimeError(f"{backend} was never built in wrap mode")
+
+
+def check_refused(name: str, backend: Any) -> None:
+    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
+
+    if OURS in type(backend).__module__ or plugin_state.active() is not None:
+        raise RuntimeError(f"{name} is not refused: {type(backend).__name__}")
+
+
+def compared(before: list[Any], after: list[Any]) -> dict[str, Any]:
+    return {"absent": len(before), "refused": len(after), "same": before == after}
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -179,46 +183,55 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     with torch.no_grad():
-        memory = {arm: steps.build(arm) for arm in ("absent", "absent_again")}
+        taken: dict[str, list[dict[str, int]]] = {arm: [] for arm in ("absent", "absent_again", "refused")}
+        for arm in ("absent", "absent_again") * options.builds:
+            taken[arm].append(steps.build(arm))
         steps.arms["spun"] = steps.arms["absent"]
         steps.use("absent")
-        for _ in range(70):
+        for _ in range(WARM):
             steps.one()()
-        before = calls(steps.one())
-        start = memory_bytes()
-        load_wrap_mode()
-        memory["loading"] = more_bytes(start)
-        memory["refused"] = steps.build("refused")
+        observed(steps)  # the first step under a tracer may compile
+        before, kept, start = observed(steps), attributes(), memory_bytes()
+        with in_wrap_mode(options.backend):
+            loading = more_bytes(start)
+            taken["refused"] = [steps.build("refused") for _ in range(options.builds)]
         steps.one()()
-        after = calls(steps.one())
-        found = {"whole": timed(steps, options.steps)}
+        after, others = observed(steps), changed(kept)
+        whole = timed(steps, options.steps)
         steps.leave_out_model()
-        found["around"] = timed(steps, 8 * options.steps)
-    from sgl_prefix_attn.sglang_plugin.backend import plugin_state
-
-    backends = {arm: type(steps.arms[arm]["attn_backend"]).__name__ for arm in ARMS}
-    if OURS in type(steps.arms["refused"]["attn_backend"]).__module__ or plugin_state.active() is not None:
-        raise RuntimeError(f"{name} is not refused: {backends}")
+        around = timed(steps, 8 * options.steps)
+    for build in steps.arms["refused"]:
+        backend = build["attn_backend"]
+        check_refused(name, backend)
+    memory = {arm: {kind: statistics.median(one[kind] for one in of) for kind in of[0]} for arm, of in taken.items()}
     return {
-        "backend": backends["refused"],
-        "bytes": memory,
-        "calls": {"absent": len(before), "refused": len(after), "same": before == after},
-        "calls_of_ours": sum(call.startswith(OURS) for call in after),
-        **{kind: differences(times) for kind, times in found.items()},
+        "backend": type(backend).__name__,
+        "bytes": {**memory, "loading": loading},
+        "calls": compared(before[0], after[0]),
+        "calls_of_ours": sum(call.startswith(OURS) for call in after[0]),
+        "instructions": compared(before[1], after[1]),
+        "changed": others,
+        "whole": differences(whole, options.builds),
+        "around": differences(around, options.builds),
     }
 
 
-def differences(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """By arm: median time in us, the median difference from `absent` of the same turn, and that of the fast steps."""
-    fast = {arm: statistics.quantiles(values, n=20)[0] for arm, values in times.items()}
-    return {
-        arm: {
+def observed(steps: Steps) -> tuple[list[str], list[Any]]:
+    return calls(steps.one()), instructions(steps.one())
+
+
+def differences(times: dict[str, list[float]], builds: int) -> dict[str, dict[str, float]]:
+    """By arm: median time in us; the difference from `absent` of the same turns, over all builds, and its error."""
+    found = {}
+    for arm, values in times.items():
+        of_turns = [a - b for a, b in zip(values, times["absent"], strict=True)]
+        of_builds = [statistics.median(of_turns[number::builds]) for number in range(builds)]
+        found[arm] = {
             "median": statistics.median(values),
-            "difference": statistics.median(a - b for a, b in zip(values, times["absent"], strict=True)),
-            "fast_difference": fast[arm] - fast["absent"],
+            "difference": statistics.mean(of_builds),
+            "error": statistics.stdev(of_builds) / builds**0.5,
         }
-        for arm, values in times.items()
-    }
+    return found
 
 
 def timed(steps: Steps, count: int) -> dict[str, list[float]]:
@@ -230,7 +243,7 @@ def timed(steps: Steps, count: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for number in range(count):
         for arm in orders[number % len(orders)]:
-            steps.use(arm)
+            steps.use(arm, number)
             step = steps.one()
             spin = SPIN_NS if arm == "spun" else 0
             wait()  # a full queue of launches would count as time of the host
@@ -248,6 +261,7 @@ def make_steps(name: str, options: argparse.Namespace) -> Steps:
     variant, more = CONFIGURATIONS[name]
     if options.device == "cuda" and variant == "deepseek":
         variant = "deepseek_gpu"
+    import sglang.srt.managers.scheduler  # noqa: F401, by which a plug-in knows the process
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -294,23 +308,39 @@ def allow_on_cpu(backend: str) -> None:
     AttentionBackendRegistry.register(backend, lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
-def in_a_process(name: str, options: argparse.Namespace, pipe: Connection) -> None:
-    pipe.send(measure(name, options))
+def send(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    gc.freeze()  # a fork begins with a million objects, which every count would look at
+    pipe.send(function(*arguments))
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in a process of its own, or None if that failed."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=send, args=(theirs, function, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
 
 
 def print_start(name: str, found: dict[str, Any]) -> None:
     """One start of a configuration, as lines."""
-    same = "the same" if found["calls"]["same"] else "other"
-    print(f"{name}: {found['backend']}, {found['calls']['refused']} calls a step, {same} as without the package")
+    print(f"{name}: {found['backend']}, changed {found['changed'] or 'nothing'} in SGLang; in a step:")
+    for what in ("calls", "instructions"):
+        same = "the same" if found[what]["same"] else f"other than the {found[what]['absent']:,}"
+        print(f"  {found[what]['refused']:,} {what}, {same} without the package")
     for name, taken in found["bytes"].items():
         print(f"  {name:13} " + "  ".join(f"{kind} {value:,} bytes" for kind, value in taken.items()))
     for arm in ARMS:
         cells = [f"  {arm:13}"]
         for kind in KINDS:
             values = found[kind][arm]
-            cells.append(
-                f"{kind} {values['median']:8.1f} us {values['difference']:+7.2f} {values['fast_difference']:+7.2f}"
-            )
+            cells.append(f"{kind} {values['median']:8.1f} us {values['difference']:+7.2f} +- {values['error']:.2f}")
         print("  ".join(cells), flush=True)
 
 
@@ -322,9 +352,12 @@ def main() -> int:
     parser.add_argument("--model", help="instead of the tiny models; needs one configuration in --only")
     parser.add_argument("--requests", type=int, default=2, help="of a batch")
     parser.add_argument("--steps", type=int, default=240, help="whole steps of each arm after one start")
+    parser.add_argument("--builds", type=int, default=7, help="of each arm; the 24 orders of turns want a prime")
     parser.add_argument("--starts", type=int, default=3, help="fresh processes; addresses differ between them")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    if not 2 <= options.builds <= options.steps:
+        parser.error("--builds must be at least 2 and at most --steps")
     os.environ["SGLANG_PLUGINS"] = "none"
     if options.device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -332,24 +365,22 @@ def main() -> int:
     from benchmarks.serving.host_cost import machine
 
     results: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine()}
-    results |= {name: getattr(options, name) for name in ("device", "requests", "steps")}
-    spawn, failed = multiprocessing.get_context("spawn"), 0
+    results |= {name: getattr(options, name) for name in ("device", "requests", "steps", "builds")}
+    results["fresh"] = {}
+    failed = 0
     for name in options.only:
-        results[name] = []
-        for _ in range(options.starts):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=in_a_process, args=(name, options, theirs))
-            process.start()
-            theirs.close()
-            try:
-                results[name].append(ours.recv())
-                print_start(name, results[name][-1])
-            except EOFError:
-                failed += 1
-                print(f"{name}: failed, see its traceback above", flush=True)
-            process.join()
-            if options.out:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+        fresh = {arm: in_a_process(fresh_bytes, name, options, arm == "refused") for arm in ("alone", "refused")}
+        results["fresh"][name] = fresh
+        print(f"{name}, fresh processes: " + "; ".join(f"{arm} {taken}" for arm, taken in fresh.items()), flush=True)
+        starts = [in_a_process(measure, name, options) for _ in range(options.starts)]
+        failed += [*starts, *fresh.values()].count(None)
+        results[name] = [found for found in starts if found is not None]
+        for found in results[name]:
+            print_start(name, found)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    if failed:
+        print(f"{failed} processes failed, see their tracebacks above")
     if options.out:
         print(f"written: {options.out}")
     return 1 if failed else 0

@@ -29,7 +29,7 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.kernel.probes --emulate": "",
     "benchmarks/serving/host_cost.py": "--requests 8 --steps 8 --changes 1",
     "-m benchmarks.serving.host_cost_pair": "--requests 16 --rounds 1",
-    "-m benchmarks.serving.refused --out": "--only mla --steps 4 --starts 1",
+    "-m benchmarks.serving.refused --out": "--only mla --steps 4 --builds 2 --starts 1",
     "benchmarks/serving/refused_cost.py": "--rounds 3",
     "-m benchmarks.serving.rollout --backends prefixpack --": "--output-tokens 16 --samples 4 --running 8 --window 2",
     "-m benchmarks.serving.rollout_start": "--groups 2 --samples 2 --prompt-tokens 64 --times 1",

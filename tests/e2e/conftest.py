@@ -28,6 +28,9 @@ from tests.support import forked_server
 
 BACKEND = "prefixpack"
 STOCK = "torch_native"
+WRAP = {"PREFIXPACK_WRAP": "1"}
+# How a server gets our backend: by its name and variables.
+WAYS = {"name": (BACKEND, {}), "wrapped": (STOCK, WRAP)}
 CONTEXT_LENGTH = 4096
 POOL_TOKENS = 16384
 # Such steps read no KV twice, so there is nothing to pack.
@@ -137,18 +140,20 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return start
 
 
-def compared(launch: Launch, workload: Sequence[list[Request]], *extra: str, **options: Any) -> tuple[Any, ...]:
-    """Compares the tokens of a stock server and of ours: what ours packed, its state, and its log."""
-    tokens = []
-    for backend in (STOCK, BACKEND):
-        with launch(backend, *extra, **options) as server:
+def compared(
+    launch: Launch, workload: Sequence[list[Request]], *extra: str, ways: Sequence[str] = ("name",), **options: Any
+) -> list[tuple[Any, ...]]:
+    """Compares the tokens of a stock server and of ours: for each way, what it packed, its state, and its log."""
+    tokens, found = [], []
+    for way in ("stock", *ways):
+        backend, environment = WAYS.get(way, (STOCK, {}))
+        with launch(backend, *extra, environment=environment, **options) as server:
             replay(server.url, workloads.level_seeds(workload[0]))
-            ours = packing(server, "decode", "extend") if backend == BACKEND else contextlib.nullcontext()
-            with ours as done:
+            with packing(server, "decode", "extend") if way in WAYS else contextlib.nullcontext() as done:
                 tokens.append([tokens_of(replay(server.url, requests)) for requests in workload])
-            state = server.packing_state()
-    assert tokens[0] == tokens[1]
-    return done, state, server.log_text()
+            found.append((done, server.packing_state(), server.log_text()))
+        assert tokens[-1] == tokens[0], way
+    return found[1:]
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import pytest
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerError
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
-from tests.e2e.conftest import BACKEND, STOCK, Launch, packing
+from tests.e2e.conftest import STOCK, WAYS, Launch, packing
 from tests.e2e.life_cycle import LONGEST, Engine, other_weights, prompts, same_as, stock_tokens, update_from_disk
 
 pytestmark = pytest.mark.e2e
@@ -59,21 +59,25 @@ def run(
 FEW = ("--max-running-requests", "5")
 
 
-def test_some_random_sequences(launch: Launch, run: Run) -> None:
-    with launch(BACKEND, *FEW) as server, packing(server, "decode", "extend"):
-        run(server, range(10), 12)
+@pytest.mark.parametrize(("way", "seeds"), [("name", range(5)), ("wrapped", range(5, 10))], ids=WAYS)
+def test_some_random_sequences(way: str, seeds: range, launch: Launch, run: Run) -> None:
+    backend, environment = WAYS[way]
+    with launch(backend, *FEW, environment=environment) as server, packing(server, "decode", "extend"):
+        run(server, seeds, 12)
 
 
 @pytest.mark.slow
-def test_two_hundred_random_sequences(launch: Launch, run: Run, vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize(("way", "first"), [("name", 1000), ("wrapped", 1100)], ids=WAYS)
+def test_a_hundred_random_sequences(way: str, first: int, launch: Launch, run: Run, vocabulary: Vocabulary) -> None:
     """SGLang's idle check ends the scheduler if it misses KV slots or rows. The last request needs every KV slot."""
     pool = 1400  # small enough that requests are retracted and prefixes evicted between the calls
     arguments = ("--chunked-prefill-size", "128", *FEW)
-    with launch(BACKEND, *arguments, pool_tokens=pool, environment=PINS) as server:
-        run(server, range(1000, 1020), 14, pins=True)
+    backend, environment = WAYS[way]
+    with launch(backend, *arguments, pool_tokens=pool, environment=environment | PINS) as server:
+        run(server, range(first, first + 20), 14, pins=True)
         before = scheduler_bytes(server)
         with packing(server, "decode", "extend"):
-            run(server, range(1020, 1200), 14, pins=True)
+            run(server, range(first + 20, first + 100), 14, pins=True)
         release_pins(server)
         (whole_pool,) = replay(server.url, [Request("all", vocabulary.tokens(pool - 20, 23), 8)], timeout_seconds=60)
         assert whole_pool.samples[0].finish == "length", "a lock that is left keeps slots from it"

@@ -1,16 +1,19 @@
 """A rollout engine's life on a GPU whose memory is really released: graphs, KV and weights, in any order.
 
-    python -m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py
+    python -m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py --results life_cycle.json
+    python -m pytest -v -s -m gpu tests/e2e/test_life_cycle_on_gpu.py --results life_cycle.json -k wrapped
 
 Needs torch_memory_saver. Two servers, one after the other: under our name, and in wrap mode under the name that SGLang
 chooses. A failed sequence costs its server; the next sequence gets a new one. Tokens are judged by transformers in
-fp32, because in 16 bits the stock backend's depend on the batch.
+fp32, because in 16 bits the stock backend's depend on the batch. The file has each sequence that passed, and the next
+call of the same commit leaves those out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import re
@@ -19,15 +22,18 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.provenance import git_commit
+from benchmarks.serving.provenance import machine_name, package_versions
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
-from tests.e2e.conftest import packing
+from tests.e2e.conftest import Packing, packing
 from tests.e2e.life_cycle import TAGS, Engine, Judge, other_weights, prompts, update_from_disk
 from tests.e2e.reference import Reference
 
@@ -67,19 +73,32 @@ class Servers:
     """A server of one kind at a time, a new one after a failure.
 
     Attributes:
-        steps, fallbacks: of all servers so far.
-        released: by tags, how often memory was released.
-        free: bytes of the device that were free after each sequence of this server.
+        sequences: that passed, by seed.
+        done: steps of the last block.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, kind: str, results: str | None) -> None:
         self._options, self._stack = options, contextlib.ExitStack()
         self._server: Server | None = None
         self._started = 0
-        self.steps: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
-        self.released: Counter[str] = Counter()
-        self.free: list[int] = []
+        self._since = 0.0
+        self._path = None if results is None else Path(results)
+        origin = {"commit": git_commit(), "machine": machine_name(), "versions": package_versions()}
+        self._results: dict[str, Any] = {**origin, "sequences": {}}
+        if self._path is not None and self._path.exists():
+            self._results = json.loads(self._path.read_text())
+            assert {name: self._results[name] for name in origin} == origin, f"{results} has another origin"
+        self.sequences: dict[str, dict[str, Any]] = self._results["sequences"].setdefault(kind, {})
+        self.done: Packing
+
+    def note(self, seed: int, calls: str, seconds: float) -> None:
+        """A sequence that passed. The file knows its server by the time of the start."""
+        self.sequences[str(seed)] = {
+            "server": self._since, "free_bytes": free_bytes(), "seconds": round(seconds, 2),
+            "steps": dict(self.done.steps), "fallbacks": dict(self.done.fallbacks), "calls": calls,
+        }  # fmt: skip
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._results, indent=1) + "\n")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Server]:
@@ -88,18 +107,15 @@ class Servers:
             if self._started == MOST_SERVERS:
                 pytest.fail(f"not run: {MOST_SERVERS} servers failed before", pytrace=False)
             started, self._started = self._started, MOST_SERVERS  # the last one, if it does not start
-            self.free.clear()
             self._server = self._stack.enter_context(serve(self._options))
-            self._started = started + 1
+            self._started, self._since = started + 1, time.time()
         try:
-            with packing(self._server) as done:
+            with packing(self._server) as self.done:
                 yield self._server
         except BaseException as error:
             error.add_note(log_tail(self._server.log))
             self.close()
             raise
-        self.steps.update(done.steps)
-        self.fallbacks.update(done.fallbacks)
 
     def close(self) -> None:
         self._server = None
@@ -139,7 +155,9 @@ def servers(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterat
             extra=(*ARGUMENTS, *SIZES, "--cuda-graph-max-bs-decode", "64"),
             environment=environment() | variables,
             start_seconds=180.0,
-        )
+        ),
+        request.param,
+        request.config.getoption("results"),
     )
     yield made
     made.close()
@@ -173,6 +191,8 @@ def free_bytes() -> int:
 
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 def test_random_sequence_with_released_memory(servers, models, judges, seed):
+    if str(seed) in servers.sequences:
+        pytest.skip("passed before, by the file of results")
     start = time.monotonic()
     with ThreadPoolExecutor(64) as pool, servers.running() as server:
         engine = Engine(server, REQUESTS, models, judges, pool, random.Random(seed), releases=RELEASES)
@@ -182,18 +202,26 @@ def test_random_sequence_with_released_memory(servers, models, judges, seed):
         except BaseException as error:
             error.add_note(f"seed {seed}: {', '.join(engine.done)}")
             raise
-    servers.free.append(free_bytes())
-    released = [call[len("release(") : -1] for call in engine.done if call.startswith("release(")]
-    servers.released.update(released)
-    print(f"{time.monotonic() - start:.1f} s, released {', '.join(released) or 'nothing'}", end=" ", flush=True)
+    seconds, calls = time.monotonic() - start, ", ".join(engine.done)
+    servers.note(seed, calls, seconds)
+    print(f"{seconds:.1f} s, released {', '.join(releases(calls)) or 'nothing'}", end=" ", flush=True)
+
+
+def releases(calls: str) -> list[str]:
+    """The tags of each release of memory."""
+    return re.findall(r"release\((.*?)\)", calls)
 
 
 def test_what_the_sequences_were(servers: Servers) -> None:
     """After the sequences: all kinds of memory were released, decode steps ran packed, and nothing leaked."""
-    print(f"{dict(servers.released)}, steps {dict(servers.steps)}, fallbacks {dict(servers.fallbacks)}")
-    assert {tag for tags in servers.released for tag in tags.split("+")} == set(TAGS)
-    assert servers.released.total() >= SEQUENCES // 2
-    assert servers.steps["decode"] > SEQUENCES
-    assert set(servers.fallbacks) <= {"idle", "compute_bound"}
-    if len(servers.free) > WARM:
-        assert servers.free[-1] > servers.free[WARM - 1] - 64 * MIB
+    passed = list(servers.sequences.values())
+    released = Counter(tags for one in passed for tags in releases(one["calls"]))
+    steps, fallbacks = (sum((Counter(one[name]) for one in passed), Counter()) for name in ("steps", "fallbacks"))
+    print(f"{len(passed)} sequences, {dict(released)}, steps {dict(steps)}, fallbacks {dict(fallbacks)}")
+    assert {tag for tags in released for tag in tags.split("+")} == set(TAGS)
+    assert released.total() >= SEQUENCES // 2
+    assert steps["decode"] > SEQUENCES
+    assert set(fallbacks) <= {"idle", "compute_bound"}
+    for server in {one["server"] for one in passed}:
+        free = [one["free_bytes"] for one in passed if one["server"] == server]
+        assert len(free) <= WARM or free[-1] > free[WARM - 1] - 64 * MIB

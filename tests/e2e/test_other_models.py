@@ -9,7 +9,7 @@ import pytest
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Launch, compared, replay_cached
+from tests.e2e.conftest import BACKEND, WAYS, Launch, compared, replay_cached
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -35,15 +35,16 @@ def test_window_layers_with_kv_slots_of_their_own(launch: Launch, vocabulary: Vo
     tokens as the pool holds were allocated, so the workloads stay below that.
     """
     workload = [workloads.three_levels(vocabulary), workloads.samples(vocabulary)]
-    done, state, log = compared(launch, workload, "--chunked-prefill-size", "256", model=tiny_model("cohere2"))
-    assert "SWAKVPool" in log
-    assert done.kv.saved > 0.6
-    assert state["layers"] == {"packed": 2, "stock": {"hybrid_swa": 2}}
+    arguments = ("--chunked-prefill-size", "256")
+    for done, state, log in compared(launch, workload, *arguments, ways=list(WAYS), model=tiny_model("cohere2")):
+        assert "SWAKVPool" in log
+        assert done.kv.saved > 0.6
+        assert state["layers"] == {"packed": 2, "stock": {"hybrid_swa": 2}}
 
 
 @pytest.mark.versions
 @pytest.mark.skipif(VERSION >= (0, 5, 20), reason="this SGLang wants AMX and its own backend for fp8 KV on a CPU")
 def test_fp8_kv_without_scales(launch: Launch, vocabulary: Vocabulary) -> None:
     workload = [workloads.three_levels(vocabulary), workloads.ragged(vocabulary)]
-    _, state, _ = compared(launch, workload, "--kv-cache-dtype", "fp8_e4m3")
+    ((_, state, _),) = compared(launch, workload, "--kv-cache-dtype", "fp8_e4m3")
     assert state["shape"]["kv_bytes"] == 1

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.demo.server import Server, ServerOptions, log_tail, start_process, stop
 from sgl_prefix_attn.demo.workload import Vocabulary
 from sgl_prefix_attn.sglang_plugin.doctor.advice import Change, arguments_without, explained
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from tests.e2e import workloads
-from tests.e2e.conftest import POOL_TOKENS, STOCK, Launch, replay_cached, state_of, tokens_of
+from tests.e2e.conftest import POOL_TOKENS, STOCK, WRAP, Launch, replay_cached, state_of, tokens_of
 from tests.support import forked_server
 
 pytestmark = pytest.mark.e2e
 
-WRAP = {"PREFIXPACK_WRAP": "1"}
 TIMEOUT_SECONDS = 300
 
 
@@ -48,6 +50,26 @@ def hooked(server: Server) -> set[str]:
     """The names of SGLang that have a hook in the server's scheduler, by its log."""
     targets = re.findall(r"Applied \d+ hook\(s\) to (\S+)", server.log_text())
     return {".".join(target.split(".")[-2:]) for target in targets}
+
+
+def test_explain_over_two_servers_that_run_samples_of_one_prompt(wrapped, packed, vocabulary, capsys):
+    prompt = vocabulary.tokens(1024, 61)  # two blocks
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+    places = (wrapped, wrapped, packed)
+    with ThreadPoolExecutor(len(places)) as pool:
+        answers = [pool.submit(server.post, "/generate", body, 60) for server in places]
+        try:
+            while sum(len(state_of(server)["running"]["prompts"]) for server in (wrapped, packed)) < len(places):
+                assert not any(answer.done() for answer in answers)
+                time.sleep(0.05)
+            assert main(["explain", "--json", "--server", wrapped.url, "--server", packed.url]) == 0
+        finally:
+            for server in (wrapped, packed):
+                server.post("/abort_request", {"abort_all": True})
+    found = json.loads(capsys.readouterr().out)
+    assert found["engines"] == {wrapped.url: 2, packed.url: 1}
+    assert [found[name] for name in ("per_request", "kept", "together")] == [3 * 1024, 2 * 1024, 1024]
+    assert (found["groups"], found["split"], found["lost"]) == (1, 1, 0.5)
 
 
 def launch_arguments(options: ServerOptions) -> list[str]:
@@ -108,13 +130,15 @@ def test_doctor_on_a_refused_server(launch, wrapped, vocabulary, arguments, sett
 
 
 @pytest.mark.parametrize(
-    ("way", "backend"),
+    ("way", "backend", "start"),
     [
-        pytest.param("engine", None, marks=pytest.mark.slow),  # in CI: tests/pinning/test_arrangements.py
-        *((way, STOCK) for way in ("serve", "slime", "verl", "areal")),
+        # Forks start in a fraction of the time. In CI, tests/pinning/test_arrangements.py has a fresh process.
+        pytest.param("engine", None, start_process, marks=pytest.mark.slow),
+        ("engine", None, forked_server.start),
+        *((way, STOCK, forked_server.start) for way in ("serve", "slime", "verl", "areal")),
     ],
 )
-def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
+def test_other_launchers(way, backend, start, model, expected, vocabulary, tmp_path):
     requests = workloads.three_levels(vocabulary)[:6]
     (length,) = {request.max_new_tokens for request in requests}
     arguments = {
@@ -126,8 +150,6 @@ def test_other_launchers(way, backend, model, expected, vocabulary, tmp_path):
     task = tmp_path / "task.json"
     prompts = [list(request.prompt) for request in requests]
     task.write_text(json.dumps({"arguments": arguments, "prompts": prompts, "max_new_tokens": length}))
-    # Forks start in a fraction of the time. One way shows that fresh processes do as well.
-    start = start_process if way == "engine" else forked_server.start
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.e2e.launchers", way, str(task)]
     environment = {**ServerOptions("", None).full_environment(), **WRAP, **forked_server.HEALTHY}

@@ -39,7 +39,9 @@ COMMON_MODULES = (
     "torch._inductor.compile_fx",
 )
 SERVER_MODULE = "sglang.launch_server"
-MODULES = (SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements")  # programs that forks can become
+MODULES = (  # programs that forks can become
+    SERVER_MODULE, "tests.e2e.launchers", "tests.pinning.arrangements", "benchmarks.serving.refused",
+)  # fmt: skip
 # Beginnings of variables.
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
 # Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
