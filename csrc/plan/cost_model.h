@@ -79,7 +79,7 @@ class CostModel {
     for (int32_t partials = 0; partials < kTabulated; ++partials) {
       for (bool narrow : {false, true}) combine_levels_[narrow][partials] = levels_of(partials, narrow);
     }
-    whole_tile_ = tile_of(narrowest_whole_tile());
+    tiles_.push_back(tile_of(narrowest_whole_tile()));
     longest_narrow_ = longest_narrow();
   }
 
@@ -130,19 +130,22 @@ class CostModel {
     return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);
   }
 
+  // A number for each class, by which it is found again.
+  int32_t number(const TileClass& tile) const { return static_cast<int32_t>(&tile - tiles_.data()); }
+  const TileClass& numbered(int32_t number) const { return tiles_[number]; }
   // Of `queries`, at most queries_per_tile. Packs are chosen by these costs, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
   // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
   // work tiles of every KV split read it as often: splitting makes the items shorter, not the reading less.
   const TileClass& tile(int32_t queries, int32_t tokens) const {
-    return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
+    return queries == 1 && tokens > longest_narrow_ ? narrowest_whole() : tiles_[queries];
   }
   // Of `queries`, in a tile that takes a whole worker.
   const TileClass& whole_tile(int32_t queries) const {
-    return tiles_[queries].rows <= device_.narrow_rows ? whole_tile_ : tiles_[queries];
+    return tiles_[queries].rows <= device_.narrow_rows ? narrowest_whole() : tiles_[queries];
   }
-  // Seconds per KV position of the arithmetic of the narrowest tile that takes a whole worker.
-  double whole_computing() const { return whole_tile_.computing; }
+  // The narrowest that takes a whole worker.
+  const TileClass& narrowest_whole() const { return tiles_.back(); }
   // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that,
   // up to kMostPairedSpeed.
   Workers queue_workers(double computing) const {
@@ -212,7 +215,8 @@ class CostModel {
   // whole worker and reads them once. No limit for items of one work tile.
   int32_t longest_narrow() const {
     const TileClass& narrow = tiles_[1];
-    const double saved = whole_tile_.overhead - narrow.overhead, lost = narrow.first_read - whole_tile_.first_read;
+    const TileClass& whole = narrowest_whole();
+    const double saved = whole.overhead - narrow.overhead, lost = narrow.first_read - whole.first_read;
     if (narrow.rows > device_.narrow_rows || lost <= 0) return INT32_MAX;
     return static_cast<int32_t>(std::min(std::max(saved / lost, 0.0), double{INT32_MAX}));
   }
@@ -244,8 +248,7 @@ class CostModel {
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;
   std::array<std::array<CombineLevels, kTabulated>, 2> combine_levels_;  // of wide and narrow items, by partials
-  std::vector<TileClass> tiles_;
-  TileClass whole_tile_;  // the narrowest that takes a whole worker
+  std::vector<TileClass> tiles_;  // by queries; behind them the narrowest that takes a whole worker
   int32_t longest_narrow_;
 };
 

@@ -22,6 +22,7 @@ constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choi
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
 constexpr int32_t kFirstOfEven = 2;     // of kShares, in decode and verify steps: longer work tiles never won
 constexpr int32_t kHalvings = 9;        // of the range in which the longest work tile is searched
+constexpr int32_t kNarrowerTries = 4;   // for which memory is taken at once: down to a quarter of the width
 constexpr double kWorthFitting = 0.98;  // of the time with other splits
 
 }  // namespace
@@ -33,7 +34,7 @@ Tiling::Tiling(const CostModel& cost)
       partial_(cost.partial() * per_worker_) {}
 
 void Tiling::make(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling* wider) {
-  tiles_.make_room(queries.packs.size() + queries.num_partials / step);
+  make_room(queries, step);
   list(queries, step);
   if (!with_narrow) {
     widen_narrow_tiles(-1);
@@ -52,7 +53,7 @@ void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, con
     make(queries, step, false);
     return;
   }
-  tiles_.make_room(with_narrow.num_tiles_);
+  make_room(queries, step);
   std::copy(with_narrow.begin(), with_narrow.end(), tiles_.data());
   num_tiles_ = with_narrow.num_tiles_;
   tokens_ = with_narrow.tokens_;
@@ -66,8 +67,12 @@ void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, con
   choose(nullptr);
 }
 
+// As many as narrower tiles may be, which are tried next.
+void Tiling::make_room(const PackedQueries& queries, int32_t step) {
+  tiles_.make_room(queries.packs.size() + queries.num_partials / std::max(1, step / kNarrowerTries));
+}
+
 void Tiling::choose(const Tiling* wider) {
-  splittable_.clear();
   chosen_share_ = -1;
   finish_ = 0;
   if (num_tiles_ == 0) return;
@@ -124,16 +129,9 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
     const double read = first > 0 ? kind.second_read : kind.first_read;
     const double seconds = (kind.overhead + tokens * read) * per_worker + (of_query > 1 ? count * of_partial : 0.0);
     const double duration = seconds * kind.stretch;
-    *tile++ = {{query_begin, count, pack.request, pack.kv_begin, pack.kv_end, kWriteThrough, kind.rows},
-               tokens,
-               kind.stretch,
-               kind.share,
-               of_query,
-               first == 0 || pack.kv_end == kOpenEnd,
-               kind.overhead * per_worker,
-               seconds,
-               tokens * kind.computing * per_worker,
-               duration};
+    const bool open = pack.kv_end == kOpenEnd;
+    *tile++ = {seconds, duration, query_begin,         count, pack.request,      pack.kv_begin,
+               tokens,  of_query, cost_->number(kind), open,  first == 0 || open};
     tokens_read += tokens;
     total += seconds;
     if (kind.share < whole_share) {
@@ -177,9 +175,9 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
 
 void Tiling::widen_narrow_tiles(double longer_than) {
   any_widened_ = true;
-  const int32_t rows = cost_->narrowest_whole_tile(), stretch = cost_->stretch(rows), share = cost_->share(rows);
-  const double overhead = cost_->overhead(rows) * per_worker_;
-  const double reread = cost_->narrow_reread() * per_worker_, computing = cost_->whole_computing() * per_worker_;
+  const int32_t whole = cost_->number(cost_->narrowest_whole());
+  const double overhead = cost_->narrowest_whole().overhead * per_worker_;
+  const double reread = cost_->narrow_reread() * per_worker_;
   double longest_narrow = 0;
   for (size_t i = 0; i < num_tiles_; ++i) {
     Tile& tile = tiles_[i];
@@ -188,17 +186,13 @@ void Tiling::widen_narrow_tiles(double longer_than) {
       longest_narrow = std::max(longest_narrow, tile.duration);
       continue;
     }
-    tile.item.tile_rows = rows;
-    tile.stretch = stretch;
-    tile.share = share;
-    const double added = overhead - tile.overhead - tile.tokens * reread;
+    const double added = overhead - this->overhead(tile) - tile.tokens * reread;
+    tile.kind = whole;
     total_ += added;
     narrow_ -= tile.seconds;
     narrow_work_tiles_ -= cost_->kv_heads();
     whole_work_tiles_ += cost_->kv_heads();
     tile.seconds += added;
-    tile.overhead = overhead;
-    tile.computing = tile.tokens * computing;
     tile.duration = tile.seconds;
     longest_tile_ = std::max(longest_tile_, tile.duration);
   }
@@ -213,8 +207,8 @@ int32_t Tiling::split_length(const Tile& tile, int32_t splits) {
 }
 
 double Tiling::seconds_if_split(const Tile& tile, int32_t splits) const {
-  const double partial = tile.item.query_count * partial_;
-  return (tile.seconds - tile.overhead - (tile.partials > 1 ? partial : 0.0)) / splits + tile.overhead + partial;
+  const double partial = tile.query_count * partial_, overhead = this->overhead(tile);
+  return (tile.seconds - overhead - (tile.partials > 1 ? partial : 0.0)) / splits + overhead + partial;
 }
 
 // Tiles that some split concerns, in classes; the others in bins.
@@ -231,17 +225,16 @@ void Tiling::sort_out_splittable() {
   for (const Tile& tile : *this) {
     if (tile.first_of_pack || !cost_->even()) duration = tile.duration;
     const bool is_narrow = this->is_narrow(tile);
-    const double work = tile.seconds - tile.overhead;
+    const double work = tile.seconds - overhead(tile);
     if (!is_narrow) {
       all_work += work;
-      computing += tile.computing;
+      computing += tile.tokens * kind(tile).computing * per_worker_;
     }
     if (duration <= (is_narrow ? narrow : whole)) {
       (is_narrow ? narrow_bins_ : whole_).add(work, heads);
       continue;
     }
-    splittable_.push_back(static_cast<int32_t>(&tile - begin()));
-    const int32_t queries = tile.item.query_count;
+    const int32_t queries = tile.query_count;
     (is_narrow ? splittable_narrow_ : splittable_whole_)
         .add({duration, work, queries * partial_, tile.tokens, tile.partials,
               cost_->combine_row_steps(queries, is_narrow)});
