@@ -75,6 +75,10 @@ class CostModel {
         narrow_overhead_seconds_(device.narrow_overhead * shape.kv_heads / device.workers) {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
       tiles_.push_back(tile_of(smallest_tile(queries * group_)));
+      for (bool narrow : {false, true}) {
+        const int32_t rows = std::max(1, narrow ? device_.combine_rows / 8 : device_.combine_rows);
+        combine_row_steps_.push_back((queries * group_ + rows - 1) / rows);
+      }
     }
     for (int32_t partials = 0; partials < kTabulated; ++partials) {
       for (bool narrow : {false, true}) combine_levels_[narrow][partials] = levels_of(partials, narrow);
@@ -114,11 +118,8 @@ class CostModel {
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
   // How much faster a narrow item is read while few are.
   double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
-  // Rows of one KV head and `queries` queries, in steps of a combine.
-  int32_t combine_row_steps(int32_t queries, bool narrow) const {
-    const int32_t rows = std::max(1, narrow ? device_.combine_rows / 8 : device_.combine_rows);
-    return (queries * group_ + rows - 1) / rows;
-  }
+  // Rows of one KV head and `queries` queries, at most queries_per_tile, in steps of a combine.
+  int32_t combine_row_steps(int32_t queries, bool narrow) const { return combine_row_steps_[2 * queries + narrow]; }
   // Seconds of a worker to combine so many partials of so many steps' rows.
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
@@ -248,7 +249,8 @@ class CostModel {
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;
   std::array<std::array<CombineLevels, kTabulated>, 2> combine_levels_;  // of wide and narrow items, by partials
-  std::vector<TileClass> tiles_;  // by queries; behind them the narrowest that takes a whole worker
+  std::vector<TileClass> tiles_;            // by queries; behind them the narrowest that takes a whole worker
+  std::vector<int32_t> combine_row_steps_;  // by queries: of a wide item and of a narrow one
   int32_t longest_narrow_;
 };
 
