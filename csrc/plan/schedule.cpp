@@ -119,9 +119,8 @@ void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& le
       if (tiling_->tokens() > plan_.kv_tokens_per_request || !tiling_->choose_again(kWorthNarrowing)) break;
       continue;
     }
-    other_->make(queries, step, with_narrow, tiling_);
-    if (other_->finish() > kWorthNarrowing * tiling_->finish()) break;
-    if (other_->tokens() > plan_.kv_tokens_per_request) break;
+    if (!other_->make_narrower(queries, step, with_narrow, *tiling_, plan_.kv_tokens_per_request, kWorthNarrowing))
+      break;
     std::swap(tiling_, other_);
   }
 }

@@ -43,8 +43,15 @@ class Tiling {
   explicit Tiling(const CostModel& cost);
 
   // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. Without narrow items, all take a
-  // whole worker. Near the choice of a `wider` tiling, if it is given, fewer splits are tried.
-  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true, const Tiling* wider = nullptr);
+  // whole worker.
+  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true) {
+    list_tiles(queries, step, with_narrow);
+    choose(nullptr);
+  }
+  // As make(), with narrower tiles than `wider`, near whose choice splits are tried. Returns whether it is done in
+  // `worth` of that one's time and reads no more than most_tokens; if not, there may be no choice.
+  bool make_narrower(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling& wider,
+                     int64_t most_tokens, double worth);
   // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
   void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
   // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
@@ -94,6 +101,7 @@ class Tiling {
 
   void make_room(const PackedQueries& queries, int32_t step);
   void list(const PackedQueries& queries, int32_t step);
+  void list_tiles(const PackedQueries& queries, int32_t step, bool with_narrow);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
   void choose(const Tiling* wider);
@@ -101,6 +109,7 @@ class Tiling {
   bool is_narrow(const Tile& tile) const { return kind(tile).share < cost_->most_at_a_time(); }
   double overhead(const Tile& tile) const { return kind(tile).overhead * per_worker_; }
   double seconds_if_split(const Tile& tile, int32_t splits) const;
+  double streaming() const;                             // seconds of work without overheads, unless any is split
   double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
