@@ -298,7 +298,7 @@ def test_variants_of_trees(emulation: ModuleType, drafts: int, options: dict[str
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_a_warp_masks_hidden_drafts_before_its_last_loads(emulation: ModuleType, kv_dtype: torch.dtype) -> None:
-    """The last of 64 drafts is a warp's alone. With few stages its whole KV tiles go on into keys that it does not see."""
+    """The last of 64 drafts is a warp's alone. With few stages its loads end behind keys that it does not see."""
     lens, drafts = np.array([257, 340]), np.full(2, 64, dtype=np.int64)
     case = make_case(1, heads=(12, 2), head_dim=128, batch=([[], []], lens, drafts), trees=True, kv_dtype=kv_dtype)
     assert set(case.plan.items[case.plan.items[:, 6] == 8, 1]) == {1}
