@@ -4,6 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cuda/common/index_math.h"
 #include "cuda/kernel/kernel_traits.cuh"
@@ -16,6 +18,49 @@ namespace prefixpack {
 namespace {
 
 constexpr size_t kWordsPerItem = sizeof(WorkItem) / sizeof(int32_t);
+
+// Where the KV slots of items begin. Items of one request have one copy where they would take more than the range from
+// the first position to the last: the query tiles of a long prefill read nearly the same positions.
+class KvSlotLists {
+ public:
+  KvSlotLists(const Plan& plan, const int64_t* seq_lens, int32_t growth)
+      : plan_(plan), seq_lens_(seq_lens), growth_(growth), requests_(plan.num_requests) {
+    for (const WorkItem& item : plan.items) {
+      Positions& of_request = requests_[item.request];
+      of_request.begin = std::min(of_request.begin, item.kv_begin);
+      of_request.end = std::max(of_request.end, item.kv_begin + count(item));
+      of_request.of_items += count(item);
+    }
+  }
+
+  // With room for growth.
+  int64_t count(const WorkItem& item) const {
+    if (item.kv_end != kOpenEnd) return item.kv_end - item.kv_begin;
+    const int32_t last = item.query_begin + item.query_count - 1;
+    return seq_lens_[plan_.query_request[last]] - plan_.query_back[last] + growth_ - item.kv_begin;
+  }
+  int64_t place(const WorkItem& item) {
+    Positions& of_request = requests_[item.request];
+    if (of_request.of_items <= of_request.end - of_request.begin) return take(count(item));
+    if (of_request.at < 0) of_request.at = take(of_request.end - of_request.begin);
+    return of_request.at + item.kv_begin - of_request.begin;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  struct Positions {
+    int32_t begin = INT32_MAX;
+    int64_t end = 0, of_items = 0;
+    int64_t at = -1;  // of the copy for all items
+  };
+  int64_t take(int64_t slots) { return std::exchange(size_, size_ + slots); }
+
+  const Plan& plan_;
+  const int64_t* seq_lens_;
+  int32_t growth_;
+  std::vector<Positions> requests_;
+  int64_t size_ = 0;
+};
 
 }  // namespace
 
@@ -37,21 +82,18 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   const CombineLists lists = make_combine_lists(plan, fan_in, deferred);
   const bool grouped = !lists.offset.empty();
   result.combine_lists = grouped ? static_cast<int32_t>(lists.offset.size()) - 1 : header.num_combines;
+  KvSlotLists kv_slots(plan, seq_lens, growth);
   size_t place = 0;
   const auto add_item = [&](size_t index) {
     const WorkItem& item = plan.items[index];
-    const int32_t last = item.query_begin + item.query_count - 1;
-    const int64_t end =
-        item.kv_end == kOpenEnd ? seq_lens[plan.query_request[last]] - plan.query_back[last] + growth : item.kv_end;
     std::memcpy(words.data() + header.items_at + place * kWordsPerItem, &item, sizeof(WorkItem));
     int32_t* const more = words.data() + header.item_slots_at + place;
-    more[0] = static_cast<int32_t>(result.kv_slots);
+    more[0] = static_cast<int32_t>(kv_slots.place(item));
     more[num_items] = lists.list[index];
     more[2 * num_items] = lists.parent[index];
     more[3 * num_items] = lists.group_slot[index];
     ++place;
-    result.kv_slots += end - item.kv_begin;
-    if (result.kv_slots > INT32_MAX) {
+    if (kv_slots.size() > INT32_MAX) {
       throw std::overflow_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
     }
   };
@@ -63,12 +105,12 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   int64_t shortest = INT32_MAX, longest = 0, items = 0;
   for (size_t i = 0; i < num_items; ++i) {
     if (plan.items[i].tile_rows > narrow) continue;
-    const int64_t before = result.kv_slots;
     add_item(i);
-    shortest = std::min(shortest, result.kv_slots - before);
-    longest = std::max(longest, result.kv_slots - before);
+    shortest = std::min(shortest, kv_slots.count(plan.items[i]));
+    longest = std::max(longest, kv_slots.count(plan.items[i]));
     ++items;
   }
+  result.kv_slots = kv_slots.size();
   const bool alike = longest <= shortest + shortest / 4;
   const WarpLaunch launch{warp_ctas, int64_t{header.num_cta_items} * kv_heads, plan.narrow_prevails, cta_warps};
   header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, launch);

@@ -15,10 +15,11 @@ struct SerializedPlan {
   int64_t kv_slots = 0;       // entries of StepState::kv_slots
 };
 
-// seq_lens: [num_requests] lengths that the plan was made for. growth: tokens by which open-ended items may grow before
-// the plan is serialized again; room for their slots is reserved. group: query heads per KV head. warp_ctas: CTAs of
-// the warp kernel; 0: unknown, or there is none: all warps take part, and no combine is deferred. cta_warps: warps of
-// each. fan_in: see CombineLists. Throws std::overflow_error beyond 2^31 - 1 slots.
+// seq_lens: [num_requests] lengths that the plan was made for. Items of one request may share KV slots. growth: tokens
+// by which open-ended items may grow before the plan is serialized again; room for their slots is reserved. group:
+// query heads per KV head. warp_ctas: CTAs of the warp kernel; 0: unknown, or there is none: all warps take part, and
+// no combine is deferred. cta_warps: warps of each. fan_in: see CombineLists. Throws std::overflow_error beyond 2^31 -
+// 1 slots.
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
                               int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps, int32_t fan_in = kCombineFanIn);
 

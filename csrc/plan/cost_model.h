@@ -75,11 +75,15 @@ class CostModel {
         narrow_overhead_seconds_(device.narrow_overhead * shape.kv_heads / device.workers) {
     for (int32_t queries = 0; queries <= queries_per_tile(); ++queries) {
       tiles_.push_back(tile_of(smallest_tile(queries * group_)));
+      for (bool narrow : {false, true}) {
+        const int32_t rows = std::max(1, narrow ? device_.combine_rows / 8 : device_.combine_rows);
+        combine_row_steps_.push_back((queries * group_ + rows - 1) / rows);
+      }
     }
     for (int32_t partials = 0; partials < kTabulated; ++partials) {
       for (bool narrow : {false, true}) combine_levels_[narrow][partials] = levels_of(partials, narrow);
     }
-    whole_tile_ = tile_of(narrowest_whole_tile());
+    tiles_.push_back(tile_of(narrowest_whole_tile()));
     longest_narrow_ = longest_narrow();
   }
 
@@ -114,11 +118,8 @@ class CostModel {
   int32_t most_at_a_time() const { return device_.narrow_per_worker; }
   // How much faster a narrow item is read while few are.
   double narrow_speedup() const { return static_cast<double>(device_.narrow_per_worker) / device_.narrow_to_fill; }
-  // Rows of one KV head and `queries` queries, in steps of a combine.
-  int32_t combine_row_steps(int32_t queries, bool narrow) const {
-    const int32_t rows = std::max(1, narrow ? device_.combine_rows / 8 : device_.combine_rows);
-    return (queries * group_ + rows - 1) / rows;
-  }
+  // Rows of one KV head and `queries` queries, at most queries_per_tile, in steps of a combine.
+  int32_t combine_row_steps(int32_t queries, bool narrow) const { return combine_row_steps_[2 * queries + narrow]; }
   // Seconds of a worker to combine so many partials of so many steps' rows.
   double combine(int32_t rows, int32_t partials, bool narrow) const {
     const CombineLevels levels =
@@ -130,19 +131,22 @@ class CostModel {
     return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);
   }
 
+  // A number for each class, by which it is found again.
+  int32_t number(const TileClass& tile) const { return static_cast<int32_t>(&tile - tiles_.data()); }
+  const TileClass& numbered(int32_t number) const { return tiles_[number]; }
   // Of `queries`, at most queries_per_tile. Packs are chosen by these costs, which are linear in the length.
   const TileClass& tile(int32_t queries) const { return tiles_[queries]; }
   // As that, unless one query has too many KV positions for a narrow item. Counted before they are split, since the
   // work tiles of every KV split read it as often: splitting makes the items shorter, not the reading less.
   const TileClass& tile(int32_t queries, int32_t tokens) const {
-    return queries == 1 && tokens > longest_narrow_ ? whole_tile_ : tiles_[queries];
+    return queries == 1 && tokens > longest_narrow_ ? narrowest_whole() : tiles_[queries];
   }
   // Of `queries`, in a tile that takes a whole worker.
   const TileClass& whole_tile(int32_t queries) const {
-    return tiles_[queries].rows <= device_.narrow_rows ? whole_tile_ : tiles_[queries];
+    return tiles_[queries].rows <= device_.narrow_rows ? narrowest_whole() : tiles_[queries];
   }
-  // Seconds per KV position of the arithmetic of the narrowest tile that takes a whole worker.
-  double whole_computing() const { return whole_tile_.computing; }
+  // The narrowest that takes a whole worker.
+  const TileClass& narrowest_whole() const { return tiles_.back(); }
   // computing: share of the whole items' work that is arithmetic. With more of the bandwidth they are as fast as that,
   // up to kMostPairedSpeed.
   Workers queue_workers(double computing) const {
@@ -212,7 +216,8 @@ class CostModel {
   // whole worker and reads them once. No limit for items of one work tile.
   int32_t longest_narrow() const {
     const TileClass& narrow = tiles_[1];
-    const double saved = whole_tile_.overhead - narrow.overhead, lost = narrow.first_read - whole_tile_.first_read;
+    const TileClass& whole = narrowest_whole();
+    const double saved = whole.overhead - narrow.overhead, lost = narrow.first_read - whole.first_read;
     if (narrow.rows > device_.narrow_rows || lost <= 0) return INT32_MAX;
     return static_cast<int32_t>(std::min(std::max(saved / lost, 0.0), double{INT32_MAX}));
   }
@@ -244,8 +249,8 @@ class CostModel {
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;
   std::array<std::array<CombineLevels, kTabulated>, 2> combine_levels_;  // of wide and narrow items, by partials
-  std::vector<TileClass> tiles_;
-  TileClass whole_tile_;  // the narrowest that takes a whole worker
+  std::vector<TileClass> tiles_;            // by queries; behind them the narrowest that takes a whole worker
+  std::vector<int32_t> combine_row_steps_;  // by queries: of a wide item and of a narrow one
   int32_t longest_narrow_;
 };
 

@@ -39,9 +39,9 @@ class Packer {
   void emit() {
     packing_.cost = 0;
     packing_.request_order.resize(forest_->num_requests);
-    packs_.make_room(forest_->num_requests + forest_->num_nodes());
+    packing_.packs.resize(forest_->num_requests + forest_->num_nodes());
     next_request_ = packing_.request_order.data();
-    next_pack_ = packs_.data();
+    next_pack_ = packing_.packs.data();
     next_query_ = 0;
     int32_t position = 0;
     for (int32_t node = 0; node < forest_->num_nodes(); node = subtree_end(node)) {
@@ -54,7 +54,7 @@ class Packer {
     for (int32_t request = 0; request < forest_->num_requests; ++request) {
       if (forest_->tail_node[request] < 0) packing_.cost += tail_cost(request, 0);
     }
-    packing_.packs.assign(packs_.data(), next_pack_);
+    packing_.packs.resize(next_pack_ - packing_.packs.data());
   }
 
   static bool saves_more_per_row(const Choice& a, const Choice& b) {
@@ -363,7 +363,6 @@ class Packer {
   const int32_t* rank_ = nullptr;     // ranking of choices()
   int32_t choices_begin_ = 0, num_choices_ = 0;
   bool alike_ = false;  // choices() are children with the same gain and number of queries
-  ScratchBuffer<Pack> packs_;
   Pack* next_pack_ = nullptr;
   int32_t* next_request_ = nullptr;
   int32_t next_query_ = 0;

@@ -9,6 +9,8 @@ namespace prefixpack {
 namespace {
 
 constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more count as one
+constexpr int32_t kRing = 256;        // a power of two, so that places in it cost no division
+static_assert(kRing >= kMostGroups && (kRing & (kRing - 1)) == 0);
 
 // Work tiles that began together.
 struct Group {
@@ -61,9 +63,9 @@ class Kind {
     while (bin_ >= 0 && free > 0) {
       const int64_t work_tiles = std::min(free, queue_.count(bin_) - taken_);
       if (starts_ - begun_ == kMostGroups) {
-        start_[(starts_ - 1) % kMostGroups].work_tiles += work_tiles;
+        start_[(starts_ - 1) % kRing].work_tiles += work_tiles;
       } else {
-        start_[starts_++ % kMostGroups] = {now + latency_, queue_.work(bin_), work_tiles};
+        start_[starts_++ % kRing] = {now + latency_, queue_.work(bin_), work_tiles};
       }
       free -= work_tiles;
       taken_ += work_tiles;
@@ -78,7 +80,7 @@ class Kind {
   // Time of the next begin or end of streaming.
   double next(double now) const {
     double time = std::numeric_limits<double>::infinity();
-    if (begun_ < starts_) time = start_[begun_ % kMostGroups].at;
+    if (begun_ < starts_) time = start_[begun_ % kRing].at;
     if (!streaming_.empty()) time = std::min(time, now + (streaming_.next().until - served_) / speed_);
     return time;
   }
@@ -87,8 +89,8 @@ class Kind {
   }
   // Begins and ends what is due until then; returns how many work tiles are done.
   int64_t settle(double now, double until) {
-    for (; begun_ < starts_ && start_[begun_ % kMostGroups].at <= until; ++begun_) {
-      const Start& start = start_[begun_ % kMostGroups];
+    for (; begun_ < starts_ && start_[begun_ % kRing].at <= until; ++begun_) {
+      const Start& start = start_[begun_ % kRing];
       streaming_.add(served_ + start.work, start.work_tiles);
     }
     int64_t done = 0;
@@ -110,9 +112,9 @@ class Kind {
   const WorkTileBins& queue_;
   const double most_speed_, latency_;
   int32_t bin_ = WorkTileBins::kBins - 1;
-  int64_t taken_ = 0;                     // of the bin
-  std::array<Start, kMostGroups> start_;  // a ring, in order of time
-  int64_t starts_ = 0, begun_ = 0;
+  int64_t taken_ = 0;               // of the bin
+  std::array<Start, kRing> start_;  // a ring, in order of time
+  uint64_t starts_ = 0, begun_ = 0;
   Groups streaming_;
   double served_ = 0;  // work that each streaming work tile has had since the begin
   double speed_ = 1;

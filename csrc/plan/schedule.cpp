@@ -16,7 +16,7 @@ constexpr double kWorthNarrowing = 0.95;  // of the time with tiles twice as wid
 constexpr double kWorthWidening = 0.95;   // of the time with narrow items
 
 int32_t queries_of(const Tile* lead, const Tile* after) {
-  return after[-1].item.query_begin + after[-1].item.query_count - lead->item.query_begin;
+  return after[-1].query_begin + after[-1].query_count - lead->query_begin;
 }
 
 }  // namespace
@@ -119,26 +119,31 @@ void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& le
       if (tiling_->tokens() > plan_.kv_tokens_per_request || !tiling_->choose_again(kWorthNarrowing)) break;
       continue;
     }
-    other_->make(queries, step, with_narrow, tiling_);
-    if (other_->finish() > kWorthNarrowing * tiling_->finish()) break;
-    if (other_->tokens() > plan_.kv_tokens_per_request) break;
+    if (!other_->make_narrower(queries, step, with_narrow, *tiling_, plan_.kv_tokens_per_request, kWorthNarrowing))
+      break;
     std::swap(tiling_, other_);
   }
 }
 
-// Adds the partials that splitting brings.
+// Lists the packs with their splits, and adds the partials that these bring.
 void Scheduler::count_splits() {
+  queue_.make_room(tiling_->size());
+  QueuedPack* queued = queue_.data();
   num_items_ = tiling_->size();
-  for (int32_t i : tiling_->splittable()) {
-    const Tile* const lead = tiling_->begin() + i;
-    const int32_t splits = lead->first_of_pack ? tiling_->splits(*lead) : 1;
-    if (splits == 1) continue;
+  for (const Tile *lead = tiling_->begin(), *end = tiling_->end(); lead != end;) {
     const Tile* const after = tiling_->pack_end(lead);
-    const int32_t more = Tiling::num_splits(*lead, splits) - 1;
-    int32_t* const partials = partials_.data() + lead->item.query_begin;
-    for (int32_t i = 0, queries = queries_of(lead, after); i < queries; ++i) partials[i] += more;
-    num_items_ += more * (after - lead);
+    const int32_t splits = tiling_->splits(*lead);
+    *queued++ = {lead,   tiling_->split_seconds(*lead, splits), 0, kWriteThrough,
+                 splits, static_cast<int32_t>(after - lead)};
+    if (splits > 1) {
+      const int32_t more = Tiling::num_splits(*lead, splits) - 1;
+      int32_t* const partials = partials_.data() + lead->query_begin;
+      for (int32_t i = 0, queries = queries_of(lead, after); i < queries; ++i) partials[i] += more;
+      num_items_ += more * (after - lead);
+    }
+    lead = after;
   }
+  num_queued_ = queued - queue_.data();
 }
 
 // Slots of a query follow each other in combine_slot; combine_next_ says where its next one goes, or -1.
@@ -166,34 +171,29 @@ void Scheduler::place_combines() {
 
 // Slots are dealt pack by pack and, in a pack, split by split: so a query's slots ascend with its KV positions.
 void Scheduler::take_slots() {
-  queue_.make_room(tiling_->size());
-  QueuedPack* queued = queue_.data();
   int32_t *const next = combine_next_.data(), *const slots = plan_.combine_slot.data();
   int32_t num_slots = 0;
   double longest = 0, longest_open = 0;
   longest_open_tokens_ = 0;
-  for (const Tile *lead = tiling_->begin(), *end = tiling_->end(); lead != end;) {
-    const Tile* const after = tiling_->pack_end(lead);
-    const int32_t splits = tiling_->splits(*lead), begin = lead->item.query_begin;
-    const double key = tiling_->split_seconds(*lead, splits);
-    *queued = {lead, key, 0, kWriteThrough, splits, static_cast<int32_t>(after - lead)};
+  for (QueuedPack *queued = queue_.data(), *end = queued + num_queued_; queued != end; ++queued) {
+    const Tile* const lead = queued->lead;
+    const int32_t begin = lead->query_begin;
     if (next[begin] >= 0) {
       queued->slot_begin = num_slots;
-      if (splits == 1 && lead->item.query_count == 1 && after == lead + 1) {  // most tiles
+      if (queued->splits == 1 && queued->tiles == 1 && lead->query_count == 1) {  // most tiles
         slots[next[begin]++] = num_slots++;
       } else {
-        num_slots = fill_slots(begin, queries_of(lead, after), Tiling::num_splits(*lead, splits), num_slots);
+        const int32_t queries = queries_of(lead, lead + queued->tiles);
+        num_slots = fill_slots(begin, queries, Tiling::num_splits(*lead, queued->splits), num_slots);
       }
     }
-    ++queued;
-    longest = std::max(longest, key);
-    if (lead->item.kv_end == kOpenEnd && key * lead->stretch > longest_open) {
-      longest_open = key * lead->stretch;
+    longest = std::max(longest, queued->key);
+    const double duration = queued->key * tiling_->kind(*lead).stretch;
+    if (lead->open && duration > longest_open) {
+      longest_open = duration;
       longest_open_tokens_ = lead->tokens;
     }
-    lead = after;
   }
-  num_queued_ = queued - queue_.data();
   plan_.num_slots = num_slots;
   plan_.kv_tokens_packed = tiling_->tokens();
   longest_ = longest;
@@ -241,7 +241,7 @@ void Scheduler::list_items() {
   for (size_t i = 0; i < num_queued_; ++i) {
     const QueuedPack& queued = queue_[order_[i]];
     if (queued.splits == 1 && queued.tiles == 1) {
-      *next = queued.lead->item;
+      *next = tiling_->item(*queued.lead);
       next->slot_begin = queued.slot_begin;
       ++next;
     } else {
@@ -254,15 +254,15 @@ void Scheduler::list_items() {
 WorkItem* Scheduler::list_splits(const QueuedPack& queued, WorkItem* next) {
   const Tile* const lead = queued.lead;
   const int32_t length = Tiling::split_length(*lead, queued.splits);
-  const int32_t kv_begin = lead->item.kv_begin, kv_end = kv_begin + lead->tokens;
+  const int32_t kv_begin = lead->kv_begin, kv_end = kv_begin + lead->tokens;
   int32_t slot = queued.slot_begin;
   for (int32_t begin = kv_begin; begin < kv_end; begin += length) {
     for (const Tile* tile = lead; tile != lead + queued.tiles; ++tile, ++next) {
-      *next = tile->item;
+      *next = tiling_->item(*tile);
       next->kv_begin = begin;
       if (begin + length < kv_end) next->kv_end = begin + length;
       next->slot_begin = slot;
-      if (slot != kWriteThrough) slot += tile->item.query_count;
+      if (slot != kWriteThrough) slot += tile->query_count;
     }
   }
   return next;

@@ -44,14 +44,14 @@ class SplitClasses {
       last_key_ = key;
     }
     Class& like = classes_[last_class_];
-    ++like.tiles;
-    like.mean.duration += tile.duration;
-    like.mean.work += tile.work;
-    like.mean.partial += tile.partial;
-    like.mean.tokens = std::max(like.mean.tokens, tile.tokens);
-    like.mean.partials = std::max(like.mean.partials, tile.partials);
-    like.longest = std::max(like.longest, tile.duration);
+    like.duration += tile.duration;
+    like.work += tile.work;
+    like.partial += tile.partial;
     like.streaming += tile.work - (tile.partials > 1 ? tile.partial : 0.0);
+    like.longest = std::max(like.longest, tile.duration);
+    ++like.tiles;
+    like.tokens = std::max(like.tokens, tile.tokens);
+    like.partials = std::max(like.partials, tile.partials);
   }
   void finish_adding();
 
@@ -62,7 +62,7 @@ class SplitClasses {
   int64_t work_tiles(double longest, int64_t heads) const {
     int64_t count = 0;
     for (const Class& like : classes_) {
-      count += like.tiles * splits_needed(like.mean.duration, like.mean.tokens, longest);
+      count += like.tiles * splits_needed(like.duration, like.tokens, longest);
     }
     return count * heads;
   }
@@ -70,15 +70,18 @@ class SplitClasses {
   double combine() const { return combine_; }  // seconds of the longest
 
  private:
+  // Times of its tiles together until finish_adding(), then of each.
   struct Class {
-    uint64_t key;
+    double duration, work, partial;
+    double streaming;  // work that is divided among splits
+    double longest;    // duration
     int64_t tiles;
-    SplittableTile mean;  // of tokens and partials, the most
-    double longest;       // duration
-    double streaming;     // mean work that is divided among splits
-    int32_t splits;       // of each tile at the last cut; 0: there was none
+    uint64_t key;
+    int32_t tokens, partials;  // the most
+    int32_t combine_row_steps;
+    int32_t splits;  // of each tile at the last cut; 0: there was none
   };
-  static constexpr size_t kPlaces = 1024, kMostClasses = kPlaces / 2;
+  static constexpr size_t kPlaceBits = 10, kPlaces = size_t{1} << kPlaceBits, kMostClasses = kPlaces / 2;
 
   static constexpr int32_t kLikeBits = 47;  // low bits of a duration that like tiles may differ in: up to 3 %
 
@@ -88,13 +91,22 @@ class SplitClasses {
     return (bits >> kLikeBits << kLikeBits) | static_cast<uint64_t>(tile.combine_row_steps) << 1 |
            static_cast<uint64_t>(tile.partials > 1);
   }
-  size_t class_of(uint64_t key, int32_t combine_row_steps);
+  size_t class_of(uint64_t key, int32_t combine_row_steps) {
+    const int16_t found = places_[place_of(key)];
+    return found >= 0 && classes_[found].key == key ? found : other_class_of(key, combine_row_steps);
+  }
+  static size_t place_of(uint64_t key) {
+    return key * 0x9E3779B97F4A7C15 >> (64 - kPlaceBits);
+  }  // 2^64 over the golden ratio
+  // Of a key that is new, or whose place another class has taken.
+  size_t other_class_of(uint64_t key, int32_t combine_row_steps);
 
   std::vector<Class> classes_;
   uint64_t last_key_ = 0;                  // of the tile that was added last,
   size_t last_class_ = kMostClasses;       // and its class; kMostClasses: there is none
   std::array<int16_t, kPlaces> places_{};  // of the classes by hash of their keys; -1: none
   double longest_ = -1, combine_ = 0;      // of the last cut
+  double longest_tile_ = 0;                // duration of the classes'
   WorkTileBins bins_;
 };
 

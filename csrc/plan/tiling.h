@@ -15,17 +15,19 @@
 namespace prefixpack {
 
 // A row tile of a pack before its KV range is split. Times are seconds of one worker for one KV head.
+// There may be thousands, which are read several times.
 struct Tile {
-  WorkItem item;  // what it becomes if it is not split, but for its slots
+  double seconds;       // of work
+  double duration;      // from beginning to end: longer than the work where a worker does several items at a time
+  int32_t query_begin;  // as in WorkItem
+  int32_t query_count;
+  int32_t request;
+  int32_t kv_begin;
   int32_t tokens;
-  int32_t stretch;     // of its duration, see CostModel
-  int32_t share;       // of a worker, in the smallest shares that there are
   int32_t partials;    // of each query, by the packs alone
+  int32_t kind;        // number of its class
+  bool open;           // ends with its last query
   bool first_of_pack;  // the tiles behind it read the same range and are split as it is
-  double overhead;     // of taking it up
-  double seconds;      // of work
-  double computing;    // of arithmetic alone
-  double duration;     // from beginning to end: longer than the work where a worker does several items at a time
 };
 
 // Queries of a batch in packed order, with the packs that read them. Partials are those of the packs alone.
@@ -41,8 +43,15 @@ class Tiling {
   explicit Tiling(const CostModel& cost);
 
   // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. Without narrow items, all take a
-  // whole worker. Near the choice of a `wider` tiling, if it is given, fewer splits are tried.
-  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true, const Tiling* wider = nullptr);
+  // whole worker.
+  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true) {
+    list_tiles(queries, step, with_narrow);
+    choose(nullptr);
+  }
+  // As make(), with narrower tiles than `wider`, near whose choice splits are tried. Returns whether it is done in
+  // `worth` of that one's time and reads no more than most_tokens; if not, there may be no choice.
+  bool make_narrower(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling& wider,
+                     int64_t most_tokens, double worth);
   // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
   void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
   // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
@@ -60,8 +69,12 @@ class Tiling {
   int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
   double finish() const { return finish_; }  // when the last worker is done
 
-  // Tiles that some choice splits, in ascending order.
-  const std::vector<int32_t>& splittable() const { return splittable_; }
+  // What a tile becomes if it is not split, but for its slots.
+  WorkItem item(const Tile& tile) const {
+    const int32_t kv_end = tile.open ? kOpenEnd : tile.kv_begin + tile.tokens;
+    return {tile.query_begin, tile.query_count, tile.request, tile.kv_begin, kv_end, kWriteThrough, kind(tile).rows};
+  }
+  const TileClass& kind(const Tile& tile) const { return cost_->numbered(tile.kind); }
   // Past the last tile of the pack that `first` is the first tile of.
   const Tile* pack_end(const Tile* first) const {
     do ++first;
@@ -86,13 +99,17 @@ class Tiling {
     double whole, narrow;  // longest work tile of either kind
   };
 
+  void make_room(const PackedQueries& queries, int32_t step);
   void list(const PackedQueries& queries, int32_t step);
+  void list_tiles(const PackedQueries& queries, int32_t step, bool with_narrow);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
   void choose(const Tiling* wider);
   int32_t splits(const Tile& tile, double longest) const { return splits_needed(tile.duration, tile.tokens, longest); }
-  bool is_narrow(const Tile& tile) const { return tile.share < cost_->most_at_a_time(); }
+  bool is_narrow(const Tile& tile) const { return kind(tile).share < cost_->most_at_a_time(); }
+  double overhead(const Tile& tile) const { return kind(tile).overhead * per_worker_; }
   double seconds_if_split(const Tile& tile, int32_t splits) const;
+  double streaming() const;                             // seconds of work without overheads, unless any is split
   double even() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
   double share() const { return std::max(even(), 2 * longest_overhead_); }
@@ -107,8 +124,7 @@ class Tiling {
   double per_worker_, longest_overhead_, partial_;
   ScratchBuffer<Tile> tiles_;
   size_t num_tiles_ = 0;
-  bool any_widened_ = false;         // of the narrow tiles
-  std::vector<int32_t> splittable_;  // tiles that some choice splits
+  bool any_widened_ = false;  // of the narrow tiles
   SplitClasses splittable_whole_, splittable_narrow_;
   Workers workers_{};
   WorkTileBins whole_, narrow_bins_;  // of the other tiles

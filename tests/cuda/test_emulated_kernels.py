@@ -296,6 +296,15 @@ def test_variants_of_trees(emulation: ModuleType, drafts: int, options: dict[str
     check(case, emulate(emulation, case))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_warp_masks_hidden_drafts_before_its_last_loads(emulation: ModuleType, kv_dtype: torch.dtype) -> None:
+    """The last of 64 drafts is a warp's alone. With few stages its loads end behind keys that it does not see."""
+    lens, drafts = np.array([257, 340]), np.full(2, 64, dtype=np.int64)
+    case = make_case(1, heads=(12, 2), head_dim=128, batch=([[], []], lens, drafts), trees=True, kv_dtype=kv_dtype)
+    assert set(case.plan.items[case.plan.items[:, 6] == 8, 1]) == {1}
+    check(case, emulate(emulation, case))
+
+
 @pytest.mark.parametrize("rows", [64, 128])
 def test_trees_in_products_of_a_warpgroup(emulation: ModuleType, rows: int) -> None:
     case = with_tile_rows(verify_case(rows // 8, (8, 1), head_dim=128, trees=True), rows)

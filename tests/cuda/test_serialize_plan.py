@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.core.step_buffers import StepBuffers, StepLimits, serialize_plan
 from tests.cuda.cases import decode_batch, document, make_case
 
@@ -49,6 +51,20 @@ def combine_lists(words: np.ndarray, num_lists: int) -> list[list[int]]:
 def item_columns(words: np.ndarray) -> np.ndarray:
     """[4, num_items]: first KV slot, list, parent, group slot."""
     return words[words[4] : words[4] + 4 * words[0]].reshape(4, -1)
+
+
+def test_query_tiles_of_a_prefill_share_one_copy_of_its_kv_slots() -> None:
+    """Requests 1 and 2 read no position twice, and have a list for each item."""
+    lens, new = np.array([3000, 9000, 9500]), np.array([1500, 1, 1])
+    shape, paths = ModelShape(16, 2, 128), ((), *([((0, 0, 4000), (leaf, 4000, 8800)) for leaf in (1, 2)]))
+    plan = Planner(shape, DeviceModel.gpu(132, group=8)).plan(PrefixForest.from_paths(paths), lens, new)
+    words, kv_slots = serialize_plan(plan, lens, 5, shape)
+    items = words[words[3] : words[3] + 7 * words[0]].reshape(-1, 7)
+    first, tiles = item_columns(words)[0], items[:, 2] == 0
+    assert tiles.sum() > 1500 * 8 // 128
+    assert len(set(first[tiles] - items[tiles, 3])) == 1
+    ends = np.where(items[:, 4] < 0, lens[items[:, 2]] + 5, items[:, 4])
+    assert kv_slots == 3005 + (ends - items[:, 3])[~tiles].sum()
 
 
 def test_many_splits_of_an_item_form_groups() -> None:

@@ -112,7 +112,7 @@ class WarpDecode : WarpRing<TileT, Format> {
   }
 
   // KV tiles ahead of which every load is of a whole KV tile of the same work tile, nothing is looked up, and whose
-  // keys all are visible.
+  // keys all are visible. With few stages loads end as little as 49 keys before the last key, of which trees hide 64.
   PREFIXPACK_DEVICE int32_t whole_tiles() const {
     if (in_flight_ != kStages || tile_is_loading_) return 0;
     const auto whole_stages = static_cast<int32_t>(load_keys_ / TileT::kKeys * 2);

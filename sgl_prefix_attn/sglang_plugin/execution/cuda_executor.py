@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Largest decode batch where no graph says how large batches get. Larger ones run on the stock backend.
 BATCH_WITHOUT_GRAPHS = 512
+# Rows (query token, head) of a prefill chunk from which on it has work tiles enough, and its KV is hardly split.
+UNSPLIT_ROWS = 32 * 8192
 
 
 @dataclass
@@ -206,8 +208,11 @@ class CudaExecutor:
         # More requests than the largest graph has run without a graph.
         new_tokens = self._prefill_tokens if self._packs_prefill or mixed.was_measured(shape) else 0
         queries = max(tokens, rows * self.drafts) + new_tokens
-        # A shared prefix gives a new token a second partial. In a mixed step few new tokens have one.
+        # A shared prefix gives a new token a second partial. In a mixed step few new tokens have one. But a chunk of
+        # few rows makes few work tiles, which are split. The fewer heads there are, the less memory a partial takes.
         partials = 2 * new_tokens if self._packs_prefill else new_tokens // 2
+        if new_tokens * shape.q_heads < UNSPLIT_ROWS:
+            partials = max(partials, min(8 * new_tokens, UNSPLIT_ROWS // shape.q_heads))
         return StepLimits(
             queries=queries,
             items=4 * queries + 8192,
