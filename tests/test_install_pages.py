@@ -92,10 +92,11 @@ def test_the_picture_of_the_dashboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_of_ray_sees_the_variable(tmp_path: Path) -> None:
+def test_a_job_of_ray_sees_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="the ray extra is not installed")
     pytest.importorskip("ray.dashboard.modules.job.sdk", reason="ray[default] is not installed")
     (tmp_path / "train.py").write_text("import os\nprint('wrap is', os.environ['PREFIXPACK_WRAP'])\n")
+    monkeypatch.chdir(tmp_path)  # jobs start in the folder of the cluster
     context = ray.init(include_dashboard=True, num_cpus=1, dashboard_port=free_port())
     try:
         job = documented("ray job submit")
