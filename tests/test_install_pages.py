@@ -19,10 +19,9 @@ from tests.support.word_model import WordServer, prompts_file, word_model
 from tests.test_package import QUICK_COMPILER
 
 
-@pytest.mark.skipif(shutil.which("apt") is None, reason="apt is not on PATH")
+@pytest.mark.skipif(not list(Path("/var/lib/apt/lists").glob("*_Packages*")), reason="apt has no package lists")
 def test_apt_has_the_packages() -> None:
-    command = documented("apt install", more="--simulate")
-    assert "The following packages" in run(command) or "0 newly installed" in run(command)
+    assert " newly installed, " in run(documented("apt install", more="--simulate"))
 
 
 @pytest.fixture(scope="module")
