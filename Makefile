@@ -78,12 +78,11 @@ wheel: .venv-wheel/ready ## sdist, and a manylinux wheel from it in dist/cuda or
 	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel show dist/$(KIND)/*.whl
 	@ls -l dist/*.tar.gz dist/$(KIND)/*.whl
 
-wheel-trial: wheel ## the wheel in an empty environment: SGLang for CPUs, one packed attention, a short demo
-	@$(PYTHON) -m venv --clear .venv-trial
-	@.venv-trial/bin/python -m pip install --quiet --no-index --no-deps --find-links dist/$(KIND) sgl-prefix-attn
-	@cd build && ../.venv-trial/bin/python -m sgl_prefix_attn setup-cpu
-	@cd build && ../.venv-trial/bin/python ../examples/packed_attention.py --requests 64 --shared 2048 --own 128
-	@cd build && ../.venv-trial/bin/python -m sgl_prefix_attn demo --requests 20
+wheel-trial: wheel ## the trial of docs/install.md with that wheel, in an empty environment; also a short demo
+	@rm -rf build/trial
+	@$(PYTHON) benchmarks/install_trial.py dist/$(KIND) build/trial
+	@cd build/trial && trial/bin/python ../../examples/packed_attention.py --requests 64 --shared 2048 --own 128
+	@cd build/trial && trial/bin/python -m sgl_prefix_attn demo --requests 20
 
 .venv-wheel/ready:
 	@$(PYTHON) -m venv --clear .venv-wheel

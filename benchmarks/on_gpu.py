@@ -120,6 +120,11 @@ JOBS = (
     Job("calibrate_32_8", 6, "-m sgl_prefix_attn calibrate --heads 32/8 --kv-dtype bf16 --minutes 4 --out {out}.json"),
     Job("calibrate_64_4", 6, "-m sgl_prefix_attn calibrate --heads 64/4 --kv-dtype bf16 --minutes 4 --out {out}.json"),
     Job(
+        "commands_of_pages",
+        10,
+        f"{_PYTEST} tests/benchmarks/test_commands.py tests/e2e/test_documented_launches.py",
+    ),
+    Job(
         "refused",
         7,
         "-m benchmarks.serving.refused --device cuda --backend triton --only mla deterministic --steps 1000 --starts 2 "

@@ -20,7 +20,7 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 SHARED_FIXTURES = {
     "stock_server": ("tests/e2e/", re.compile(r"def \w+\([^)]*\b(stock_server|packed|expected|rollout_on)\b")),
     "emulation": ("tests/cuda/", re.compile(r"def \w+\([^)]*\bemulation\b")),
-    "forks": ("tests/", re.compile(r"\b(launch: Launch|import forked_server)")),
+    "forks": ("tests/", re.compile(r"\b(launch: Launch|import (forked_server|launch_line))")),
 }
 # Files of half a minute or more by a few tests, which would keep one worker busy at the end.
 LONG = re.compile(r"tests/(test_package|cuda/test_(triton_interpreter|emulated_capabilities)|pinning/test_schedules)")

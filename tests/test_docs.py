@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import io
@@ -11,32 +12,22 @@ import re
 import runpy
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from benchmarks import doc_tables
+from benchmarks import doc_tables, install_trial
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.offline.batch_file import BatchRequest, parse_line
 from sgl_prefix_attn.settings import OTHER_VARIABLES, PREFIX, Settings, SettingsError, load_settings
 from sgl_prefix_attn.settings import tomllib as toml  # tomli on Python 3.10
 from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.benchmarks.test_commands import FAST, GPU, LISTED, SLOW
+from tests.support.pages import PAGES, ROOT, blocks, commands_of, shell_commands
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "patches/*.md")
-    for page in sorted(ROOT.glob(pattern))
-    if page.name != "CHANGELOG.md"
-]
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:python|make|pip|sgl-prefix-attn) [^`]+)`")
-# Names of a command in a text, without its arguments.
-NAMES = ("sgl_prefix_attn patch", "sgl_prefix_attn route fit")
 # What placeholders of the pages stand for.
 PLACEHOLDERS = {
     "LAUNCH ARGUMENTS": "--model-path m",
@@ -52,47 +43,12 @@ CHEAP = (
     *("explain --tree", "explain --batch", "settings", "doctor --reasons"),
     *("patch", "route explain", "route profiles", "abtest steps benchmarks/"),
 )
-
-
-def blocks(*languages: str) -> list[Any]:
-    """(page, code) of the fenced blocks in some languages."""
-    found = [
-        pytest.param(page, textwrap.dedent(code), id=f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, at) + 1}")
-        for page in PAGES
-        for text in [page.read_text(encoding="utf-8")]
-        for at, language, code in ((match.start(), *match.group(2, 3)) for match in BLOCK.finditer(text))
-        if language in languages
-    ]
-    assert found
-    return found
-
-
-def commands_of(code: str) -> Iterator[str]:
-    """Commands of a shell block: lines that end inside quotes or with a backslash go on."""
-    command = ""
-    for line in code.splitlines():
-        command = f"{command}\n{line}" if command else line
-        with contextlib.suppress(ValueError):
-            shlex.split(command, comments=True)
-            if not command.endswith("\\"):
-                yield command.replace("\\\n", " ")
-                command = ""
-    assert not command, command
-
-
-def shell_commands() -> list[Any]:
-    """Every command of the pages, of console blocks, and in the text."""
-    found: dict[str, str] = {}
-    for case in blocks("bash", "console"):
-        page, code = case.values
-        if code.startswith("$ "):
-            code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
-        found |= dict.fromkeys(commands_of(code), page.name)
-    for page in PAGES:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        inline = (" ".join(command.split()) for command in INLINE.findall(text))
-        found |= {command: page.name for command in inline if not command.endswith(NAMES)}
-    return [pytest.param(command, id=f"{page}: {command[:60]}") for command, page in found.items() if command.strip()]
+# What no test runs, by beginnings of commands.
+NOT_RUN = {
+    "make test-slow": "would run the test that runs it",
+    "make test-versions": "an hour, with an environment for each version",
+    "pip install dist/cuda/": "`make wheel-trial` installs that wheel where nvcc is",
+}
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))
@@ -116,7 +72,34 @@ def test_commands_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
     check_variables(variables)
+    monkeypatch.chdir(tmp_path if "--plot" in words else ROOT)
     check_words([word for word in words if word != "..."], monkeypatch)
+
+
+def test_every_command_is_run() -> None:
+    """Cheap ones above, others by the test that asks for them by their beginning, by CI, or by the trial."""
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    calls = (node for text in files if "documented(" in text for node in ast.walk(ast.parse(text)))
+    begins = [
+        node.args[0].value
+        for node in calls
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "documented"
+        if isinstance(node.args[0], ast.Constant)
+    ]
+    begins += [f"python {begin}" for begin in (*FAST, *SLOW, *GPU, *LISTED)]
+    jobs = "".join((ROOT / name).read_text() for name in (".ci/run", ".github/workflows/ci.yml"))
+    begins += re.findall(r"\bmake [a-z-]+", jobs)
+    begins += [
+        line.partition("  #")[0].strip() for block in install_trial.blocks("bash") for line in commands_of(block)
+    ]
+    begins += [f"python -m sgl_prefix_attn {command}" for command in CHEAP]
+    begins += NOT_RUN
+    found = {case.values[0].partition("  #")[0].strip() for case in shell_commands()}
+    names = {command for command in found if any(other.startswith(f"{command} ") for other in found)}
+    variables = {command for command in found if re.fullmatch(r"(export )?[A-Z_]+=\S+", command)}
+    left = {command for command in found - names - variables if not command.startswith(tuple(begins))}
+    assert sorted(left) == []
+    assert [begin for begin in begins if not any(command.startswith(begin.strip()) for command in found)] == []
 
 
 def check_variables(variables: dict[str, str]) -> None:
@@ -181,7 +164,7 @@ def check_program(program: str, arguments: list[str], monkeypatch: pytest.Monkey
     """Runs a cheap command of ours; of other programs, parses the arguments."""
     if program == "sglang.launch_server":
         return parse_launch(arguments)
-    if program == "sgl_prefix_attn" and " ".join(arguments).startswith(CHEAP) and "--plot" not in arguments:
+    if program == "sgl_prefix_attn" and " ".join(arguments).startswith(CHEAP):
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(arguments) == (arguments[:2] == ["patch", "check"])  # 1: not applied
         return None

@@ -1,18 +1,21 @@
-"""Benchmarks that need no GPU: the pages' own commands run, with small sizes added. The list of GPU jobs."""
+"""The pages' own benchmark commands run, with small sizes added: on a CPU, and as they stand on a GPU. GPU jobs."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import subprocess
-import sys
+import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.on_gpu import JOBS
-from tests.test_docs import INLINE, ROOT, shell_commands
+from sgl_prefix_attn.demo.tiny_model import tiny_model
+from tests.support.pages import INLINE, ROOT, documented, run
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 FAST = {
     "benchmarks/kernel/plan_time.py --out": "--repeats 1 --steps 2",
@@ -23,7 +26,16 @@ FAST = {
     "-m benchmarks.offline.tree_time": "--prompts 200 --tokens 40",
     "-m benchmarks.kernel.partial_precision": "--cases 'pat/01*' --queries 1",
     "-m benchmarks.kernel.wide_balance": "",
+    "-m benchmarks.on_gpu": "--list",
+    "-m sgl_prefix_attn calibrate --out build/h200.json": "--out FILE",
 }
+_CALIBRATE = "--minutes 1 --out FILE"
+_ROLLOUT = (
+    "--prompt-tokens 128 --output-tokens 40 --groups 240 --samples 4 --running 8 --window 2 --context-length 1024"
+)
+_ABTEST = "--pairs 2 --record 512 --test-seconds 15 --groups 8 --samples 4 --prompt-tokens 64 --output-tokens 16 "
+_ABTEST += "--requests 8 --running 8 --context-length 1024"
+_CPU = "--device cpu --load-format auto --server-args ''"
 SLOW = {  # they import SGLang or start servers
     "-m benchmarks.kernel.borrowed_heads": "",
     "-m benchmarks.kernel.probes --emulate": "",
@@ -39,20 +51,77 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.offline.cache_saving": "--requests 32 --settings '2000/200 x2'",
     "-m benchmarks.offline.throughput --out": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
     "-m benchmarks.offline.group_scheduling_cost": "--repeats 1",
+    "-m sgl_prefix_attn demo": "--requests 20 --samples 4",
+    "-m sgl_prefix_attn calibrate --out h200.json": "--out FILE",
+    "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
+    "-m sgl_prefix_attn calibrate --heads 64/4": _CALIBRATE,
+    "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
+    "-m benchmarks.serving.random_model": "",
+    "benchmarks/kernel/static_report.py": "--archs 90a",
+    "-m benchmarks.kernel.probes --out": "--build-only",
+    # What the GPU commands below do without one.
+    "-m benchmarks.serving.live_abtest": f"{_CPU} {_ABTEST}",
+    "-m benchmarks.serving.rollout --model": f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
+    "-m benchmarks.serving --model": f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
+    "--workload rl:1 no-sharing:2 --prompt-tokens 64 --output-tokens 4",
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1 --device cpu "
+    "--backend torch_native",
 }
-ELSEWHERE = ("make test-slow", "make bench", "python -m sgl_prefix_attn demo")
-SIZES = [*FAST.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())]
+GPU = {
+    "-m benchmarks.on_gpu": "--minutes 5 --only probes --out FOLDER",
+    "-m benchmarks.serving.random_model": "",
+    "-m benchmarks.kernel.probes --out": "",
+    "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
+    "-m sgl_prefix_attn calibrate --heads 64/4": _CALIBRATE,
+    "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
+    "-m benchmarks.serving.live_abtest": _ABTEST,
+    "-m benchmarks.serving.rollout --model": _ROLLOUT,
+    "-m benchmarks.serving --model": "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16",
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1",
+    "-m benchmarks.offline.throughput --device": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
+}
+LISTED = {  # `--list` draws the same cases and needs no GPU
+    "-m benchmarks.kernel.gpu_drawn --set acceptance": "--cases 4",
+    "-m benchmarks.kernel.gpu_drawn --set dev": "--cases 4",
+    "-m benchmarks.kernel.gpu_attention --out": "--quick",
+    "-m benchmarks.kernel.gpu_attention --kv-dtype": "--quick",
+    "-m benchmarks.kernel.mixed_steps --verify 4 --cases": "--cases 4",
+    "-m benchmarks.kernel.mixed_steps --verify 4 --head-dim": "--cases 4",
+    "-m benchmarks.kernel.mixed_steps --verify 8": "--cases 4",
+    "-m benchmarks.kernel.mixed_steps --cases 120": "--cases 4",
+    "-m benchmarks.kernel.mixed_steps --cases 60": "--cases 4",
+}
+NVCC = ("benchmarks/kernel/static_report.py", "-m benchmarks.kernel.probes --out")
+ELSEWHERE = ("make test-slow", "make bench")
+_MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SIZES = [
+    *FAST.items(),
+    *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items()),
+    *((begin, f"{sizes} --list") for begin, sizes in LISTED.items()),
+    *(pytest.param(*item, marks=_MARKS, id=f"{item[0]}-on a GPU") for item in (GPU | LISTED).items()),
+]
 
 
 @pytest.mark.parametrize(("begin", "sizes"), SIZES)
 def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> None:
-    found = {case.values[0] for case in shell_commands() if case.values[0].startswith(f"python {begin}")}
-    command = max(found, key=len).replace("OTHER_CHECKOUT", ".").replace("FILE", str(tmp_path / "out.json"))
-    command = command.replace("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl")
+    if begin.startswith(NVCC) and shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH")
+    command = documented(f"python {begin}", more=sizes)
+    written, out = "FILE" in command and "-only" not in sizes and "--list" not in sizes, tmp_path / "out.json"
+    model = tiny_model("llama_gpu")
+    for old, new in (
+        ("OTHER_CHECKOUT", "."), ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
+        ("MODEL-with-weights", tmp_path / "weights"), (" MODEL", f" {model}"), ("FILE", out), ("FOLDER", tmp_path),
+        ("/models/Llama-3.1-8B-Instruct", model), ("build/live", tmp_path / "out"), ("rollout.json", out),
+        ("build/verify_4.json", "verify_4_12448545.json"), ("build/verify_8.json", "verify_8_12448545.json"),
+    ):  # fmt: skip
+        command = command.replace(old, str(new))
+    named = lambda found: str(RESULTS / found[1]) if (RESULTS / found[1]).exists() else found[1]  # noqa: E731
+    command = re.sub(r"(?<![\w/])(\w+\.json)", named, command)
+    variables = {"XDG_CACHE_HOME": str(tmp_path)} if "calibrate" in begin else {}
     for more in ("", " --resume") if "serving.rollout" in begin else ("",):
-        words = [sys.executable, *shlex.split(f"{command} {sizes}{more}")[1:]]
-        subprocess.run(words, cwd=ROOT, check=True)
-    assert "--out" not in command or json.loads((tmp_path / "out.json").read_text())
+        run(command + more, **variables)
+    assert not written or json.loads(out.read_text())
 
 
 def test_every_benchmark_without_a_gpu_is_run() -> None:

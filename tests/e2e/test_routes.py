@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,9 +26,11 @@ from sgl_prefix_attn.routing.live_plan import LivePlan
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, NOTHING_TO_PACK, Launch, packing, state_of, tokens_of
 from tests.routing.profiles import write_profile
+from tests.support.pages import documented
 
 pytestmark = pytest.mark.e2e
 
+PAGE_URL = "http://127.0.0.1:30000"
 # Steps run packed from 313 tokens of the longest request on, however many run at once: a busy machine may run the
 # requests of `diverging` one after the other. They grow from 300 to 348, those of `ragged` are of all lengths.
 COSTS = {"packed": {"launch": 1.0}, "stock": {"longest_request": 3.2}}
@@ -99,13 +102,9 @@ def test_steps_that_a_server_records_are_read_by_abtest_steps(server, expected, 
     path, requests = tmp_path / "steps.json", workloads.diverging(vocabulary)
     server.flush_cache()
     before = routed_steps(server)
-    with ThreadPoolExecutor(1) as pool:
-        words = ["abtest", "record", server.url, "--steps", "512", "--seconds", "600", "--out", str(path)]
-        done = pool.submit(main, words)
-        wait_for(server, "running")
-        while not done.done():
-            assert tokens_of(replay(server.url, requests)) == expected(requests)
-        assert done.result() == 0
+    files = {PAGE_URL: server.url, "5000": "512", "steps.json": path}
+    words = words_of(documented("python -m sgl_prefix_attn abtest record", files, "--seconds 600"))
+    while_running(server, "recording", words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
     taken = routed_steps(server) - before
     (copy,) = read_recording(path)
     assert (len(copy.us), copy.layers, copy.policy) == (512, 2, "cost")
@@ -113,13 +112,29 @@ def test_steps_that_a_server_records_are_read_by_abtest_steps(server, expected, 
     assert 0 < copy.ran.count("packed") <= taken["packed"]
     assert set(copy.features[:, 0].tolist()) <= set(range(1, 17))
     assert np.isnan(copy.us).mean() < 0.2
-    capsys.readouterr()
+    assert main(words_of(documented("python -m sgl_prefix_attn abtest steps steps.json", {"steps.json": path}))) == 0
+    assert re.findall(r"^(cost|batch>=64|stock) ", capsys.readouterr().out, re.MULTILINE) == [
+        "cost",
+        "batch>=64",
+        "stock",
+    ]
     profile = server.options.environment["PREFIXPACK_ROUTE_PROFILE"]
     words = ["abtest", "steps", str(path), "stock", f"{profile}@0", "--profile", profile, "--json"]
     assert main(words) == 0
     stock, cost = json.loads(capsys.readouterr().out)
     assert stock["moved"] == copy.ran.count("packed") - int(np.isnan(copy.us)[np.array(copy.ran) == "packed"].sum())
     assert cost["moved"] < 0.2 * cost["steps"], "the server decides steady batches at every eighth step"
+
+
+def test_a_live_test_by_the_command_of_the_page(server, expected, vocabulary, tmp_path, capsys):
+    requests, files = workloads.diverging(vocabulary), {PAGE_URL: server.url, "--out ab": f"--out {tmp_path / 'ab'}"}
+    words = words_of(documented("python -m sgl_prefix_attn abtest live", files, "--pairs 4 --block 8 --warmup 2"))
+    replay(server.url, requests[:2])
+    while_running(server, "live", words, lambda: tokens_of(replay(server.url, requests)) == expected(requests))
+    out = capsys.readouterr().out
+    assert re.findall(r"^([AB]) .* (\S+)$", out, re.MULTILINE) == [("A", "batch>=64"), ("B", "cost")]
+    assert "At least 8 pairs are needed" in out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".html", ".png"}
 
 
 @pytest.mark.parametrize("what", ["recording", "live"])
@@ -153,9 +168,9 @@ def test_two_servers_are_compared_by_the_same_requests(packed, stock_server, voc
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     urls = [packed.url, stock_server.url]
-    assert (
-        main(["abtest", "servers", *urls, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "x")]) == 0
-    )
+    files = {"http://host-a:30000": urls[0], "http://host-b:30000": urls[1], "rollouts.jsonl": path}
+    command = documented("python -m sgl_prefix_attn abtest servers", files, f"--block 2 --out {tmp_path / 'x'}")
+    assert main(words_of(command)) == 0
     verdict = json.loads((tmp_path / "x.json").read_text())["verdict"]
     assert verdict["equal_tokens"] == 1.0
     assert verdict["comparison"]["pairs"] == 9
@@ -186,6 +201,21 @@ def test_ranks_switch_at_the_same_step(launch: Launch, vocabulary: Vocabulary) -
     ranks = [{(kind, labels): steps for kind, labels, at, steps in found if at == rank} for rank in "01"]
     assert ranks[0] == ranks[1]
     assert {float(steps) for (kind, _), steps in ranks[0].items() if kind == "arm"} == {16.0}
+
+
+def words_of(command: str) -> list[str]:
+    """Arguments of our command line."""
+    return shlex.split(command)[3:]
+
+
+def while_running(server: Server, what: str, words: list[str], work: Callable[[], bool]) -> None:
+    """Runs a command of ours that records, or tests, and does work until it ends."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(main, words)
+        wait_for(server, "running", what)
+        while not done.done():
+            assert work()
+        assert done.result() == 0
 
 
 def wait_for(server: Server, status: str, what: str = "recording") -> None:

@@ -16,6 +16,7 @@ from examples import packed_attention
 from sgl_prefix_attn.settings import load_settings
 from sgl_prefix_attn.sglang_plugin.pinning import metrics as pinning_metrics
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import METRICS, PREFIX
+from tests.support.pages import documented
 from tests.test_docs import parse_launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,7 +39,8 @@ def test_launch_passes_arguments_that_sglang_and_the_package_accept(tmp_path: Pa
 
 
 def test_packed_attention_equals_pytorchs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["packed_attention.py", "--requests", "8", "--shared", "256", "--own", "32"])
+    line = documented("python examples/packed_attention.py", {"64": 8, "2048": 256, "128": 32})
+    monkeypatch.setattr(sys, "argv", line.split()[1:])
     packed_attention.main()
     assert "KV positions read: 512, request by request 2,304" in capsys.readouterr().out
 

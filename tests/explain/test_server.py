@@ -17,6 +17,7 @@ from sgl_prefix_attn.explain.batch import InputError
 from sgl_prefix_attn.explain.server import read_states
 from tests.explain.conftest import Answers
 from tests.routing.profiles import write_profile
+from tests.support.pages import documented
 
 Serve = Callable[..., str]
 Info = dict[str, Any]
@@ -103,7 +104,7 @@ def explain(*arguments: str) -> int:
 
 def test_explain_prints_counters_and_last_batch(serve: Serve, server_info: Info, capsys: Capture) -> None:
     url = serve({"/server_info": (200, server_info)})
-    assert explain(url) == 0
+    assert main(documented("python -m sgl_prefix_attn explain --server URL", {"URL": url}).split()[3:]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{url} rank 0 since its start\n  sglang ")
     assert f"last packed batch: {url} rank 0\n  batch " in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.explain.spread import RunningPrompts, spread
+from tests.support.pages import documented
 
 BLOCK = 4
 
@@ -63,13 +65,15 @@ def test_the_command(serve, server_info, capsys):
         serve({"/server_info": (200, told(server_info, *prompts))})
         for prompts in (("promptAB", "promptAB"), ("promptAB",))
     ]
-    both = [word for url in urls for word in ("--server", url)]
-    assert main(["explain", *both]) == 0
+    hosts = ("http://host-a:30000", "http://host-b:30000")
+    line = documented("python -m sgl_prefix_attn explain --server http://host-a", dict(zip(hosts, urls, strict=True)))
+    assert main(shlex.split(line)[3:]) == 0
     text = capsys.readouterr().out
     assert "3 running requests on 2 engines" in text
     assert "prompts of several requests: 1, of which 1 run on more than one engine" in text
     assert "50% of the possible saving is lost to the spread" in text
-    assert main(["explain", "--json", *both]) == 0
+    both = {"--server A": f"--server {urls[0]}", "--server B": f"--server {urls[1]}"}
+    assert main(shlex.split(documented("python -m sgl_prefix_attn explain --server A", both, "--json"))[3:]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == 0.5
 
 

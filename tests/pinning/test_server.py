@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples import pins as examples_pins
-from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
-from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
+from sgl_prefix_attn.demo.server import Server, serve
+from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY
 from tests.support import forked_server
+from tests.support.pages import documented, run
+from tests.support.word_model import WordServer, prompts_file, word_model
 
 pytestmark = pytest.mark.e2e
 
@@ -24,8 +27,8 @@ PINS = "/prefixpack/pins"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ServerOptions(
-        model=str(tiny_model()),
+    options = WordServer(
+        model=str(word_model(tmp_path_factory.mktemp("model") / "words")),
         backend="torch_native",
         extra=("--context-length", "2048", "--max-total-tokens", str(POOL), "--enable-metrics"),
         environment={
@@ -93,11 +96,34 @@ def test_a_prefix_is_pinned_listed_kept_and_released(server: Server) -> None:
     assert (status, answer["schedulers"][0]["released"], pins(server)) == (200, [pin["id"]], [])
 
 
-def test_the_pins_of_the_examples(server: Server) -> None:
-    (made,) = examples_pins.ask(server.url, "POST", {"token_ids": prompt(1, 300), "label": "prompts.txt:1"})
-    generate(server, prompt(1, 300))
-    assert "prompts.txt:1: 300 of 300 cached" in examples_pins.listing(server.url)
-    examples_pins.ask(server.url, "DELETE", {"id": made["pin"]["id"]})
+def test_the_examples_of_the_pages(server: Server, tmp_path: Path) -> None:
+    prompts = prompts_file(tmp_path / "prompts.txt")
+    files = {"http://HOST:PORT": server.url, "prompts.txt": prompts}
+    pinned = documented("python examples/pins.py", files)
+    assert "prompts.txt:2: 0 of 60 cached" in run(pinned)
+    rollout = documented("python examples/rollout_client.py", files, "--max-new-tokens 4")
+    assert re.match(r"32 samples, [\d,]+ output tokens/s, \d+% of prompt tokens cached", run(rollout))
+    assert "prompts.txt:2: 60 of 60 cached" in run(pinned)
+    files = {"http://host-r:30000": server.url, "prompts.txt": prompts}
+    groups = documented("python examples/sglang_router.py", files, "--max-new-tokens 4")  # straight to an engine
+    assert [len(json.loads(line)) for line in run(groups).splitlines()] == [16, 16]
+    run(pinned.replace(" pin ", " release "))
+    assert pins(server) == []
+
+
+def test_the_curl_lines_of_the_page(server: Server) -> None:
+    place = {"localhost:30000": server.url}
+    post = documented('curl -X POST   localhost:30000/prefixpack/pins -d \'{"text"', place)
+    (made,) = json.loads(run(post))["schedulers"]
+    assert (made["pin"]["tokens"], made["pin"]["label"]) == (3, "system prompt")
+    run(documented('curl -X POST   localhost:30000/prefixpack/pins -d \'{"token_ids"', place))
+    (listed,) = json.loads(run(documented("curl           localhost:30000/prefixpack/pins", place)))["schedulers"]
+    first, second = listed["pins"]
+    assert (first, second["tokens"]) == (made["pin"], 3)
+    by_id = documented('curl -X DELETE localhost:30000/prefixpack/pins -d \'{"id"', place)
+    run(re.sub(r"\d{9,}", str(second["id"]), by_id))
+    assert pins(server) == [first]
+    run(documented('curl -X DELETE localhost:30000/prefixpack/pins -d \'{"text"', place))
     assert pins(server) == []
 
 

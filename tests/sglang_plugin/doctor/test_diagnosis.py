@@ -33,6 +33,7 @@ from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_kernel_set import gpu
+from tests.support.pages import documented
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -243,7 +244,8 @@ def test_a_model_without_an_option() -> None:
 class TestCommand:
     def test_text_and_status(self, models, capsys, monkeypatch):
         monkeypatch.delenv("PREFIXPACK_WRAP", raising=False)
-        assert main(["doctor", "--model-path", str(models["llama"]), *CPU]) == 1
+        line = documented("python -m sgl_prefix_attn doctor --model-path my-llama", {"my-llama": models["llama"]})
+        assert main(shlex.split(line)[3:]) == 1
         text = capsys.readouterr().out.replace(str(models["llama"]), "my-llama")
         page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
         (shown,) = re.findall(r"```console\n\$ [^\n]*\n(.*?)```", page, re.DOTALL)
@@ -252,15 +254,21 @@ class TestCommand:
 
     def test_json(self, models, capsys, monkeypatch):
         monkeypatch.setenv("PREFIXPACK_WRAP", "1")
-        assert main(["doctor", "--json", "--model-path", str(models["llama"]), *CPU]) == 0
+        launch = f"--model-path {models['llama']} {' '.join(CPU)}"
+        line = documented("python -m sgl_prefix_attn doctor LAUNCH", {"LAUNCH ARGUMENTS": launch}, "--json")
+        assert main(shlex.split(line)[3:]) == 0
+        short = documented(
+            "python -m sgl_prefix_attn doctor --model-path MODEL", {"--model-path MODEL": launch}, "--json"
+        )
+        assert short == line
         found = json.loads(capsys.readouterr().out)
         assert (found["version"], found["way"], found["packs"]) == (1, "wrap", True)
         assert found["steps"]["prefill"]["packed"]
 
     def test_variables_of_the_shell_and_of_a_pasted_command(self, models, capsys, monkeypatch):
         monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-        command = ["PREFIXPACK_WRAP=1", "python", "-m", "sglang.launch_server", "--model-path", str(models["llama"])]
-        assert main(["doctor", *command, *CPU]) == 1
+        line = documented("python -m sgl_prefix_attn doctor PREFIXPACK_WRAP=1", {"my-llama": models["llama"]})
+        assert main(shlex.split(line)[3:]) == 1
         text = capsys.readouterr().out
         assert "Variables: PREFIXPACK_WRAP=1" in text
         assert "1. Unset SGLANG_USE_HND_KVCACHE, " in text
