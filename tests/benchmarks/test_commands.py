@@ -22,6 +22,7 @@ FAST = {
     "benchmarks/kernel/plan_time.py --drawn": "--cases 2",
     "benchmarks/kernel/cpu_packed.py": "--trees 2 --heads 32/8 --dtypes float32 --seconds 0.01 --max-kv-gib 0.1",
     "-m benchmarks.serving.abtest_simulated": "--tests 1 --pairs 20",
+    "-m benchmarks.serving.rollout_floor": "--prompt-tokens 128 --groups 24 --running 32 --steps 20",
     "-m benchmarks.prefix.deep_paths": "--repeats 1 --limit 0.001",
     "-m benchmarks.offline.tree_time": "--prompts 200 --tokens 40",
     "-m benchmarks.kernel.partial_precision": "--cases 'pat/01*' --queries 1",
@@ -119,7 +120,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
     named = lambda found: str(RESULTS / found[1]) if (RESULTS / found[1]).exists() else found[1]  # noqa: E731
     command = re.sub(r"(?<![\w/])(\w+\.json)", named, command)
     variables = {"XDG_CACHE_HOME": str(tmp_path)} if "calibrate" in begin else {}
-    for more in ("", " --resume") if "serving.rollout" in begin else ("",):
+    for more in ("", " --resume") if "serving.rollout" in begin and "floor" not in begin else ("",):
         run(command + more, **variables)
     assert not written or json.loads(out.read_text())
 

@@ -30,7 +30,7 @@ LINES = [
     documented("PREFIXPACK_WRAP=1 python -m sglang.launch_server --model-path ..."),
     documented("PREFIXPACK_WRAP=1 python -m sglang.launch_server --use-ray"),
     documented("PREFIXPACK_WRAP=fa3,triton python -m sglang.launch_server"),
-    documented("PREFIXPACK_SHARED_PREFILL=1 PREFIXPACK_WRAP=1 python -m sglang.launch_server"),
+    documented("PREFIXPACK_SHARED_PREFILL=0 PREFIXPACK_WRAP=1 python -m sglang.launch_server"),
     documented("PREFIXPACK_CONFIG=prefixpack.toml PREFIXPACK_WORKERS=16 python -m sglang.launch_server"),
     documented("PREFIXPACK_LIVE_TESTS=1 python -m sglang.launch_server"),
     documented("PREFIXPACK_PIN_BUDGET_PERCENT=30 PREFIXPACK_RETENTION=reuse python -m sglang.launch_server"),
