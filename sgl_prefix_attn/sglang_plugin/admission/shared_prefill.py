@@ -67,6 +67,8 @@ def unsupported_server(runner: Any) -> str | None:
         return argument
     if versions.has_other_layers(runner):
         return "a model with layers of linear or sparse attention"
+    if versions.waits_for_free_slots(runner):  # the slots of those that wait would stay idle until more are free
+        return "min_free_slots_delay, which DFlash sets"
     return None
 
 

@@ -190,6 +190,25 @@ def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.Monke
     assert world.round(*requests) == ["admitted", "CONTINUE", "CONTINUE", "OTHER"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "waits"),
+    [
+        ({}, True),
+        ({"min_free_slots_delay": 1, "speculative_algorithm": "DFLASH"}, True),
+        ({"speculative_algorithm": "EAGLE"}, True),
+        ({"min_free_slots_delay": 4}, False),
+        ({"speculative_algorithm": "DFLASH"}, False),
+        ({"enable_unified_cache_external_linker": True}, False),
+        ({"radix_cache_backend": "another"}, False),
+    ],
+    ids=str,
+)
+def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefill.versions, "argument", lambda runner, name: arguments.get(name))
+    monkeypatch.setattr(shared_prefill.versions, "has_other_layers", lambda runner: False)
+    assert (shared_prefill.unsupported_server(None) is None) is waits
+
+
 def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:
     world = Admission()
     broken = world.request(PROMPT)
