@@ -12,6 +12,9 @@ from sgl_prefix_attn.routing.features import StepFeatures
 
 # Pairs (see `packs`) for each KV token that sharing saves, with one query head for each KV head.
 MOST_PAIRS_PER_SAVED_TOKEN = 600
+# KV bytes of a layer that sharing has to save. The measured steps save 20 MB or more. By simulation, steps that save
+# less than 2 MB gain no more than their plan costs, or lose: docs/design-notes/simulator.md.
+LEAST_SAVED_BYTES = 2 << 20
 # In words, to stand after "if".
 RULE = "the model has head_dim 128 and 16-bit KV, and sharing saves much beside the arithmetic of the prefill"
 
@@ -30,4 +33,6 @@ def packs(step: StepFeatures, shape: ModelShape, pairs: int) -> bool:
         pairs: of a new token and a KV token that it attends to, over all requests, for one query head.
     """
     saved = step.tokens - step.unique_tokens
-    return was_measured(shape) and 0 < shape.group * pairs <= MOST_PAIRS_PER_SAVED_TOKEN * saved
+    if not was_measured(shape) or saved * shape.kv_heads * 2 * shape.head_dim * shape.kv_bytes < LEAST_SAVED_BYTES:
+        return False
+    return 0 < shape.group * pairs <= MOST_PAIRS_PER_SAVED_TOKEN * saved

@@ -87,9 +87,17 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
             reason = fallback_reasons.HOOKS_MISSING
     except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us
         reason, error = fallback_reasons.FAILED, raised
-    plugin_state.leave()
+    _leave()
     _log_refusal(name, reason, error)
     return stock
+
+
+def _leave() -> None:
+    """Lets the hooks of this process do nothing unless a backend of ours lives here."""
+    plugin_state.leave()
+    state = plugin_state.active()
+    if state is not None and state.handover is None:
+        state.own(SharedPrefill, state.counters).active = False
 
 
 _logged: set[tuple[str, str]] = set()
@@ -138,7 +146,9 @@ def connect(
             handover.run_one_token_steps()
             wanted += hook_table.one_token_hooks(state.handover_hooks) if kind == "patch" else ()
         if shares_prefills(runner, settings, packs):
-            wanted += hook_table.shared_prefill_hooks(state.own(SharedPrefill, state.counters))
+            prefills = state.own(SharedPrefill, state.counters)
+            prefills.active = True
+            wanted += hook_table.shared_prefill_hooks(prefills)
     if is_cpu(runner) and not wraps:
         fallbacks = state.own(CpuFallbacks)
         fallbacks.has_cpu_backend = True

@@ -44,3 +44,12 @@ def test_the_arithmetic_of_a_long_private_chunk_and_unmeasured_shapes_are_left_t
     assert not mixed.packs(step, SHAPE, 2 * pairs)
     assert mixed.packs(step, SHAPE, pairs // 32)
     assert not any(mixed.packs(step, s, 0) for s in (ModelShape(32, 8, 64), ModelShape(32, 8, 128, kv_bytes=1)))
+
+
+def test_steps_that_share_little_kv_are_left_to_stock() -> None:
+    """However little they compute: two requests that share a token, and 40 with a short system prompt."""
+    tiny, short = features([[(0, 0, 1)]] * 2, [18, 18]), features([[(0, 0, 8)]] * 40, [20] * 40)
+    assert not any(mixed.packs(step, SHAPE, 1) for step in (tiny, short))
+    more = features([[(0, 0, 64)]] * 20, [100] * 20)  # 5 MB with eight KV heads
+    assert mixed.packs(more, SHAPE, 1)
+    assert not mixed.packs(more, ModelShape(8, 2, 128), 1)

@@ -23,6 +23,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table, wrapping
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
@@ -108,6 +109,7 @@ class TestWrapped:
         fixture = new_fixture()
         factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP)
         expected = (*hook_table.OTHER_HOOKS, *hook_table.handover_hooks(HandoverHooks()))
+        expected += hook_table.shared_prefill_hooks(_shared_prefill())
         assert {hook.target for hook in asked} == {hook.target for hook in expected}
 
     def test_prefill_and_decode_may_have_wrappers_of_their_own(self) -> None:
@@ -190,6 +192,12 @@ REFUSED = {
     "bidirectional": (_layers(attn_type=AttentionType.ENCODER_ONLY), reasons.NON_CAUSAL),
     "reads metadata": (_architecture("InklingForConditionalGeneration"), reasons.READS_METADATA),
 }
+
+
+def _shared_prefill() -> SharedPrefill:
+    state = plugin_state.active()
+    assert state is not None
+    return state.own(SharedPrefill, state.counters)
 
 
 class TestRefused:
@@ -282,6 +290,12 @@ class TestRefused:
         fixture = new_fixture()
         assert factory.wrap_backend(fixture.runner, "torch_native", fixture.stock, WRAP) is fixture.stock
         assert served() is None
+        prefills = _shared_prefill()
+        assert not prefills.active
+        assert prefills.around_add_one_req(lambda adder, request: "SGLang's", None, None) == "SGLang's"
+        monkeypatch.setattr(factory.hooks, "ensure_applied", lambda wanted: [])
+        factory.wrap_backend(fixture.runner, "torch_native", fixture.make_stock(), WRAP)
+        assert prefills.active
 
     def test_one_that_runs_wrapped_stays_when_another_is_refused(self, asked: list[Any]) -> None:
         fixture = new_fixture()
@@ -289,6 +303,7 @@ class TestRefused:
         fixture.runner.is_draft_worker = True
         factory.wrap_backend(fixture.runner, "torch_native", fixture.make_stock(), WRAP)
         assert served() is not None
+        assert _shared_prefill().active
         assert isinstance(wrapped, PrefixPackBackend)
 
 

@@ -51,6 +51,8 @@ _ARGUMENTS: Final[dict[str, Any]] = {
     "enable_lmcache": False,
     "enable_lora": False,
     "enable_priority_scheduling": False,
+    "enable_unified_cache_external_linker": False,
+    "radix_cache_backend": None,
 }
 
 
@@ -65,6 +67,8 @@ def unsupported_server(runner: Any) -> str | None:
         return argument
     if versions.has_other_layers(runner):
         return "a model with layers of linear or sparse attention"
+    if versions.waits_for_free_slots(runner):  # the slots of those that wait would stay idle until more are free
+        return "min_free_slots_delay, which DFlash sets"
     return None
 
 
@@ -97,11 +101,12 @@ class SharedPrefill:
         counters: totals of the process.
 
     Attributes:
+        active: whether any request waits; off where no backend of ours lives.
         failures: exceptions of ours; after the first one admission is SGLang's alone.
     """
 
     def __init__(self, counters: Counters) -> None:
-        self.failures = 0
+        self.active, self.failures = True, 0
         self._counters = counters
         self._prefills: list[_Prefill] = []
         # The first by node, namespace and the next tokens. A prefill holds its node, so no other has its id.
@@ -114,7 +119,7 @@ class SharedPrefill:
 
     def around_add_one_req(self, original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND hook on `PrefillAdder.add_one_req`."""
-        if self.failures:
+        if self.failures or not self.active:
             return original(adder, req, *args, **kwargs)
         try:
             waits = self.should_wait(adder, req)
@@ -152,7 +157,11 @@ class SharedPrefill:
             self._by_key = {key: other for key, other in self._by_key.items() if other is not prefill}
             return False
         other = prefill.request.origin_input_ids
-        common = _common_end(other, tokens, depth, min(last, len(other), depth + WORTH_WAITING)) - depth
+        looked_at = max(WORTH_WAITING, adder.page_size)
+        common_end = _common_end(other, tokens, depth, min(last, len(other), depth + looked_at))
+        common = common_end - common_end % adder.page_size - depth  # the tree has whole pages
+        if common <= 0:
+            return False
         if prefill.recomputed + common < WORTH_WAITING:
             self._beside = prefill, common
             return False
@@ -176,7 +185,7 @@ class SharedPrefill:
             prefill, tokens = self._beside
             prefill.recomputed += tokens
         depth = versions.matched_tokens(request)
-        if len(request.origin_input_ids) - depth > LEAST_COMMON:
+        if len(request.origin_input_ids) - depth > LEAST_COMMON and _is_of_tokens(request):
             self._add(_Prefill(request, request.last_node, depth, len(request.output_ids)))
 
     def _begin_round(self, adder: Any) -> None:
@@ -236,6 +245,11 @@ def _common_end(first: Sequence[int], second: Sequence[int], begin: int, end: in
 
 def _can_use(request: Any, tokens: int) -> bool:
     """Whether a request can take so many tokens of its prompt from the tree."""
-    if getattr(request, "input_embeds", None) is not None:  # its token ids are placeholders
+    if not _is_of_tokens(request):
         return False
     return not request.return_logprob or request.logprob_start_len < 0 or request.logprob_start_len >= tokens
+
+
+def _is_of_tokens(request: Any) -> bool:
+    """Whether a prompt is what its token ids say. SGLang shares no KV of the others."""
+    return all(getattr(request, name, None) is None for name in ("input_embeds", "positional_embed_overrides"))

@@ -303,6 +303,14 @@ def argument_in_use(runner: Any, off: Mapping[str, Any]) -> str | None:
     return None
 
 
+def waits_for_free_slots(runner: Any) -> bool:
+    """Whether SGLang (0.5.16 and later) admits no request until several slots are free; with DFlash by default."""
+    least = argument(runner, "min_free_slots_delay")
+    if least is None:
+        return str(argument(runner, "speculative_algorithm")).upper() in ("DFLASH", "DSPARK")
+    return bool(least > 1)
+
+
 def matched_tokens(request: Any) -> int:
     """Tokens of a waiting request that SGLang has found in its radix tree."""
     indices = getattr(request, "prefix_indices", None)  # up to 0.5.21

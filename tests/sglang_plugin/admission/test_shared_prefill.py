@@ -72,8 +72,8 @@ class Admission:
         ids["last_node"] = int("1000")  # as SGLang's native tree gives it: equal, but another object each time
         return Waiting(**{**usual, **ids, **fields})
 
-    def round(self, *requests: Any, chunked: Any = None) -> list[str]:
-        adder = SimpleNamespace(can_run_list=[chunked] if chunked else [], running_batch=self.running, page_size=1)
+    def round(self, *requests: Any, chunked: Any = None, page: int = 1) -> list[str]:
+        adder = SimpleNamespace(can_run_list=[chunked] if chunked else [], running_batch=self.running, page_size=page)
 
         def add(adder: Any, request: Any) -> AddReqResult:
             adder.can_run_list.append(request)
@@ -131,12 +131,35 @@ def test_some_tokens_are_computed_twice_before_others_wait() -> None:
         {"cache_salt": "another user"},
         {"return_logprob": True, "logprob_start_len": 0},
         {"input_embeds": [[0.0]]},
+        {"positional_embed_overrides": object()},
         {"last_node": object()},
     ],
 )
 def test_requests_that_cannot_use_the_prefix_do_not_wait(fields: dict[str, Any]) -> None:
     world = Admission()
     assert world.round(world.request(PROMPT), world.request(PROMPT, **fields)) == ["admitted", "admitted"]
+
+
+@pytest.mark.parametrize(
+    ("page", "common", "verdicts"),
+    [
+        (64, 63, ["admitted"] * 4),  # the tree will have no page of theirs
+        (64, 64, ["admitted"] + ["CONTINUE"] * 3),
+        (128, 127, ["admitted"] * 4),
+        (128, 130, ["admitted"] + ["CONTINUE"] * 3),
+        (16, 50, ["admitted"] * 2 + ["CONTINUE"] * 2),  # 48 tokens each
+    ],
+)
+def test_requests_wait_for_whole_pages(page: int, common: int, verdicts: list[str]) -> None:
+    world = Admission()
+    requests = [world.request(PROMPT[:common] + [-sample] * 300) for sample in range(1, 5)]
+    assert world.round(*requests, page=page) == verdicts
+
+
+def test_nobody_waits_for_a_prompt_that_is_not_of_tokens() -> None:
+    world = Admission()
+    first = world.request(PROMPT, positional_embed_overrides=object())
+    assert world.round(first, world.request(PROMPT)) == ["admitted"] * 2
 
 
 def test_nobody_waits_for_a_prefill_that_is_lost_or_while_nothing_runs() -> None:
@@ -165,6 +188,25 @@ def test_a_round_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.Monke
     world = Admission()
     requests = [world.request(PROMPT) for _ in range(4)]
     assert world.round(*requests) == ["admitted", "CONTINUE", "CONTINUE", "OTHER"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "waits"),
+    [
+        ({}, True),
+        ({"min_free_slots_delay": 1, "speculative_algorithm": "DFLASH"}, True),
+        ({"speculative_algorithm": "EAGLE"}, True),
+        ({"min_free_slots_delay": 4}, False),
+        ({"speculative_algorithm": "DFLASH"}, False),
+        ({"enable_unified_cache_external_linker": True}, False),
+        ({"radix_cache_backend": "another"}, False),
+    ],
+    ids=str,
+)
+def test_servers_on_which_requests_wait(arguments: dict[str, Any], waits: bool, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefill.versions, "argument", lambda runner, name: arguments.get(name))
+    monkeypatch.setattr(shared_prefill.versions, "has_other_layers", lambda runner: False)
+    assert (shared_prefill.unsupported_server(None) is None) is waits
 
 
 def test_after_an_exception_of_ours_admission_is_sglangs(caplog: pytest.LogCaptureFixture) -> None:
