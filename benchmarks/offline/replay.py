@@ -6,6 +6,7 @@ next step has been planned. What is simplified: prefills are not chunked, and re
 
 from __future__ import annotations
 
+import inspect
 import os
 from array import array
 from collections import deque
@@ -135,7 +136,8 @@ class Replay:
         self.result = Result()
         self.group_scheduler = GroupScheduler()
         self.shared_prefill = SharedPrefill(Counters())
-        self._add: Callable[..., AddReqResult] = PrefillAdder.add_one_req
+        # Without the hooks of a backend that the process has made before.
+        self._add: Callable[..., AddReqResult] = inspect.unwrap(PrefillAdder.add_one_req)
         if shared_prefill:
             self._add = partial(self.shared_prefill.around_add_one_req, self._add)
         if grouped:
