@@ -82,7 +82,7 @@ JOBS = (
         "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3' --prompt-tokens 1024 4096 "
         f"{_SERVER} --out {{out}}.json --resume",
     ),
-    Job("rollout_16k", 9, f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --out {{out}}.json"),
+    Job("rollout_16k", 9, f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --context-length 65536 --out {{out}}.json"),
     Job(
         "rollout_mixed_4k",
         6,

@@ -270,6 +270,10 @@ def run(args: argparse.Namespace) -> int:
     args.backends = args.backends or ("prefixpack,fa3,flashinfer" if args.model else "prefixpack,torch_native")
     backends = parse_backends(args.backends, "--backends")
     model, vocabulary, context = model_of(args)
+    longest = max(args.prompt_tokens)
+    if longest > context // 2:  # where prompts are cut: most would have another length
+        least = f"prompts of {longest} tokens need a context of {2 * longest} at least"
+        raise UsageError(f"{least}, not {context}; raise --context-length")
     results = opened(args)
     deadline = time.monotonic() + args.seconds
     for name, backend in backends.items():

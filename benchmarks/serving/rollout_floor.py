@@ -1,6 +1,6 @@
 """What no attention kernel can beat in a rollout: reads of each distinct KV token once a step.
 
-    python -m benchmarks.serving.rollout_floor --prompt-tokens 1024 4096 16384 --seed 274260052
+    python -m benchmarks.serving.rollout_floor --prompt-tokens 1024 4096 --seed 274260052
 
 Replays the requests of `benchmarks.serving.rollout` step by step: --running at a time, each one token a step, a slot is
 refilled at once. Means are of --steps steps from the one on in which as many samples have ended as run at a time.
@@ -46,12 +46,14 @@ def steps_of(requests: list[Request], running: int) -> Iterator[tuple[int, int, 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--output-tokens", type=int, default=700)
     parser.add_argument("--groups", type=int, default=96)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=20480, help="tokens that a request may have")
+    parser.add_argument(
+        "--longest", type=int, default=20480, help="tokens that a request may have; prompts are cut at half"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, required=True, help="of the rollout")
     parser.add_argument("--kv-bytes", type=int, default=131072, help="of a token, in all layers")

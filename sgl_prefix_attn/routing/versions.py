@@ -2,7 +2,7 @@
 
 # Raised when a change of kernels or planner changes their costs. 2: the planner's queue model. 3: combines deferred to
 # idle warps; WGMMA for head_dim 64 and 256 and for 8-bit KV. Steps that are short or have few warp tiles have become up
-# to a tenth faster since. The profiles were judged with that, on an H200 and an H100: a regret of at most 2 %.
+# to a tenth faster since. Judged with that on both GPUs, the profiles have a regret of at most 2 % of all time.
 KERNELS_VERSION = 3
 # Versions of profiles that are taken. An older one stays as long as its regret on an acceptance run of the present
 # kernels is small (tests/calibration/test_fit.py); servers say that they borrow it.

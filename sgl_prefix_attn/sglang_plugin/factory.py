@@ -82,7 +82,7 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
                 hook_verify_steps(runner, backend, state)
                 logger.info("prefixpack: %s runs wrapped: its steps are packed where requests share a prefix", name)
                 if name == trtllm_mha.NAME:
-                    logger.warning("prefixpack: %s", trtllm_mha.UNTRIED)
+                    logger.warning("prefixpack: %s", trtllm_mha.TESTED)
                 return backend
             reason = fallback_reasons.HOOKS_MISSING
     except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Shorter common prefixes are not looked for. SGLang's in-batch prefix caching has the same threshold.
 LEAST_COMMON: Final = 32
 # Tokens that may be computed twice beside one prefill before requests wait for it. Waiting costs a prefill step, which
-# the waiting requests of all prompts share. See docs/design-notes.md; no GPU has measured it.
+# the waiting requests of all prompts share. See docs/design-notes/host.md; no GPU has measured it.
 WORTH_WAITING: Final = 64
 # Tokens of requests that are passed over in one round of admission, each with so many more for itself. SGLang matches
 # each of them with its tree.

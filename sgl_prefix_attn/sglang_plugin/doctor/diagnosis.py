@@ -142,7 +142,7 @@ def examine(runner: Any, settings: Settings) -> Diagnosis:
         found = of_backend[name]
         steps[mode] = Answer(found) if isinstance(found, str) else _step(found, settings, mode, runner, decode)
         if name == trtllm_mha.NAME and steps[mode].reason is None:
-            steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.UNTRIED])))
+            steps[mode] = Answer(None, "; ".join(filter(None, [steps[mode].note, trtllm_mha.TESTED])))
     if not versions.argument(runner, "enable_mixed_chunk"):
         steps["mixed"] = Answer(advice.NO_SUCH_STEPS, "without --enable-mixed-chunk")
     if runner.spec_algorithm.is_none():

@@ -15,7 +15,7 @@ from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, kv_scales
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 NAME: Final = "trtllm_mha"
-UNTRIED: Final = "of wrapped trtllm_mha decode with 16-bit KV ran on an H200; the rest is contract-tested"
+TESTED: Final = "of wrapped trtllm_mha decode with 16-bit KV ran on an H200; the rest is contract-tested"
 # Models that write KV through members of this backend alone.
 WRITE_THROUGH_IT: Final = frozenset({"MuseSparkForConditionalGeneration", "MuseSparkTextForCausalLM"})
 

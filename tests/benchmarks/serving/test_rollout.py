@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import rollout
+from benchmarks.serving.backends import UsageError
 from benchmarks.serving.rollout import Window, WindowOver
 from benchmarks.serving.step_log import read_steps, summary
 from sgl_prefix_attn.demo.client import Answer, Sample
@@ -31,6 +32,13 @@ def test_accepted_tokens_are_a_mean_over_requests() -> None:
     line = "[2026-11-23 14:41:52.{}] Decode batch, #running-req: {}, #token: 0, token usage: 0.00{}, cpu graph: False"
     log = [line.format(*fields) for fields in (("000", 8, ""), ("010", 3, ", accept len: 3.00"), ("020", 1, ""))]
     assert summary(read_steps(log))["accepted_tokens"] == (3 * 3.0 + 1) / 4
+
+
+def test_prompts_that_the_context_would_cut_are_refused() -> None:
+    with pytest.raises(
+        UsageError, match="4097 tokens need a context of 8194 at least, not 8192; raise --context-length"
+    ):
+        rollout.run(rollout.parser().parse_args(["--prompt-tokens", "64", "4097"]))
 
 
 @pytest.mark.slow

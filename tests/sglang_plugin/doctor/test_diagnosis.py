@@ -173,7 +173,7 @@ def test_trtllm_mha_is_judged_as_at_a_start_and_its_packed_steps_are_marked(mode
     monkeypatch.setattr(versions, "backend_names", lambda runner: ("trtllm_mha", "trtllm_mha"))
     runners[0].page_size, settings = page, Settings(wrap=True, metrics=False)  # type: ignore[arg-type]
     decode = module.examine(runners[0], settings).steps["decode"]
-    assert (decode.reason, decode.note) == (reason, trtllm_mha.UNTRIED if reason is None else "")
+    assert (decode.reason, decode.note) == (reason, trtllm_mha.TESTED if reason is None else "")
 
 
 def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:

@@ -163,7 +163,7 @@ def test_a_wrapped_one_packs_and_the_log_says_that_it_was_never_run(stores, aske
     assert fixture.backend is not fixture.stock
     fixture.run()
     assert (fixture.state.counters.steps_packed["decode"], len(stores)) == (1, len(fixture.layers))
-    assert caplog.text.count(trtllm_mha.UNTRIED) == 1
+    assert caplog.text.count(trtllm_mha.TESTED) == 1
 
 
 def test_a_second_graph_of_a_size_would_take_the_metadata_of_the_first() -> None:
