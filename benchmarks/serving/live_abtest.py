@@ -105,10 +105,14 @@ def _wait_for_steps(server: Server) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         state = server.packing_state()
-        if state is not None and state["route"]["facts"] is not None and state["counters"]["steps_packed"]["decode"]:
+        counters = {} if state is None else state["counters"]
+        eligible = counters and (counters["steps_packed"]["decode"] or any(counters["routed_steps"].values()))
+        if state is not None and state["route"]["facts"] is not None and eligible:
             return
         time.sleep(0.5)
-    raise ServerError(f"no decode step ran packed within {READY_SECONDS:g} s")
+    raise ServerError(
+        f"no decode step could run packed within {READY_SECONDS:g} s; fallbacks: {counters.get('fallbacks', {})}"
+    )
 
 
 def parser() -> argparse.ArgumentParser:

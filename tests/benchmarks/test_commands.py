@@ -68,18 +68,22 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1 --device cpu "
     "--backend torch_native",
 }
+_ARGS = "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16 --dtype bfloat16 --mem-fraction-static 0.5"
+_SMALL_POOL = f"--server-args '{_ARGS} --max-total-tokens 60000'"
 GPU = {
     "-m benchmarks.on_gpu": "--minutes 5 --only probes --out FOLDER",
     "-m benchmarks.serving.random_model": "",
     "-m benchmarks.kernel.probes --out": "",
-    "-m sgl_prefix_attn calibrate --heads 40/8": _CALIBRATE,
-    "-m sgl_prefix_attn calibrate --heads 64/4": _CALIBRATE,
+    "-m sgl_prefix_attn calibrate --heads 40/8": "--minutes 1",  # --out is for one type of KV
+    "-m sgl_prefix_attn calibrate --heads 64/4": "--minutes 1",
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
-    "-m benchmarks.serving.live_abtest": _ABTEST,
-    "-m benchmarks.serving.rollout --model": _ROLLOUT,
-    "-m benchmarks.serving --model": "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16",
+    "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
+    "-m benchmarks.serving.rollout --model": f"{_ROLLOUT} {_SMALL_POOL}",
+    "-m benchmarks.serving --model": "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 "
+    + _SMALL_POOL,
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1",
-    "-m benchmarks.offline.throughput --device": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
+    "-m benchmarks.offline.throughput --device": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1 "
+    f"--server-args '{_ARGS}'",
 }
 LISTED = {  # `--list` draws the same cases and needs no GPU
     "-m benchmarks.kernel.gpu_drawn --set acceptance": "--cases 4",
@@ -114,6 +118,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
         ("OTHER_CHECKOUT", "."), ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
         ("MODEL-with-weights", tmp_path / "weights"), (" MODEL", f" {model}"), ("FILE", out), ("FOLDER", tmp_path),
         ("/models/Llama-3.1-8B-Instruct", model), ("build/live", tmp_path / "out"), ("rollout.json", out),
+        (" serving.json", f" {out}"), ("offline.json", out),
         ("build/verify_4.json", "verify_4_12448545.json"), ("build/verify_8.json", "verify_8_12448545.json"),
     ):  # fmt: skip
         command = command.replace(old, str(new))

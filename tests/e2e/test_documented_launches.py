@@ -19,7 +19,10 @@ from tests.support.pages import ROOT, documented
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.e2e, pytest.mark.gpu if GPU else pytest.mark.slow]
 SIZES = ("--max-total-tokens", "20000", "--skip-tokenizer-init", "--enable-metrics")
-OF_GPU = ("--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "16", "--disable-prefill-cuda-graph")
+OF_GPU = (
+    "--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--cuda-graph-max-bs-decode", "16",
+    "--disable-prefill-cuda-graph",
+)  # fmt: skip
 OF_CPU = ("--device", "cpu", "--dtype", "float32", "--grammar-backend", "none", "--sleep-on-idle")
 # SGLang calls it on a CPU too, in the actors of Ray.
 NO_DEVICE = "import torch\ntorch.cuda.set_device = lambda device: None\n"
