@@ -45,11 +45,7 @@ def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int 
         if rest.sum() >= terms.shape[1]:
             left_out[family] = round(_error(terms[~rest] @ fit_coefficients(terms[rest], times[rest]), times[~rest]), 4)
     return Fit(
-        us={
-            name: float(f"{value:.{_DIGITS}g}")
-            for name, value, column in zip(TERMS[kind], coefficients, terms.T, strict=True)
-            if column.any()  # decode steps have no rows behind the first
-        },
+        us={name: float(f"{value:.{_DIGITS}g}") for name, value in zip(TERMS[kind], coefficients, strict=True)},
         cases=len(cases),
         error=round(_error(terms @ coefficients, times), 4),
         error_left_out=left_out,

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from sgl_prefix_attn.calibration.fit import METHOD, fits_of
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results
-from sgl_prefix_attn.routing.profile import VERSION, MeasuredStep, Profile, VerifyFits
+from sgl_prefix_attn.routing.profile import VERSION, MeasuredStep, Profile
 
 SIMULATED = "; margins: packed times that were not measured are simulated"
 
@@ -53,7 +53,6 @@ def fit_profile(
         stock=stock,
         margins={kernel: dict(by_stock) for kernel, by_stock in found.items()},
         steps=[measured_step(case) for case in decode] if len(results.head_shapes) == 1 else [],
-        verify=_verify_fits([case for case in results.cases if case.step.rows > 1], results.sm_count),
     )
 
 
@@ -68,12 +67,3 @@ def measured_step(case: MeasuredCase) -> MeasuredStep:
     """A step as profiles keep it."""
     *values, _ = astuple(case.step)  # without rows
     return MeasuredStep(step=tuple(values), packed=dict(case.packed), stock=dict(case.stock))
-
-
-def _verify_fits(cases: list[MeasuredCase], sms: int) -> VerifyFits | None:
-    """Fits over all numbers of drafts together; None without enough cases of a packed and a stock kernel."""
-    packed, stock = fits_of("packed", cases, sms), fits_of("stock", cases, sms)
-    if not packed or not stock:
-        return None
-    rows = sorted({case.step.rows for case in cases})
-    return VerifyFits(rows=rows, packed=packed, stock=stock, margins=margins_of(cases, sms=sms))

@@ -10,7 +10,7 @@ from functools import cache
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing import policy_names
+from sgl_prefix_attn.routing import policy_names, verify
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, cost_policy, policy_of
@@ -145,14 +145,14 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
         raise ValueError(f"the profile has no cost of packed kernels {packed!r}; it has {', '.join(profile.packed)}")
 
     @cache
-    def policy_of_steps(kernel: str, shape: ModelShape, rows: int) -> CostPolicy | None:
-        return cost_policy(profile, packed, kernel, shape, rows, None if margin is None else margin / 100)
+    def policy_of_steps(kernel: str, shape: ModelShape) -> CostPolicy | None:
+        return cost_policy(profile, packed, kernel, shape, None if margin is None else margin / 100)
 
     def choose(case: MeasuredCase) -> Route:
-        kernel, rows = stock_kernel(backend, case.shape), case.step.rows
-        policy = policy_of_steps(kernel, case.shape, rows)
-        if policy is None and rows > 1:  # as a server decides it
-            return ConservativePolicy(case.shape, packed).decide(case.step).route
+        kernel = stock_kernel(backend, case.shape)
+        if case.step.rows > 1:
+            return verify.policy(packed, kernel, case.shape).decide(case.step).route
+        policy = policy_of_steps(kernel, case.shape)
         if policy is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")
         return policy.decide(case.step).route

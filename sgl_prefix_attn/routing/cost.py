@@ -1,4 +1,4 @@
-"""Cost models: the predicted time of one layer's attention in a decode or verify step, as a sum of terms.
+"""Cost models: the predicted time of one layer's attention in a decode step, as a sum of terms.
 
 Coefficients are microseconds per unit of their term, fitted by `fit` and stored in a profile. They are never negative,
 so a model never predicts less time for more work.
@@ -60,11 +60,7 @@ PACKED_TERMS: dict[str, tuple[str, Term]] = {
         "MB of KV of a single request",
         lambda s, shape, sms: _kv_megabytes(s.tokens - s.linked_tokens, shape),
     ),
-    "shared_gflop": ("Gflop over shared KV", lambda s, shape, sms: s.rows * _gigaflop(s.linked_tokens, shape)),
-    "own_gflop": (
-        "Gflop over KV of a single request by rows behind the first",
-        lambda s, shape, sms: (s.rows - 1) * _gigaflop(s.tokens - s.linked_tokens, shape),
-    ),
+    "shared_gflop": ("Gflop over shared KV", lambda s, shape, sms: _gigaflop(s.linked_tokens, shape)),
     "tails": ("thousand tails times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
     "nodes": ("thousand shared ranges times KV heads", lambda s, shape, sms: 1e-3 * s.nodes * shape.kv_heads),
     "links": (
@@ -73,7 +69,7 @@ PACKED_TERMS: dict[str, tuple[str, Term]] = {
     ),
     "row_mb": (
         "MB of fp32 rows stored or combined",
-        lambda s, shape, sms: 4e-6 * s.rows * (s.requests + s.links) * shape.q_heads * shape.head_dim,
+        lambda s, shape, sms: 4e-6 * (s.requests + s.links) * shape.q_heads * shape.head_dim,
     ),
     "longest_range": ("thousand tokens of the longest range", lambda s, shape, sms: 1e-3 * s.longest_range),
     "shares": ("a step that shares KV", lambda s, shape, sms: float(s.nodes > 0)),
@@ -86,7 +82,7 @@ STOCK_TERMS: dict[str, tuple[str, Term]] = {
         "MB of KV read again",
         lambda s, shape, sms: _kv_megabytes(s.tokens - s.unique_tokens, shape),
     ),
-    "gflop": ("Gflop", lambda s, shape, sms: s.rows * _gigaflop(s.tokens, shape)),
+    "gflop": ("Gflop", lambda s, shape, sms: _gigaflop(s.tokens, shape)),
     "requests": ("thousand requests times KV heads", lambda s, shape, sms: 1e-3 * s.requests * shape.kv_heads),
     "longest_request": ("thousand tokens of the longest request", lambda s, shape, sms: 1e-3 * s.longest_request),
     "split_2": (

@@ -84,29 +84,28 @@ class CostPolicy:
 
 
 def cost_policy(
-    profile: Profile, packed: str, stock: str, shape: ModelShape, rows: int = 1, margin: float | None = None
+    profile: Profile, packed: str, stock: str, shape: ModelShape, margin: float | None = None
 ) -> CostPolicy | None:
     """The policy of a profile for a pair of kernels; None if the profile lacks one.
 
     Args:
         packed, stock: kernels, as the profile names them.
-        rows: query rows of each request.
         margin: as a fraction, in place of the profile's; the measured steps have no influence then.
     """
-    packed_cost, stock_cost = profile.cost("packed", packed, rows), profile.cost("stock", stock, rows)
+    packed_cost, stock_cost = profile.cost("packed", packed), profile.cost("stock", stock)
     if packed_cost is None or stock_cost is None:
         return None
     if margin is not None:
         return CostPolicy(packed_cost, stock_cost, shape, margin)
     steps, predicted = [], []
-    for measured in profile.steps_of(packed, stock, shape) if rows == 1 else []:
+    for measured in profile.steps_of(packed, stock, shape):
         packed_us = packed_cost.microseconds(measured.features, shape)
         stock_us = stock_cost.microseconds(measured.features, shape)
         if packed_us > 0 and stock_us > 0:  # a profile may lack the cost of a launch
             steps.append(measured)
             predicted.append(stock_us / packed_us)
     if not steps:
-        return CostPolicy(packed_cost, stock_cost, shape, profile.margin(packed, stock, rows) / 100)
+        return CostPolicy(packed_cost, stock_cost, shape, profile.margin(packed, stock) / 100)
     neighbours = Neighbours(
         [measured.features for measured in steps],
         np.log(predicted),

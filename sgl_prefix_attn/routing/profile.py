@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -53,28 +52,6 @@ class Fit(BaseModel):
     error_left_out: dict[str, float] = {}
 
 
-class VerifyFits(BaseModel):
-    """Costs of verify steps, whose requests have several query rows.
-
-    Attributes:
-        rows: query rows of a request in the measured steps; the fits hold from the fewest to the most.
-        packed: cost by packed kernels.
-        stock: cost by stock backend, since it may verify with another kernel than it decodes with.
-        margins: as in a profile.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rows: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
-    packed: dict[str, Fit]
-    stock: dict[str, Fit]
-    margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
-
-    def holds(self, rows: int) -> bool:
-        """Whether steps with so many rows a request lie between the measured ones."""
-        return min(self.rows) <= rows <= max(self.rows)
-
-
 class MeasuredStep(BaseModel):
     """A measured decode step of one layer.
 
@@ -115,7 +92,6 @@ class Profile(BaseModel):
         margins: route margin in percent by packed and stock kernel, see `margins.py`.
         steps: measured decode steps of the one head shape, which correct predictions (`neighbours`); none in a profile
             of several head shapes.
-        verify: costs of verify steps; None: not measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -138,7 +114,6 @@ class Profile(BaseModel):
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
     steps: list[MeasuredStep] = []
-    verify: VerifyFits | None = None
 
     @field_validator("version")
     @classmethod
@@ -157,29 +132,14 @@ class Profile(BaseModel):
     def _stock_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
         return _checked("stock", fits)
 
-    @field_validator("verify")
-    @classmethod
-    def _verify_terms(cls, fits: VerifyFits | None) -> VerifyFits | None:
-        if fits is not None:
-            _checked("packed", fits.packed)
-            _checked("stock", fits.stock)
-        return fits
-
-    def _of_rows(self, rows: int) -> Profile | VerifyFits | None:
-        if rows == 1:
-            return self
-        return self.verify if self.verify is not None and self.verify.holds(rows) else None
-
-    def cost(self, kind: Kind, kernel: str, rows: int = 1) -> CostModel | None:
-        """The cost model of a kernel for steps with so many query rows a request; None if the profile has none."""
-        part = self._of_rows(rows)
-        fits: Mapping[str, Fit] = {} if part is None else part.packed if kind == "packed" else part.stock
+    def cost(self, kind: Kind, kernel: str) -> CostModel | None:
+        """The cost model of a kernel for decode steps; None if the profile has none."""
+        fits = self.packed if kind == "packed" else self.stock
         return CostModel(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
 
-    def margin(self, packed: str, stock: str, rows: int = 1) -> int:
+    def margin(self, packed: str, stock: str) -> int:
         """Route margin of a pair of kernels, in percent."""
-        part = self._of_rows(rows)
-        return DEFAULT_MARGIN if part is None else part.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
+        return self.margins.get(packed, {}).get(stock, DEFAULT_MARGIN)
 
     def steps_of(self, packed: str, stock: str, shape: ModelShape) -> list[MeasuredStep]:
         """The measured steps that have times of both kernels; none if they are of another head shape or KV type."""
@@ -249,6 +209,7 @@ def parse_profile(text: str, name: str) -> Profile:
         content = json.loads(text)
         if isinstance(content, dict):
             content = deprecations.renamed(content, deprecations.PROFILE_KEYS, f"{name}: ")
+            content = {key: value for key, value in content.items() if key not in deprecations.IGNORED_PROFILE_KEYS}
         return Profile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]

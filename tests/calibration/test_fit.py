@@ -31,7 +31,6 @@ SOURCES = [
     "gpu_attention.json:triton,fa3,flashinfer_tc,flashinfer_cc,triton_gqa,triton_mha",
     "gpu_drawn_dev1_before.json:fa3,flashinfer_tc,flashinfer_cc",
     *DEV_SEEDS,
-    *(f"verify_{drafts}_{seed}.json" for seed in (12448545, 148085178) for drafts in (4, 8)),
 ]
 SOURCES_OF_FP8_KV = ["gpu_attention_fp8.json:triton,flashinfer_tc,flashinfer_cc", *DEV_SEEDS]
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)

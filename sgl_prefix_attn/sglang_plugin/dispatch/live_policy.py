@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing import conservative
+from sgl_prefix_attn.routing import conservative, verify
 from sgl_prefix_attn.routing.cost import CostModel, Kind
 from sgl_prefix_attn.routing.measured import GPU_KERNELS, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Policy, Route, cost_policy, policy_of
@@ -76,29 +76,17 @@ class LivePolicies:
         rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
         return policy_of(name, self._cost or rule, rule)
 
-    def verify_policy(self, name: PolicyName, rows: int) -> Policy:
-        """As `policy`, for verify steps with so many drafts a request.
+    def verify_policy(self, name: PolicyName) -> Policy:
+        """As `policy`, for verify steps, where a rule stands for `cost`."""
+        kernels = self._executor.kernels
+        found = verify.policy(kernels, self.facts().stock, self.shape)
+        if name.predicts:
+            logger.info("prefixpack: a verify step runs packed only if %s", verify.rule(found, kernels))
+        return policy_of(name, found, conservative.ConservativePolicy(self.shape, kernels))
 
-        Where the profile has no costs of such steps, the conservative rule stands for `cost`.
-        """
-        rule = conservative.ConservativePolicy(self.shape, self._executor.kernels)
-        if not name.predicts:
-            return policy_of(name, rule, rule)
-        self.policy(name)  # finds the profile
-        cost = self._verify_cost(rows)
-        if cost is None:
-            logger.info(
-                "prefixpack: no routing profile has verify steps of %d drafts, so one runs packed only if %s",
-                rows,
-                conservative.rule(self._executor.kernels),
-            )
-        return policy_of(name, cost or rule, rule)
-
-    def _verify_cost(self, rows: int) -> CostPolicy | None:
-        if self.found is None:
-            return None
-        profile = self.found.stored.profile
-        return cost_policy(profile, self._executor.kernels, self._stock_name, self.shape, rows, self._own_margin)
+    def verifying(self, name: PolicyName) -> str:
+        """As `running`, for verify steps."""
+        return " and ".join("verify rule" if part.kind == "cost" else str(part) for part in name.conditions)
 
     def running(self, name: PolicyName) -> str:
         """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""

@@ -1,7 +1,7 @@
 """The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
 `sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady
-batch. Where a policy predicts and the profile has no verify steps, the conservative rule decides them.
+batch. Where a policy predicts, a rule decides verify steps (`routing/verify.py`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ class StepRouter:
 
     @property
     def running(self) -> str:
-        """The policy that decides, by name."""
+        """The policy that decides, by name. A server that speculates has verify steps in place of decode steps."""
+        if self._executor.drafts > 1 and self._decides_verify:
+            return self.policies.verifying(self.name)
         return self.policies.running(self.name)
 
     def state(self) -> dict[str, Any]:
@@ -259,7 +261,7 @@ class StepRouter:
         if mode != "verify":
             return self._usable_router()
         if self._verify_router is None and self._decides_verify and self.policies.ready:
-            self._verify_router = Router(self.policies.verify_policy(self.name, self._executor.drafts))
+            self._verify_router = Router(self.policies.verify_policy(self.name))
         return self._verify_router
 
     def _usable_router(self) -> Router | None:

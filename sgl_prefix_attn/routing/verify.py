@@ -1,0 +1,76 @@
+"""When a verify step of speculative decoding runs packed on the native kernels.
+
+Sharing saves reads of KV tokens. The stock kernel multiplies a KV token with all query rows that a request has on its
+KV head, so with many rows it is bound by arithmetic, which sharing does not save. The bounds are of 439 steps with 4
+and 8 drafts over fa3, measured on an H200: docs/routing.md, "Verify steps". Tensor-parallel ranks have the same steps
+and shapes, so they decide alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import conservative
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.policy import Decision, Policy, Route
+
+LEAST_SAVED_BYTES = 2 << 20  # KV bytes of a layer that sharing has to save
+FEW_ROWS = 64  # query rows of a request on one KV head; with fewer, packed is rarely behind
+MOST_ROWS = 128  # with so many, fa3 fills its tile with the rows of one request
+# In between, requests and KV bytes saved for each byte of partial results.
+LEAST_REQUESTS = 6
+LEAST_SAVED_PER_PARTIAL = 3
+# In words, to stand after "if".
+RULE = (
+    f"sharing saves {LEAST_SAVED_BYTES >> 20} MiB of KV a layer, and a request has fewer than {FEW_ROWS} query rows on "
+    f"a KV head; with up to {MOST_ROWS - 1} rows, if {LEAST_REQUESTS} requests run and sharing saves much beside the "
+    "partial results"
+)
+
+
+def packs(step: StepFeatures, shape: ModelShape) -> bool:
+    """Whether a verify step runs packed.
+
+    Args:
+        step: with the drafts of a request as its rows.
+        shape: of one rank.
+    """
+    saved = (step.tokens - step.unique_tokens) * shape.kv_heads * 2 * shape.head_dim * shape.kv_bytes
+    rows = step.rows * shape.group
+    if saved < LEAST_SAVED_BYTES or rows >= MOST_ROWS:
+        return False
+    if rows < FEW_ROWS:
+        return True
+    # Each is written and read: output, maximum and sum of a row.
+    results = (step.links + step.requests) * step.rows * shape.q_heads
+    partials = 2 * results * (shape.head_dim + 2) * shape.partial_bytes
+    return step.requests >= LEAST_REQUESTS and saved >= LEAST_SAVED_PER_PARTIAL * partials
+
+
+@dataclass(frozen=True)
+class VerifyPolicy:
+    """`packs` as a routing policy. Its decisions have no predicted times."""
+
+    shape: ModelShape
+
+    def decide(self, step: StepFeatures, before: Route = Route.STOCK) -> Decision:
+        """The route of a step; `before`, the route of the last one, has no influence."""
+        return Decision(Route.PACKED if packs(step, self.shape) else Route.STOCK)
+
+
+def policy(kernels: str, stock: str, shape: ModelShape) -> Policy:
+    """The rule of a server's verify steps: the conservative one for what was not measured.
+
+    Args:
+        kernels: the packed ones.
+        stock: the stock kernel.
+        shape: of one rank.
+    """
+    measured = (kernels, stock) == ("native", "fa3") and shape.head_dim == 128 and shape.kv_bytes == 2
+    return VerifyPolicy(shape) if measured else conservative.ConservativePolicy(shape, kernels)
+
+
+def rule(found: Policy, kernels: str) -> str:
+    """A policy of `policy` in words, to stand after "if"."""
+    return RULE if isinstance(found, VerifyPolicy) else conservative.rule(kernels)

@@ -1,0 +1,96 @@
+"""When a verify step runs packed: the rule on measured steps, and in a server's router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgl_prefix_attn.calibration.judge import Verdict, candidate, judge, outcomes
+from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing import conservative, verify
+from sgl_prefix_attn.routing.features import StepFeatures
+from sgl_prefix_attn.routing.measured import Results, read_results
+from sgl_prefix_attn.routing.policy import Route
+from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from tests.routing.test_features import features
+from tests.support.schedulers import step_router
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHAPE = ModelShape(32, 8, 128)
+
+
+def verdict(results: Results, policy: str) -> Verdict:
+    return judge(outcomes(results.cases, candidate(policy, "native", "fa3", results), "native", "fa3"))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("verify_*.json")), ids=lambda path: path.stem)
+def test_measured_steps_run_where_they_are_faster(path: Path) -> None:
+    results = read_results(path)
+    found = verdict(results, "shipped")
+    assert found.regret < 0.031
+    assert found.behind <= 0.1 * found.steps
+    assert found.worst_loss[0] < 0.26
+    assert verdict(results, "conservative").regret > 3 * found.regret
+
+
+def test_the_seeds_of_an_h100_which_the_bounds_do_not_know() -> None:
+    for name, gain in (("h100_4_2586728830", 1.61), ("h100_8_1806084533", 1.28)):
+        found = verdict(read_results(RESULTS / f"verify_{name}.json"), "shipped")
+        assert found.regret < 0.006
+        assert found.gain > gain
+        assert found.behind <= 3
+
+
+def test_bounds() -> None:
+    forest = [[(0, 0, 2000)]] * 32
+
+    def packs(rows: int, shape: ModelShape, requests: int = 32, length: int = 2300) -> bool:
+        step = features(forest[:requests], [length] * requests)
+        return verify.packs(StepFeatures(**{**step.__dict__, "rows": rows}), shape)
+
+    assert packs(4, SHAPE)
+    assert not packs(4, SHAPE, requests=1)  # nothing is read twice
+    assert not packs(4, ModelShape(4, 1, 128), requests=3)  # saves 2.0 MB, 2 MiB are needed
+    assert packs(4, ModelShape(64, 4, 128))  # 64 rows
+    assert not packs(8, ModelShape(64, 4, 128))  # 128 rows
+    assert packs(7, ModelShape(64, 4, 128))
+    assert not packs(4, ModelShape(64, 4, 128), requests=5)
+    deep = StepFeatures(32, 73600, 11600, 64000, 32, 320, 2000, 2300, 4)  # ten partial results a request
+    assert not verify.packs(deep, ModelShape(64, 4, 128))
+    assert verify.packs(deep, SHAPE)
+
+
+def test_what_was_not_measured_is_decided_by_the_conservative_rule() -> None:
+    for kernels, stock, shape in (
+        ("triton", "fa3", SHAPE), ("native", "flashinfer_tc", SHAPE), ("native", "fa3", ModelShape(32, 8, 64)),
+        ("native", "fa3", ModelShape(32, 8, 128, kv_bytes=1)),
+    ):  # fmt: skip
+        found = verify.policy(kernels, stock, shape)
+        assert isinstance(found, conservative.ConservativePolicy)
+        assert verify.rule(found, kernels) == conservative.rule(kernels)
+    found = verify.policy("native", "fa3", SHAPE)
+    assert "2 MiB" in verify.rule(found, "native")
+
+
+@pytest.mark.parametrize(("route", "requests", "expected"), [("auto", 32, "packed"), ("batch>=64", 32, "stock")])
+def test_a_servers_router_decides_by_the_rule(route: str, requests: int, expected: str) -> None:
+    router = step_router(SHAPE, drafts=4, route=route)
+    new = np.full(requests, 4, dtype=np.int64)
+    for shared, found in ((4096, expected), (0, "stock")):
+        forest = PrefixForest.from_paths([[(1, 0, shared)] if shared else []] * requests)
+        step = StepPaths(forest, "verify", requests, requests, new)
+        assert router.decide(step, np.full(requests, 4400, dtype=np.int64)) is Route(found)
+    assert router.state()["policy"] == {"auto": "verify rule"}.get(route, route)
+    assert router.state()["last"] == {"route": "stock", "packed_us": None, "stock_us": None}
+
+
+def test_a_profile_with_the_fits_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    profile = shipped_profile()
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps({**profile.model_dump(), "verify": {"rows": [4, 8], "packed": {}, "stock": {}}}))
+    assert load_profile(path) == profile
