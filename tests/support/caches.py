@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import common
@@ -18,6 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tests.support.fake_tree import path_of
 
+pytest.importorskip("sglang.srt.mem_cache.unified_cache", reason="SGLang before 0.5.20 keeps its caches elsewhere")
 try:
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.kernels.ops.kvcache import fused_fp8_qkv_kv_cache as store_module
 from sglang.srt.layers.attention import trtllm_mha_backend as stock_module
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend, TRTLLMMHAMetadata
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -22,6 +21,9 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_fp8_kv import give_scales, stored
 from tests.sglang_plugin.fixture import active_state
 from tests.sglang_plugin.gpu_fixture import DTYPE, GpuFixture, host_kernels
+
+STORE = "sglang.kernels.ops.kvcache.fused_fp8_qkv_kv_cache"
+store_module = pytest.importorskip(STORE, reason="SGLang 0.5.16 stores fp8 KV without it")
 
 PAGE = 16
 PATHS = [[(1, 0, 2000), (2, 2000, 2608)], [(1, 0, 2000), (2, 2000, 2608)], [(1, 0, 2000)], []]
