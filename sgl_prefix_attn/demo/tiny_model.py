@@ -161,6 +161,11 @@ VARIANTS = tuple(_VARIANTS)
 # outweigh the input: the model would repeat its last token.
 _BRANCH_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 _GEMMA_BRANCH_WEIGHT = 9.0
+# Initial sinks of GPT-OSS are near 0, where a kernel that ignores them goes unnoticed among some hundred keys. Its
+# experts magnify rounding in 16 bits, so they are made smaller.
+_SINK_SCALE, _SINK_OFFSET, _EXPERT_SCALE = 4.0, 5.0, 0.1
+_GPT_OSS = "GptOssForCausalLM"
+_WEIGHTS = {_GPT_OSS: (_SINK_SCALE, _SINK_OFFSET, _EXPERT_SCALE)}  # what a model's name depends on
 
 
 def tiny_model(variant: str = "llama", *, cache: Path | None = None) -> Path:
@@ -172,7 +177,9 @@ def tiny_model(variant: str = "llama", *, cache: Path | None = None) -> Path:
     if variant not in _VARIANTS:
         raise ValueError(f"no tiny model variant {variant!r}; there are {', '.join(VARIANTS)}")
     architecture, extra = _VARIANTS[variant]
-    recipe = json.dumps([architecture, _SHAPE, extra, _SEED, _GEMMA_BRANCH_WEIGHT], sort_keys=True)
+    recipe = json.dumps(
+        [architecture, _SHAPE, extra, _SEED, *_WEIGHTS.get(architecture, (_GEMMA_BRANCH_WEIGHT,))], sort_keys=True
+    )
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl-prefix-attn"
     folder = root / f"tiny-{variant}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not folder.exists():
@@ -195,11 +202,14 @@ def _write(architecture: str, values: dict[str, Any], folder: Path) -> None:
         torch.manual_seed(_SEED)
         model = model_class(model_class.config_class(**{"dtype": "float32", **values}))
     model.to(getattr(torch, values.get("dtype", "float32")))  # the saved configuration has the model's type
-    if architecture.startswith("Gemma"):
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if name.endswith(_BRANCH_NORMS):
-                    weight.fill_(_GEMMA_BRANCH_WEIGHT)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if architecture.startswith("Gemma") and name.endswith(_BRANCH_NORMS):
+                weight.fill_(_GEMMA_BRANCH_WEIGHT)
+            if architecture == _GPT_OSS and name.endswith("sinks"):
+                weight.mul_(_SINK_SCALE).add_(_SINK_OFFSET)
+            if architecture == _GPT_OSS and "down_proj" in name:
+                weight.mul_(_EXPERT_SCALE)
     model.save_pretrained(folder)
     # SGLang reads what transformers has replaced by other keys.
     path = folder / "config.json"

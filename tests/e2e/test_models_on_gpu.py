@@ -1,9 +1,9 @@
 """Other kinds of models, and two GPUs: tokens as near to those of transformers as the stock backend's are.
 
-    python -m pytest -v -s -m gpu tests/e2e/test_models_on_gpu.py
+    python -m pytest -v -s -m gpu tests/e2e/test_models_on_gpu.py --results models.json
 
 In 16 bits tokens depend on the batch and the kernels, and experts make small errors large. So transformers judges every
-token in fp32, and the stock backend's own tokens say how near is near.
+token in fp32, and the stock backend's own tokens say how near is near. The file has failed cases as well.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.provenance import git_commit
+from benchmarks.serving.provenance import machine_name, package_versions
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.server import Server, ServerOptions, serve
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
@@ -118,6 +122,22 @@ def rounds(run: Run) -> list[Run]:
     ]
 
 
+def too_far(far: torch.Tensor, usually_far: torch.Tensor) -> bool:
+    """Whether tokens with deficits `far` are worse than those of the stock backend with `usually_far`."""
+    often, usually = ((deficits > 0.5).float().mean() for deficits in (far, usually_far))
+    return bool(far.mean() >= 1.5 * usually_far.mean() + 0.01 or often >= 1.5 * usually + 0.01)
+
+
+def note(path: str | None, case: str, found: dict[str, Any]) -> None:
+    """Adds a case to the file of results."""
+    print(f"{case}: {json.dumps(found)}")
+    if path is not None:
+        file = Path(path)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        origin = {"commit": git_commit(), "machine": machine_name(), "versions": package_versions()}
+        file.write_text(json.dumps({**known, case: {**origin, **found}}, indent=1) + "\n")
+
+
 @pytest.mark.parametrize(
     ("variant", "stock", "arguments"),
     [
@@ -131,12 +151,12 @@ def rounds(run: Run) -> list[Run]:
         pytest.param("qwen3_moe_gpu", "fa3", DP, id="experts, dp attention"),
     ],
 )
-def test_tokens_are_as_near_as_the_stock_backends(variant: str, stock: str, arguments: tuple[str, ...]) -> None:
+def test_tokens_are_as_near_as_the_stock_backends(
+    request: pytest.FixtureRequest, variant: str, stock: str, arguments: tuple[str, ...]
+) -> None:
     if "--tp" in arguments and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     theirs, ours = (run(variant, stock, arguments, packed) for packed in (False, True))
-    print(f"agreement with stock {agreement(ours, theirs):.3f}, of stock's rounds {agreement(*rounds(theirs)):.3f}")
-    assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
     # SGLang reads these weights in another order than transformers (`tiny_model`): prefills of the stock backend judge.
     if variant == "llama4_gpu":
         with serve(options(variant, stock, arguments, False)) as server:
@@ -144,7 +164,18 @@ def test_tokens_are_as_near_as_the_stock_backends(variant: str, stock: str, argu
     else:
         reference = Reference(tiny_model(variant), "cuda")
         far, usually_far = deficits(reference, ours), deficits(reference, theirs)
-    for name, found in (("stock", usually_far), ("ours", far)):
-        print(f"{name}: mean deficit {found.mean():.4f}, above 0.5 {(found > 0.5).float().mean():.4f}, {len(found)}")
-    assert far.mean() < 1.5 * usually_far.mean() + 0.01
-    assert (far > 0.5).float().mean() < 1.5 * (usually_far > 0.5).float().mean() + 0.01
+    alike, usually_alike = agreement(ours, theirs), agreement(*rounds(theirs))
+    measures = {
+        "steps_packed": ours.steps, "agreement_with_stock": alike, "agreement_of_stocks_rounds": usually_alike,
+        **{
+            f"{name}_deficits": {"mean": found.mean().item(), "above_0.5": (found > 0.5).float().mean().item()}
+            for name, found in (("stock", usually_far), ("our", far))
+        },
+        "distinct_tokens": len({token for samples in ours.tokens.values() for tokens in samples for token in tokens}),
+    }  # fmt: skip
+    note(request.config.getoption("results"), request.node.callspec.id, measures)
+    assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
+    assert not too_far(far, usually_far)
+    # bf16 logits tie, so kernels part sooner than two runs of one do.
+    assert alike > usually_alike / 2
+    assert measures["distinct_tokens"] > 50
