@@ -49,6 +49,8 @@ NOT_RUN = {
     "make test-versions": "an hour, with an environment for each version",
     "pip install dist/cuda/": "`make wheel-trial` installs that wheel where nvcc is",
 }
+# Pages with sentences of up to 30 words. Elsewhere, but for the design notes, 25 are the most.
+LONGER_SENTENCES = ("gpu.md", "routing.md", "settings.md", "troubleshooting.md")
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))
@@ -309,8 +311,9 @@ def test_lines_and_sentences_are_short() -> None:
         long = [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 120]
         assert long == [], page
     for page in PAGES:
+        most = 30 if page.parent.name == "design-notes" or page.name in LONGER_SENTENCES else 25
         found = list(sentences(page.read_text(encoding="utf-8")))
-        assert [sentence for sentence in found if len(sentence.split()) > 30] == [], page
+        assert [sentence for sentence in found if len(sentence.split()) > most] == [], page
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
 
