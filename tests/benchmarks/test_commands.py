@@ -66,7 +66,7 @@ SLOW = {  # they import SGLang or start servers
     _ROLLOUTS: f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
     _SIDE_BY_SIDE: f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
     "--workload rl:1 no-sharing:2 --prompt-tokens 64 --output-tokens 4",
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1 --device cpu "
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1 --device cpu "
     "--backend torch_native",
 }
 _ARGS = "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16 --dtype bfloat16 --mem-fraction-static 0.5"
@@ -81,7 +81,7 @@ GPU = {
     "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1",
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
     "-m benchmarks.offline.throughput --device cuda --model MODEL --settings": "--settings 60/10x4 --requests 8 "
     f"--output-tokens 4 --repeats 1 --server-args '{_ARGS}'",
 }
