@@ -72,6 +72,12 @@ def attention_gains(name: str) -> dict[str, float]:
     return {family: statistics.geometric_mean(compared(part, single_level(part))) for family, part in parts.items()}
 
 
+def requests_of(name: str, family: str) -> str:
+    """Fewest and most requests of a family's batches, 16-bit KV."""
+    counts = [row["requests"] for row in read(name)["rows"] if row["kv_dtype"] == "bf16" and family_of(row) == family]
+    return f"{min(counts)} to {max(counts)}"
+
+
 def gains(name: str) -> Rows:
     """By family: how much is shared, and how ours compares with the baselines."""
     yield ("workload", "batches", "sharing", "x per-request", "x best", "faster", "behind 2 %", "worst")

@@ -3,7 +3,7 @@
 #
 #     examples/launch.sh name MODEL [OPTIONS]      --attention-backend prefixpack
 #     examples/launch.sh wrap MODEL [OPTIONS]      your backend's name stays; OPTIONS may hold --attention-backend fa3
-#     examples/launch.sh rollout MODEL [OPTIONS]   for rollouts with refills: one-token steps, mixed chunks
+#     examples/launch.sh rollout MODEL [OPTIONS]   for rollouts with refills: wrap mode, mixed chunks
 set -euo pipefail
 way=${1:?name, wrap or rollout} model=${2:?a model folder or name}
 shift 2
@@ -16,7 +16,7 @@ wrap)
     exec python -m sglang.launch_server --model-path "$model" --enable-metrics "$@"
     ;;
 rollout)
-    export PREFIXPACK_WRAP=1 PREFIXPACK_ONE_TOKEN_STEPS=1
+    export PREFIXPACK_WRAP=1
     exec python -m sglang.launch_server --model-path "$model" --enable-metrics --enable-mixed-chunk "$@"
     ;;
 *)

@@ -34,7 +34,8 @@ def test_the_source_distribution_is_complete(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert wanted - held == set()
-    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md"} <= held
+    assert {"setup.py", "pyproject.toml", "CHANGELOG.md", "LICENSE", "README.md"} <= held
+    assert {name for name in held if name.startswith(("tests", "benchmarks"))} == set()
 
 
 # Preprocesses what it should compile, so that a header missing from the archive is an error, and links by copying the

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
-import importlib.metadata
 import platform
 import sys
 import time
@@ -32,14 +31,14 @@ from benchmarks.kernel.gpu_case_run import CaseRun, described
 from benchmarks.kernel.gpu_cases import select
 from benchmarks.kernel.gpu_limits import MATRIX_RATE, limits
 from benchmarks.kernel.gpu_report import OURS, OURS_TOO, Results, summary_lines, table
-from benchmarks.provenance import git_commit
+from benchmarks.provenance import git_commit, versions_of
 from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import KV_DTYPES, KvPool, pool_elements
 from sgl_prefix_attn.calibration.kernels.timing import Timer, copy_bandwidth
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION
 from sgl_prefix_attn.workloads.case import HEAD_DIM, Case, Heads
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy", "sgl-prefix-attn")
+PACKAGES = ("torch", "triton", "flashinfer-python", "sglang-kernel", "sglang", "numpy")
 Makers = dict[str, Callable[[torch.device], Baseline]]
 
 
@@ -82,16 +81,10 @@ def make_baselines(
 
 def machine_facts(device: torch.device, timer: Timer) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "gpu": properties.name, "num_sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1), "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions,
+        "cuda": torch.version.cuda, "python": platform.python_version(), "versions": versions_of(PACKAGES),
         "copy_bandwidth": copy_bandwidth(device), "matrix_rate": MATRIX_RATE,
         "graph_floor_us": round(timer.graph_floor_us(), 2),
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch", "sgl-prefix-attn")
+from benchmarks.provenance import versions_of
+
+PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch")
 # Variables that change what a server does or how its ranks talk.
 _PREFIXES = ("GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "PREFIXPACK_", "SGLANG_", "TORCH")
 
 
 def package_versions() -> dict[str, str | None]:
     """Of what takes part; None where it is not installed."""
-    return {package: _version_of(package) for package in PACKAGES}
+    return versions_of(PACKAGES)
 
 
 def inherited_environment() -> dict[str, str]:
@@ -42,10 +43,3 @@ def machine_name() -> str:
     except (OSError, subprocess.CalledProcessError, IndexError):
         lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_mo
 DASHBOARD = Path(__file__).with_name("prefixpack.json")
 SCRAPE = "2s"
 RATE_INTERVAL = "12s"
+COLUMNS = 3
 UNITS = {"ops": "1/s", "percentunit": "share", "short": "number"}  # Grafana's name: ours
 # A CPU server routes by a condition only. By this one, steps of requests that share nothing run stock.
 ROUTE = "reuse>=1.2"
@@ -65,8 +67,13 @@ def series(prometheus: str, expression: str, begin: float, end: float) -> list[d
 def draw(prometheus: str, begin: float, end: float) -> Figure:
     """All panels in Grafana's grid."""
     dashboard = json.loads(DASHBOARD.read_text())
-    figure = Figure(figsize=(15, 10), layout="constrained")
-    for panel, axes in zip(dashboard["panels"], figure.subplots(3, 3).flat, strict=True):
+    panels = dashboard["panels"]
+    rows = math.ceil(len(panels) / COLUMNS)
+    figure = Figure(figsize=(5 * COLUMNS, 10 / 3 * rows), layout="constrained")
+    grid = list(figure.subplots(rows, COLUMNS).flat)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    for panel, axes in zip(panels, grid, strict=False):
         for target in panel["targets"]:
             for found in series(prometheus, target["expr"], begin, end):
                 label = target["legendFormat"]

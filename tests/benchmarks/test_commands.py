@@ -35,6 +35,8 @@ _ROLLOUT = (
 )
 _ABTEST = "--pairs 2 --record 512 --test-seconds 15 --groups 8 --samples 4 --prompt-tokens 64 --output-tokens 16 "
 _ABTEST += "--requests 8 --running 8 --context-length 1024"
+_ROLLOUTS = "-m benchmarks.serving.rollout --model MODEL --load-format dummy --backends prefixpack,fa3,flashinfer"
+_SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backends fa3,prefixpack,flashinfer"
 _CPU = "--device cpu --load-format auto --server-args ''"
 SLOW = {  # they import SGLang or start servers
     "-m benchmarks.kernel.borrowed_heads": "",
@@ -61,10 +63,10 @@ SLOW = {  # they import SGLang or start servers
     "-m benchmarks.kernel.probes --out": "--build-only",
     # What the GPU commands below do without one.
     "-m benchmarks.serving.live_abtest": f"{_CPU} {_ABTEST}",
-    "-m benchmarks.serving.rollout --model": f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
-    "-m benchmarks.serving --model": f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
+    _ROLLOUTS: f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
+    _SIDE_BY_SIDE: f"{_CPU} --backends torch_native,prefixpack --repeat prefixpack --times 2 "
     "--workload rl:1 no-sharing:2 --prompt-tokens 64 --output-tokens 4",
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1 --device cpu "
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1 --device cpu "
     "--backend torch_native",
 }
 _ARGS = "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16 --dtype bfloat16 --mem-fraction-static 0.5"
@@ -77,20 +79,21 @@ GPU = {
     "-m sgl_prefix_attn calibrate --heads 64/4": "--minutes 1",
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
     "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
-    "-m benchmarks.serving.rollout --model": f"{_ROLLOUT} {_SMALL_POOL}",
-    "-m benchmarks.serving --model": "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 "
-    + _SMALL_POOL,
-    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --starts 1",
-    "-m benchmarks.offline.throughput --device": "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1 "
-    f"--server-args '{_ARGS}'",
+    _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
+    _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
+    "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
+    "-m benchmarks.offline.throughput --device cuda --model MODEL --settings": "--settings 60/10x4 --requests 8 "
+    f"--output-tokens 4 --repeats 1 --server-args '{_ARGS}'",
 }
 LISTED = {  # `--list` draws the same cases and needs no GPU
     "-m benchmarks.kernel.gpu_drawn --set acceptance": "--cases 4",
     "-m benchmarks.kernel.gpu_drawn --set dev": "--cases 4",
     "-m benchmarks.kernel.gpu_attention --out": "--quick",
+    "-m benchmarks.kernel.gpu_attention --baselines": "--quick",
     "-m benchmarks.kernel.gpu_attention --kv-dtype": "--quick",
     "-m benchmarks.kernel.mixed_steps --verify 4 --head-dim": "--cases 4",
     "-m benchmarks.kernel.mixed_steps --cases 120": "--cases 4",
+    "-m benchmarks.kernel.mixed_steps --wide": "--cases 4",
     "-m benchmarks.kernel.mixed_steps --cases 60": "--cases 4",
 }
 NVCC = ("benchmarks/kernel/static_report.py", "-m benchmarks.kernel.probes --out")

@@ -23,7 +23,7 @@ PAGES = [
     if page.name != "CHANGELOG.md"
 ]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:python|make|pip|sgl-prefix-attn) [^`]+)`")
+INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:python|make|pip|pytest|sgl-prefix-attn) [^`]+)`")
 # Names of a command in a text, without its arguments.
 NAMES = ("sgl_prefix_attn patch", "sgl_prefix_attn route fit", "pip install")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import sgl_prefix_attn
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.measure import Agreement, Progress, Run, steady_times
-from benchmarks.serving.provenance import without_folders
+from benchmarks.serving.provenance import package_versions, without_folders
 from sgl_prefix_attn.demo.client import Answer, Sample
 from sgl_prefix_attn.demo.workload import Request
 
@@ -21,6 +22,11 @@ def run_of(label: str, *tokens: list[int]) -> Run:
         Sample("id", list(row), 0, 0, "length", first=0.5, last=0.5 + 0.01 * (len(row) - 1)) for row in tokens
     )
     return Run("rl", label, (Answer(REQUEST, samples),), 2.0, (0.008, 0.012), None, {})
+
+
+def test_our_version_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sgl_prefix_attn, "__version__", "1.2.3")
+    assert package_versions()["sgl-prefix-attn"] == "1.2.3"
 
 
 def test_results_hold_no_path_of_a_machine() -> None:
