@@ -62,9 +62,9 @@ class Settings(BaseModel):
     )
     wrap: tuple[str, ...] = Field(
         (),
-        description="Stock backends that run wrapped by prefixpack under their own names, in any server that this "
-        "package can serve: --attention-backend keeps its name, or is not given. true: all of them. Other servers get "
-        "SGLang's own backend, and the log says why.",
+        description="Stock backends that run wrapped by prefixpack under their own names. --attention-backend keeps its "
+        "name, or is not given. true: all of them. Servers that this package cannot serve get SGLang's own backend, and "
+        "the log says why.",
         json_schema_extra={"accepts": f"true, false, or a list of {', '.join(WRAPPABLE)}"},
     )
     handover: Literal["auto", "hooks", "patch"] = Field(
@@ -109,8 +109,8 @@ class Settings(BaseModel):
     route: str = Field(
         "auto",
         description="Where decode steps run: packed if all conditions of this policy hold, else on the stock backend. "
-        "cost, which is auto: the routing profile predicts packed to be faster; without a profile for the GPU, a "
-        "conservative rule; on a CPU true, unless route_profile is set. batch>=N: at least N requests run. reuse>=X: "
+        "cost, which is auto: the routing profile predicts packed to be faster. Without a profile for the GPU: a "
+        "conservative rule. On a CPU: true, unless route_profile is set. batch>=N: at least N requests run. reuse>=X: "
         "each distinct KV token is read X times on average. packed: always. stock: never.",
         json_schema_extra={"accepts": policy_names.FORMS},
     )

@@ -8,6 +8,7 @@ import pytest
 
 from sgl_prefix_attn.demo.tiny_model import tiny_model
 from sgl_prefix_attn.demo.workload import Vocabulary
+from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import diagnose
 from tests.e2e import workloads
 from tests.e2e.conftest import BACKEND, WAYS, Launch, compared, replay_cached
 from tests.e2e.reference import Reference
@@ -35,11 +36,15 @@ def test_window_layers_with_kv_slots_of_their_own(launch: Launch, vocabulary: Vo
     tokens as the pool holds were allocated, so the workloads stay below that.
     """
     workload = [workloads.three_levels(vocabulary), workloads.samples(vocabulary)]
-    arguments = ("--chunked-prefill-size", "256")
-    for done, state, log in compared(launch, workload, *arguments, ways=list(WAYS), model=tiny_model("cohere2")):
+    arguments, model = ("--chunked-prefill-size", "256"), tiny_model("cohere2")
+    ran = compared(launch, workload, *arguments, ways=list(WAYS), model=model)
+    for (done, state, log), (backend, environment) in zip(ran, WAYS.values(), strict=True):
         assert "SWAKVPool" in log
         assert done.kv.saved > 0.6
         assert state["layers"] == {"packed": 2, "stock": {"hybrid_swa": 2}}
+        words = ["--model-path", str(model), "--device", "cpu", "--attention-backend", backend, *arguments]
+        told = {text.split(",")[0]: answer.reason for text, answer in diagnose(words, environment).layers}
+        assert told == {"2 x full attention": None, "2 x sliding window with KV slots of its own": "hybrid_swa"}
 
 
 @pytest.mark.versions

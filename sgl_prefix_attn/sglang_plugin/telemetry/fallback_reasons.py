@@ -74,22 +74,22 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
-    SPECULATIVE: "a draft or draft-extend step of speculative decoding; or a verify step on a GPU without pack_verify, "
-    "of an unknown or adaptive algorithm, or with an overlapped plan stream",
-    SPECULATIVE_TREE: "a verify step of speculative decoding whose drafts are a tree (topk above 1, NGRAM), with "
-    "kernels without masks of drafts (triton), or of more than 64 drafts",
+    SPECULATIVE: "a draft step, or a verify step on a GPU without pack_verify, of an unknown or adaptive algorithm, or "
+    "with an overlapped plan stream",
+    SPECULATIVE_TREE: "a verify step with a tree of drafts (topk above 1, NGRAM), of more than 64 drafts or on kernels "
+    "without masks (triton)",
     DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",
     GRAPH: "the step runs inside a captured graph",
     TWO_BATCH_OVERLAP: "two-batch overlap cuts the batch in two",
     ENCODER_DECODER: "an encoder-decoder model: its rows start with encoder tokens",
     HYBRID_SWA: "a sliding-window layer of a KV pool that keeps such layers in slots of their own",
     VIRTUAL_SLOTS: "unified memory (--enable-unified-memory): the requests' tables name virtual slots",
-    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension, or its pool is of a "
-    "class that the packed path does not know",
+    KV_LAYOUT: "the KV buffer is not [slots, kv heads, head dim] with a contiguous last dimension, or its pool's class "
+    "is not known",
     KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
     "scales for each token or block (fp4, mxfp8)",
-    KV_SCALES: "the layer's scales of an 8-bit KV cache are not one positive number each that the host knows and "
-    "the stock backend uses as others do",
+    KV_SCALES: "scales of 8-bit KV are not one positive number a layer that the host knows and the stock backend uses as "
+    "others do",
     QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
     HEAD_DIM: "head_dim is not a multiple of 16 up to 256, or differs between K and V",
     HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",

@@ -58,17 +58,23 @@ class TestEntry:
         assert self.choices.count("prefixpack") == 1
         assert "prefixpack" in self.factories
 
+    @pytest.mark.parametrize("wrap", ["0", "1"])
     @pytest.mark.parametrize("why", ["0.5.99 is installed", "PREFIXPACK_STOCK_BACKND"])
     def test_an_unsupported_version_or_a_typo_in_the_settings_registers_nothing_and_says_so(
-        self, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, why: str, wrap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        monkeypatch.setenv("PREFIXPACK_WRAP", wrap)
+        before, registered = dict(self.factories), list[str]()
+        monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
         if why.startswith("PREFIXPACK"):
             monkeypatch.setenv(why, "triton")
         else:
             monkeypatch.setattr(versions, "installed_version", lambda: "0.5.99")
         entry.register()
         assert "prefixpack" not in self.choices
-        assert "prefixpack" not in self.factories
+        assert (self.factories, registered) == (before, [])
         assert why in caplog.text
 
     @pytest.mark.parametrize("scheduler", [False, True])
