@@ -97,7 +97,7 @@ JOBS = (
         "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
         "--pool 0.1 1 --out {out}.json --resume",
     ),
-    Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py"),
+    Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py --results {{out}}.json"),
     Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
     Job(
         "tp2",
