@@ -26,6 +26,7 @@ from sgl_prefix_attn.settings import tomllib as toml  # tomli on Python 3.10
 from sgl_prefix_attn.sglang_plugin.doctor import advice, reference
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.benchmarks.test_commands import FAST, GPU, LISTED, SLOW
+from tests.benchmarks.test_commands_on_cpu import COMMANDS as ON_A_CPU
 from tests.support.pages import PAGES, ROOT, blocks, commands_of, shell_commands
 
 # What placeholders of the pages stand for.
@@ -45,13 +46,8 @@ CHEAP = (
 )
 # What no test runs, by beginnings of commands.
 NOT_RUN = {
-    "make test-versions": "an hour, with an environment for each version",
     "pip install dist/cuda/": "`make wheel-trial` installs that wheel where nvcc is",
     "pytest -m gpu": "`benchmarks.on_gpu` runs these tests",
-    "python -m benchmarks.serving --model MODEL": "one of these commands is run",
-    "python -m benchmarks.serving.rollout --model MODEL": "one of these commands is run",
-    "SGLANG_SIMULATE_ACC_LEN=2.5 python -m benchmarks.serving.rollout": "needs a draft model",
-    "python -m benchmarks.offline.throughput --device cuda": "one of these commands is run",
 }
 
 
@@ -99,7 +95,7 @@ def test_every_command_is_run() -> None:
         line.partition("  #")[0].strip() for block in install_trial.blocks("bash") for line in commands_of(block)
     ]
     begins += [f"python -m sgl_prefix_attn {command}" for command in CHEAP]
-    begins += NOT_RUN
+    begins += [*ON_A_CPU, *NOT_RUN]
     found = {case.values[0].partition("  #")[0].strip() for case in shell_commands()}
     names = {command for command in found if any(other.startswith(f"{command} ") for other in found)}
     variables = {command for command in found if re.fullmatch(r"(export )?[A-Z_]+=\S+", command)}
