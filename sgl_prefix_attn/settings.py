@@ -62,9 +62,9 @@ class Settings(BaseModel):
     )
     wrap: tuple[str, ...] = Field(
         (),
-        description="Stock backends that run wrapped by prefixpack under their own names. --attention-backend keeps its "
-        "name, or is not given. true: all of them. Servers that this package cannot serve get SGLang's own backend, and "
-        "the log says why.",
+        description="Stock backends that run wrapped by prefixpack under their own names. --attention-backend keeps "
+        "its name, or is not given. true: all of them. Servers that this package cannot serve get SGLang's own "
+        "backend, and the log says why.",
         json_schema_extra={"accepts": f"true, false, or a list of {', '.join(WRAPPABLE)}"},
     )
     handover: Literal["auto", "hooks", "patch"] = Field(

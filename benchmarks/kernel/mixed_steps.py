@@ -4,10 +4,10 @@
     python -m benchmarks.kernel.mixed_steps --cases 90 --out build/mixed_steps.json --resume
     python -m benchmarks.kernel.mixed_steps --cases 90 --ways prefixpack fa3 flashinfer_pod --out build/pod.json
     python -m benchmarks.kernel.mixed_steps --verify 4 --cases 60 --out build/verify_4.json
-    python -m sgl_prefix_attn calibrate --from decode.json:native,fa3 build/verify_4.json build/verify_8.json --out P
+    python -m sgl_prefix_attn abtest steps build/verify_4.json cost conservative
 
 Cases are drawn by `mixed_cases`: as the papers on POD and PackInfer do, with --wide over more lengths and heads, with
---verify N as verify steps; a profile is fitted to those together with decode steps. Baselines:
+--verify N as verify steps; `abtest steps` judges the rule that routes those. Baselines:
 
     prefixpack  all rows in one plan
     split       decode rows packed, prefill rows by FA3 (mixed steps)

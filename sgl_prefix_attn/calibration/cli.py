@@ -91,7 +91,11 @@ def _from_files(args: argparse.Namespace) -> None:
     if args.out is None:
         raise ValueError("--from needs --out")
     kv_bytes = args.kv_bits // 8
-    results = gather([Source.parse(text) for text in args.sources], kv_bytes)
+    sources = [Source.parse(text) for text in args.sources]
+    results = gather(sources, kv_bytes)
+    for path in dict.fromkeys(source.path for source in sources):
+        if path.name not in results.source.split(", "):
+            print(f"{path}: not used, it has no decode steps with {args.kv_bits}-bit KV", file=sys.stderr)
     simulated = simulated_times(results)
     profile = fit_profile(results, simulated={"native": simulated} if simulated else None)
     try:

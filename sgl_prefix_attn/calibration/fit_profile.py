@@ -44,7 +44,7 @@ def fit_profile(
         kv_bytes=results.kv_bytes,
         capability=results.capability,
         head_shapes=list(results.head_shapes),
-        head_dims=_head_dims(results.cases),
+        head_dims=_head_dims(decode),
         dtype=results.dtype,
         kernels_version=results.kernels_version,
         page_size=results.page_size,

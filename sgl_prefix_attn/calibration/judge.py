@@ -125,14 +125,23 @@ def _shipped_choice(results: Results, packed: str, backend: str, margin: int | N
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
-    margins = margins_of(results.cases, sms=results.sm_count) if margin is None else {}
+    decode = [case for case in results.cases if case.step.rows == 1]
+    margins = margins_of(decode, sms=results.sm_count) if margin is None else {}
 
     @cache
     def of_family(family: str) -> Choose:
-        others = [case for case in results.cases if case.family != family]
+        others = [case for case in decode if case.family != family]
         return profile_choice(fit_profile(replace(results, cases=others), margins), packed, backend, margin)
 
-    return lambda case: of_family(case.family)(case)
+    def choose(case: MeasuredCase) -> Route:
+        return _by_rule(case, packed, backend) if case.step.rows > 1 else of_family(case.family)(case)
+
+    return choose
+
+
+def _by_rule(case: MeasuredCase, packed: str, backend: str) -> Route:
+    """The route of a verify step, which no profile decides."""
+    return verify.policy(packed, stock_kernel(backend, case.shape), case.shape).decide(case.step).route
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:
@@ -149,9 +158,9 @@ def profile_choice(profile: Profile, packed: str, backend: str, margin: int | No
         return cost_policy(profile, packed, kernel, shape, None if margin is None else margin / 100)
 
     def choose(case: MeasuredCase) -> Route:
-        kernel = stock_kernel(backend, case.shape)
         if case.step.rows > 1:
-            return verify.policy(packed, kernel, case.shape).decide(case.step).route
+            return _by_rule(case, packed, backend)
+        kernel = stock_kernel(backend, case.shape)
         policy = policy_of_steps(kernel, case.shape)
         if policy is None:
             raise ValueError(f"the profile has no cost of stock backend {kernel!r}; it has {', '.join(profile.stock)}")

@@ -33,7 +33,7 @@ class Source:
         return cls(Path(path), frozenset(name.strip() for name in kernels.split(",") if name.strip()))
 
     def read(self, kv_bytes: int) -> Results:
-        """The file's steps with KV elements of this size, with the times of these kernels.
+        """The file's decode steps with KV elements of this size, with the times of these kernels.
 
         Raises:
             ResultsError: not a results file, or it lacks a kernel.
@@ -47,7 +47,7 @@ class Source:
                 f"{self.path}: no times of {missing[0]} with {8 * kv_bytes}-bit KV; it has {', '.join(sorted(known))}"
             )
         wanted = self.kernels or known
-        return replace(results, kv_bytes=kv_bytes, cases=[_only(case, wanted) for case in cases])
+        return replace(results, kv_bytes=kv_bytes, cases=[_only(case, wanted) for case in cases if case.step.rows == 1])
 
 
 def _only(case: MeasuredCase, kernels: frozenset[str] | set[str]) -> MeasuredCase:
@@ -59,13 +59,15 @@ def _only(case: MeasuredCase, kernels: frozenset[str] | set[str]) -> MeasuredCas
 
 
 def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
-    """The steps of all sources; a step in several has the times of each, of a kernel those of the last source.
+    """The decode steps of all sources; a step in several has the times of each, of a kernel those of the last source.
+
+    Files without any, as those of verify steps, which a rule decides, have no influence.
 
     Raises:
         ResultsError: an unusable file, no steps, or files of different GPUs.
     """
     found: dict[str, MeasuredCase] = {}
-    parts = [source.read(kv_bytes) for source in sources]
+    parts = [part for part in (source.read(kv_bytes) for source in sources) if part.cases]
     for part in parts:
         if part.machine != parts[0].machine:
             raise ResultsError(f"{part.source} is of {part.machine}, {parts[0].source} of {parts[0].machine}")
@@ -76,7 +78,7 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
     # Kernels of versions differ in the native ones; Triton's follow the plans.
     of_native = [part for part in parts if any("native" in case.packed for case in part.cases)]
     if not found:
-        raise ResultsError(f"no step with {8 * kv_bytes}-bit KV in {', '.join(str(s.path) for s in sources)}")
+        raise ResultsError(f"no decode step with {8 * kv_bytes}-bit KV in {', '.join(str(s.path) for s in sources)}")
     return Results(
         source=", ".join(part.source for part in parts),
         machine=parts[0].machine,

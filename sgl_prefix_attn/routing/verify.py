@@ -24,8 +24,8 @@ LEAST_SAVED_PER_PARTIAL = 3
 # In words, to stand after "if".
 RULE = (
     f"sharing saves {LEAST_SAVED_BYTES >> 20} MiB of KV a layer, and a request has fewer than {FEW_ROWS} query rows on "
-    f"a KV head; with up to {MOST_ROWS - 1} rows, if {LEAST_REQUESTS} requests run and sharing saves much beside the "
-    "partial results"
+    f"a KV head; with up to {MOST_ROWS - 1} rows, if at least {LEAST_REQUESTS} requests run and sharing saves much "
+    "beside the partial results"
 )
 
 

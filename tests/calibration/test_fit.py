@@ -26,6 +26,7 @@ from sgl_prefix_attn.workloads import ALL_FAMILIES
 RESULTS_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RESULTS = RESULTS_FOLDER / "gpu_attention.json"
 RESULTS_OF_FP8_KV = RESULTS_FOLDER / "gpu_attention_fp8.json"
+VERIFY_STEPS = RESULTS_FOLDER / "verify_4_1196418529.json"
 DEV_SEEDS = [f"gpu_drawn_dev{seed}.json:native" for seed in (2, 3, 6)]
 SOURCES = [
     "gpu_attention.json:triton,fa3,flashinfer_tc,flashinfer_cc,triton_gqa,triton_mha",
@@ -226,12 +227,36 @@ class TestSources:
         assert {(*case.packed, *case.stock) for case in both.cases} == {("native", "fa3")}
         assert simulated_times(both) == {}, "all have a measured packed time"
 
+    def test_verify_steps_have_no_influence_on_a_profile(self, tmp_path: Path, capsys: Any) -> None:
+        """Not even files of another GPU. What `left-out` does in decode steps does not depend on them either."""
+        names = ["gpu_drawn.json:native,fa3", "verify_4_1196418529.json:native", "verify_h100_8_1806084533.json"]
+        out = tmp_path / "p.json"
+        main(["calibrate", "--out", str(out), "--from", *(str(RESULTS_FOLDER / name) for name in names)])
+        assert capsys.readouterr().err.count("not used, it has no decode steps with 16-bit KV") == 2
+        decode = gather([Source.parse(str(RESULTS_FOLDER / names[0]))], 2)
+        assert load_profile(out) == fit_profile(decode)
+        verify = read_results(VERIFY_STEPS).cases
+        beside = replace(decode, cases=[*decode.cases, *verify, replace(verify[0], shape=ModelShape(8, 8, 256))])
+        assert fit_profile(beside) == fit_profile(decode)
+        chosen = [candidate("left-out", "native", "fa3", results) for results in (decode, beside)]
+        ours, theirs = (outcomes(decode.cases, one, "native", "fa3") for one in chosen)
+        assert ours == theirs
+
+    def test_left_out_decides_verify_steps_by_the_rule(self) -> None:
+        results = read_results(VERIFY_STEPS)
+        left, shipped = (
+            outcomes(results.cases, candidate(name, "native", "fa3", results), "native", "fa3")
+            for name in ("left-out", "shipped")
+        )
+        assert left == shipped
+
     @pytest.mark.parametrize(
         ("sources", "message"),
         [
             ([":native"], "':native': expected FILE or FILE:KERNEL,KERNEL"),
             ([f"{RESULTS}:marlin"], r"no times of marlin with 16-bit KV; it has fa3, flashinfer_cc"),
-            ([str(RESULTS_OF_FP8_KV)], "no step with 16-bit KV in"),
+            ([str(RESULTS_OF_FP8_KV)], "no decode step with 16-bit KV in"),
+            ([str(VERIFY_STEPS)], "no decode step with 16-bit KV in"),
         ],
     )
     def test_mistakes_are_named(self, sources: list[str], message: str) -> None:

@@ -19,6 +19,17 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.parametrize(
+    ("usual", "far", "expected"),
+    [
+        ([0.1, 0.1], [0.15, 0.15], False), ([0.1, 0.1], [0.17, 0.17], True),  # the mean
+        ([0.4] * 4, [0.1, 0.1, 0.1, 0.6], True), ([0.4, 0.4, 0.4, 0.6], [0.1, 0.1, 0.1, 0.6], False),  # large ones
+    ],
+)  # fmt: skip
+def test_tokens_are_too_far_in_the_mean_or_too_often(usual: list[float], far: list[float], expected: bool) -> None:
+    assert too_far(torch.tensor(far), torch.tensor(usual)) is expected
+
+
 @pytest.mark.slow
 def test_a_gpt_oss_that_ignores_its_sinks_is_farther_off_than_16_bits() -> None:
     """In the full layers, which are the ones that run packed."""

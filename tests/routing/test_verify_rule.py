@@ -59,6 +59,9 @@ def test_bounds() -> None:
     assert packs(4, ModelShape(64, 4, 128))  # 64 rows
     assert not packs(8, ModelShape(64, 4, 128))  # 128 rows
     assert packs(7, ModelShape(64, 4, 128))
+    assert packs(127, ModelShape(1, 1, 128))
+    assert packs(63, ModelShape(8, 8, 128), requests=2)
+    assert packs(4, ModelShape(64, 4, 128), requests=6, length=2010)
     assert not packs(4, ModelShape(64, 4, 128), requests=5)
     deep = StepFeatures(32, 73600, 11600, 64000, 32, 320, 2000, 2300, 4)  # ten partial results a request
     assert not verify.packs(deep, ModelShape(64, 4, 128))
@@ -87,6 +90,20 @@ def test_a_servers_router_decides_by_the_rule(route: str, requests: int, expecte
         assert router.decide(step, np.full(requests, 4400, dtype=np.int64)) is Route(found)
     assert router.state()["policy"] == {"auto": "verify rule"}.get(route, route)
     assert router.state()["last"] == {"route": "stock", "packed_us": None, "stock_us": None}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stock", "route", "policy"),
+    [
+        (SHAPE, "fa3", "batch>=2 and cost", "batch>=2 and verify rule"),
+        (SHAPE, "flashinfer", "auto", "conservative"),
+        (SHAPE, "triton", "cost and conservative", "conservative"),
+        (ModelShape(32, 8, 64), "fa3", "auto", "conservative"),
+        (None, "fa3", "auto", "cost"),
+    ],
+)
+def test_a_server_names_the_rule_that_decides(shape: ModelShape | None, stock: str, route: str, policy: str) -> None:
+    assert step_router(shape, stock, drafts=4, route=route).state()["policy"] == policy
 
 
 def test_a_profile_with_the_fits_of_an_earlier_release_is_read(tmp_path: Path) -> None:

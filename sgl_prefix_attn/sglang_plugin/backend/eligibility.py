@@ -182,7 +182,7 @@ def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any
 
 def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
     """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
-    if mode == "decode" and settings.policy.fixed == "stock":
+    if mode in ("decode", "verify") and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED
     return executor.packs(mode)
 

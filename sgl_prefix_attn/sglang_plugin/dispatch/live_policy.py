@@ -64,10 +64,12 @@ class LivePolicies:
 
     def facts(self) -> ServerFacts:
         """What a profile has to fit."""
-        shape = self.shape
-        kernel = stock_kernel(self._stock_name, shape, getattr(self._stock, "decode_use_tensor_cores", None))
         gpu, capability = ("cpu", "") if self._executor.kernels == "cpu" else gpu_name()
-        return ServerFacts(gpu, capability, shape, self._dtype, self._executor.kernels, kernel)
+        return ServerFacts(gpu, capability, self.shape, self._dtype, self._executor.kernels, self._stock_kernel)
+
+    @property
+    def _stock_kernel(self) -> str:
+        return stock_kernel(self._stock_name, self.shape, getattr(self._stock, "decode_use_tensor_cores", None))
 
     def policy(self, name: PolicyName) -> Policy:
         """The policy behind a name. Valid once the layers are known."""
@@ -79,14 +81,19 @@ class LivePolicies:
     def verify_policy(self, name: PolicyName) -> Policy:
         """As `policy`, for verify steps, where a rule stands for `cost`."""
         kernels = self._executor.kernels
-        found = verify.policy(kernels, self.facts().stock, self.shape)
+        found = verify.policy(kernels, self._stock_kernel, self.shape)
         if name.predicts:
             logger.info("prefixpack: a verify step runs packed only if %s", verify.rule(found, kernels))
         return policy_of(name, found, conservative.ConservativePolicy(self.shape, kernels))
 
     def verifying(self, name: PolicyName) -> str:
         """As `running`, for verify steps."""
-        return " and ".join("verify rule" if part.kind == "cost" else str(part) for part in name.conditions)
+        if not name.predicts or not self.ready:
+            return str(name)
+        found = verify.policy(self._executor.kernels, self._stock_kernel, self.shape)
+        actual = "verify rule" if isinstance(found, verify.VerifyPolicy) else "conservative"
+        words = [actual if condition.kind == "cost" else str(condition) for condition in name.conditions]
+        return " and ".join(dict.fromkeys(words))
 
     def running(self, name: PolicyName) -> str:
         """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""

@@ -15,7 +15,7 @@ import torch
 
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.limits import why_not_native
-from sgl_prefix_attn.routing import conservative, mixed
+from sgl_prefix_attn.routing import conservative, mixed, verify
 from sgl_prefix_attn.routing.measured import stock_kernel
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts
 from sgl_prefix_attn.settings import WRAPPABLE, Settings, load_settings
@@ -192,19 +192,24 @@ def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode
     if mode == "mixed" and reason is None and executor.judges_mixed:
         return Answer(None, f"if {mixed.RULE}")
     fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
-    routed = mode == "decode" and reason is None and not fixed
-    return Answer(reason, _route(executor, runner, settings, decode) if routed else "")
+    routed = reason is None and not fixed and (mode == "decode" or (mode == "verify" and executor.kernels != "cpu"))
+    return Answer(reason, _route(executor, runner, settings, decode, mode) if routed else "")
 
 
-def _route(executor: Executor, runner: Any, settings: Settings, decode: str | None) -> str:
-    """What decides about each decode step on a GPU."""
+def _route(executor: Executor, runner: Any, settings: Settings, decode: str | None, mode: str) -> str:
+    """What decides about each decode or verify step on a GPU."""
     if settings.route != "auto":
         return f"if {settings.route}"
-    if settings.route_profile is not None:
+    if mode == "decode" and settings.route_profile is not None:
         return f"where the profile {settings.route_profile} predicts the shorter time"
     name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
     gpu, capability = gpu_name()
     shape = next((layer_shape(layer, runner.kv_cache_dtype) for layer in runner.model), None)
+    if mode == "verify":
+        if shape is None:
+            return ""
+        policy = verify.policy(executor.kernels, stock_kernel(name, shape, None), shape)
+        return f"if {verify.rule(policy, executor.kernels)}"
     if shape is not None:
         facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, stock_kernel(name, shape, None))
         found = ProfileStore.read().find(facts)

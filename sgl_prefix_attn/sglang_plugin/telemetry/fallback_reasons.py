@@ -88,8 +88,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     "is not known",
     KV_DTYPE: "a KV cache dtype other than float32, bfloat16, float16 and float8_e4m3fn (fp8_e4m3), or a cache with "
     "scales for each token or block (fp4, mxfp8)",
-    KV_SCALES: "scales of 8-bit KV are not one positive number a layer that the host knows and the stock backend uses as "
-    "others do",
+    KV_SCALES: "scales of 8-bit KV are not one positive number a layer that the host knows and the stock backend uses "
+    "as others do",
     QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
     HEAD_DIM: "head_dim is not a multiple of 16 up to 256, or differs between K and V",
     HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",

@@ -113,7 +113,7 @@ METRICS = (
     ),
     Metric(
         "routed_steps_total",
-        "Decode steps that could run packed or on the stock backend, by route: packed or stock. "
+        "Decode and verify steps that could run packed or stock, by route: packed or stock. "
         "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
         label="route",
     ),
@@ -127,7 +127,7 @@ METRICS = (
         kind="gauge",
     ),
     Metric("wrapped", "1 for each stock backend that runs wrapped (wrap mode), by name.", "gauge", "stock_backend"),
-    Metric("route_policy", "1 for each routing policy that decides decode steps, by name.", "gauge", "policy"),
+    Metric("route_policy", "1 for each policy that routes decode or verify steps, by name.", "gauge", "policy"),
 )
 
 

@@ -21,6 +21,7 @@ from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.gpu import H200, Gpu
+from sgl_prefix_attn.routing import conservative, verify
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.doctor import advice, planned_runner
@@ -184,6 +185,25 @@ def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) ->
     assert found.changes[0].reason == found.steps["verify"].reason == reasons.DISABLED
     assert found.after is not None
     assert found.after.steps["verify"].reason is None
+    found = diagnosis(models["llama"], *speculation, **WRAP, PREFIXPACK_ROUTE="stock")
+    assert found.steps["verify"].reason == reasons.DISABLED
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stock", "route", "note"),
+    [
+        ("native", "fa3", "auto", f"if {verify.RULE}"),
+        ("native", "triton", "auto", f"if {conservative.rule('native')}"),
+        ("native", "fa3", "reuse>=2", "if reuse>=2"), ("native", "fa3", "packed", ""), ("cpu", "fa3", "reuse>=2", ""),
+    ],
+)  # fmt: skip
+def test_the_rule_of_verify_steps_is_told(kernels: str, stock: str, route: str, note: str) -> None:
+    layer = SimpleNamespace(tp_q_head_num=32, tp_k_head_num=8, qk_head_dim=128)
+    runner = SimpleNamespace(model=[layer], kv_cache_dtype=torch.bfloat16)
+    executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, packs=lambda mode: None)
+    settings = Settings(metrics=False, route=route, route_profile="no_file_of_decode_steps.json")
+    answer = module._step(executor, settings, "verify", runner, stock)
+    assert (answer.reason, answer.note) == (None, note)
 
 
 def test_pages_that_hold_all_layers() -> None:
