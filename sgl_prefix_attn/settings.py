@@ -108,10 +108,10 @@ class Settings(BaseModel):
     )
     route: str = Field(
         "auto",
-        description="Where decode steps run: packed if all conditions of this policy hold, else on the stock backend. "
-        "cost, which is auto: the routing profile predicts packed to be faster. Without a profile for the GPU: a "
-        "conservative rule. On a CPU: true, unless route_profile is set. batch>=N: at least N requests run. reuse>=X: "
-        "each distinct KV token is read X times on average. packed: always. stock: never.",
+        description="Where decode and verify steps run: packed if all conditions of this policy hold, else stock. "
+        "cost, which is auto: the routing profile predicts packed to be faster; a rule decides verify steps. Without a "
+        "profile for the GPU: a conservative rule. On a CPU: true, unless route_profile is set. batch>=N: at least N "
+        "requests run. reuse>=X: each distinct KV token is read X times on average. packed: always. stock: never.",
         json_schema_extra={"accepts": policy_names.FORMS},
     )
     route_margin: int | None = Field(

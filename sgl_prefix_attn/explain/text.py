@@ -226,7 +226,7 @@ def _balance_lines(explanation: Explanation) -> list[str]:
         gain_line(explanation),
     ]
     if not isinstance(gain, str):
-        lines.append(f"  a step runs {gain.route} under the policy cost")
+        lines.append(f"  a decode step runs {gain.route} under the policy cost")
         if gain.borrowed:
             lines.append(f"  the profile was measured with {gain.borrowed}")
     return lines
