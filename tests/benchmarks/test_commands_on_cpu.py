@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 SIDE_BY_SIDE, ROLLOUT = "-m benchmarks.serving --model", "-m benchmarks.serving.rollout --model"
 OFFLINE = "-m benchmarks.offline.throughput --device cuda"
 SIZES = {
-    SIDE_BY_SIDE: "--context-length 1024 --times 2 --groups 2 --samples 2 --prompt-tokens 64 --output-tokens 4",
+    SIDE_BY_SIDE: "--context-length 8192 --times 2 --groups 2 --samples 2 --prompt-tokens 64 --output-tokens 4",
     ROLLOUT: "--context-length 1024 --prompt-tokens 128 --output-tokens 20 --groups 120 --samples 4 --running 8 "
     "--window 1",
     OFFLINE: "--settings 60/10x4 --requests 8 --output-tokens 4 --repeats 1",
 }
 SHIMS = ROOT / "tests" / "support" / "cpu_speculation"
-KEPT = ("--enable-mixed-chunk", "--page-size", "--speculative")  # of the options of servers
+KEPT = ("--enable-mixed-chunk", "--speculative")  # of the options of servers
 COMMANDS = [
     case.values[0]
     for case in shell_commands()
