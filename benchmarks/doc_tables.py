@@ -132,7 +132,7 @@ def results_of_servers() -> Rows:
 def when_to_use() -> Rows:
     """What to expect of a workload, by how much KV is shared and how many requests run."""
     yield ("workload", "shared KV", "running requests", "expect on an H200")
-    for prompt_tokens in reversed(ROLLOUTS):
+    for prompt_tokens in ROLLOUTS:
         gain, _ = gains_of_servers()[rollout_title(prompt_tokens)]
         shared = "a part" if prompt_tokens < 4096 else "most of it"
         title = f"RL rollout, 16 samples of prompts of {PROMPTS[prompt_tokens]}"
