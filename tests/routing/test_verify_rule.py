@@ -63,6 +63,10 @@ def test_bounds() -> None:
     assert packs(63, ModelShape(8, 8, 128), requests=2)
     assert packs(4, ModelShape(64, 4, 128), requests=6, length=2010)
     assert not packs(4, ModelShape(64, 4, 128), requests=5)
+    # 32 requests save 3 times their partial results from 806 tokens on; without maximum and sum, from 793 on.
+    for shared, enough in ((800, False), (806, True)):
+        step = features([[(0, 0, shared)]] * 32, [1100] * 32)
+        assert verify.packs(StepFeatures(**{**step.__dict__, "rows": 4}), ModelShape(64, 4, 128)) is enough
     deep = StepFeatures(32, 73600, 11600, 64000, 32, 320, 2000, 2300, 4)  # ten partial results a request
     assert not verify.packs(deep, ModelShape(64, 4, 128))
     assert verify.packs(deep, SHAPE)
