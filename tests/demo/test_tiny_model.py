@@ -23,6 +23,7 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
     ("usual", "far", "expected"),
     [
         ([0.1, 0.1], [0.15, 0.15], False), ([0.1, 0.1], [0.17, 0.17], True),  # the mean
+        ([0.1, 0.1], [0.1, float("nan")], True),
         ([0.4] * 4, [0.1, 0.1, 0.1, 0.6], True), ([0.4, 0.4, 0.4, 0.6], [0.1, 0.1, 0.1, 0.6], False),  # large ones
     ],
 )  # fmt: skip

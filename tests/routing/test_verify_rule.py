@@ -38,7 +38,7 @@ def test_measured_steps_run_where_they_are_faster(path: Path) -> None:
     assert verdict(results, "conservative").regret > 3 * found.regret
 
 
-def test_the_seeds_of_an_h100_which_the_bounds_do_not_know() -> None:
+def test_the_seeds_of_an_h100_which_no_bound_was_chosen_by() -> None:
     for name, gain in (("h100_4_2586728830", 1.61), ("h100_8_1806084533", 1.28)):
         found = verdict(read_results(RESULTS / f"verify_{name}.json"), "shipped")
         assert found.regret < 0.006
