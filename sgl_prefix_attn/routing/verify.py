@@ -59,15 +59,25 @@ class VerifyPolicy:
         return Decision(Route.PACKED if packs(step, self.shape) else Route.STOCK)
 
 
-def policy(kernels: str, stock: str, shape: ModelShape) -> Policy:
-    """The rule of a server's verify steps: the conservative one for what was not measured.
+def was_measured(kernels: str, stock: str, shape: ModelShape) -> bool:
+    """Whether the bounds were measured with kernels and a shape.
 
     Args:
         kernels: the packed ones.
         stock: the stock kernel.
         shape: of one rank.
     """
-    measured = (kernels, stock) == ("native", "fa3") and shape.head_dim == 128 and shape.kv_bytes == 2
+    return (kernels, stock) == ("native", "fa3") and shape.head_dim == 128 and shape.kv_bytes == 2
+
+
+def may_pack(kernels: str, stock: str, shape: ModelShape, drafts: int) -> bool:
+    """Whether the measured rule packs any step of so many drafts a request. Other arguments: see `was_measured`."""
+    return was_measured(kernels, stock, shape) and drafts * shape.group < MOST_ROWS
+
+
+def policy(kernels: str, stock: str, shape: ModelShape) -> Policy:
+    """The rule of a server's verify steps: the conservative one where `was_measured` does not hold."""
+    measured = was_measured(kernels, stock, shape)
     return VerifyPolicy(shape) if measured else conservative.ConservativePolicy(shape, kernels)
 
 

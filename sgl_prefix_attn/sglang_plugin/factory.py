@@ -43,7 +43,7 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
     name = stock_name(runner, settings.stock_backend)
     if runner.is_draft_worker:
         give_stock_backend_to_draft(runner, name, version)
-    executor = eligibility.make_executor(runner, settings)
+    executor = eligibility.make_executor(runner, settings, name)
     if not isinstance(executor, str):
         executor = eligibility.unsupported_at_start(runner, name, settings, executor) or executor
     state, missing = connect(runner, settings, name, packs=not isinstance(executor, str))

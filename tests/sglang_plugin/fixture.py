@@ -137,6 +137,7 @@ class Fixture:
         self.model = torch.nn.ModuleList(self.layers)
         usual = {"device": "cpu", "dtype": torch.float32, "is_draft_worker": False, "use_mla_backend": False}
         usual |= {"token_to_kv_pool": self.pool, "req_to_token_pool": self.rows, "model": self.model}
+        usual["kv_cache_dtype"] = kv_dtype
         usual["model_config"] = SimpleNamespace(is_encoder_decoder=False)
         self.runner = SimpleNamespace(**usual | runner)
         plugin_state.reset()

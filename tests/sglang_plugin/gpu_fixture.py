@@ -178,7 +178,7 @@ class GpuFixture(Fixture):
         return GraphStock(self.runner)
 
     def make_executor(self) -> Any:
-        self.executor = CudaExecutor(self.runner, self._settings, self._kernels)
+        self.executor = CudaExecutor(self.runner, self._settings, self._kernels, self.state.stock_backend)
         return self.executor
 
     def _make_step(self, *args: Any) -> HostStep:

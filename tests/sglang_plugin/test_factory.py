@@ -185,7 +185,7 @@ class TestFactory:
 
     @pytest.mark.parametrize("needs_lens", [False, True])
     def test_a_server_that_is_refused_runs_the_stock_backends_own_methods(self, needs_lens, asked, monkeypatch):
-        """On a GPU without pack_verify, nothing of a speculating server packs: no hook runs in its steps."""
+        """Where pack_verify leaves a speculating server out, nothing packs: no hook runs in its steps."""
         stock = GraphStock(new_runner())
         stock.needs_cpu_seq_lens = needs_lens
         monkeypatch.setattr(factory, "build_stock", lambda runner, name: stock)

@@ -238,7 +238,7 @@ class TestRefused:
         runner = on_gpu(monkeypatch)
         monkeypatch.setenv(variable, value)
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.UNKNOWN_TREE
-        assert eligibility.choose_executor(runner, WRAP) == reasons.UNKNOWN_TREE
+        assert eligibility.choose_executor(runner, WRAP, "torch_native") == reasons.UNKNOWN_TREE
         vars(runner.server_args)["radix_cache_backend"] = "of the user"  # instead of the C++ tree
         assert versions.hides_its_tree(runner) is (variable != versions.CPP_TREE_VARIABLE)
 
@@ -248,7 +248,7 @@ class TestRefused:
         vars(runner.model_config).update(change)
         vars(runner.server_args).update({"chunked_prefill_size": 64, **change})
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), WRAP) == reasons.PREFILL_ONLY
-        made = eligibility.choose_executor(runner, WRAP)
+        made = eligibility.choose_executor(runner, WRAP, "torch_native")
         assert eligibility.unsupported_at_start(runner, "fa3", WRAP, made) == reasons.PREFILL_ONLY
         packs = Settings(wrap=True, pack_extend=True)  # type: ignore[arg-type]
         assert eligibility.wrap_refusal(runner, "fa3", gpu_stock(), packs) is None

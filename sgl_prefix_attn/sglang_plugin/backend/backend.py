@@ -72,7 +72,7 @@ class PrefixPackBackend(AttentionBackend):
         assert state.handover is not None, "PluginState.serve comes first"
         self._state, self._handover = state, state.handover
         self._counters = state.counters
-        made = make_executor(runner, state.settings) if executor is None else executor
+        made = make_executor(runner, state.settings, stock_name) if executor is None else executor
         never_packed = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))

@@ -71,28 +71,34 @@ def unsupported_kv(runner: Any) -> str | None:
     return unsupported_pool(runner.token_to_kv_pool)
 
 
-def choose_executor(runner: Any, settings: Settings) -> Executor | str:
-    """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing."""
-    executor = server_refusal(runner) or device_executor(runner, settings)
+def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
+    """The executor of a model runner, or the reason why none of its steps ever runs packed. Changes nothing.
+
+    Args:
+        runner: SGLang's ModelRunner, with its model and KV pool.
+        settings: settings in force.
+        name: the stock backend's name.
+    """
+    executor = server_refusal(runner) or device_executor(runner, settings, name)
     if isinstance(executor, str) or is_cpu(runner) or not versions.speculates(runner):
         return executor
     return executor.packs("verify") or executor  # nearly all steps are of this kind
 
 
-def device_executor(runner: Any, settings: Settings) -> Executor | str:
-    """The executor of a runner's device, or the reason why there is none. Changes nothing."""
+def device_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
+    """The executor of a runner's device, or the reason why there is none. Arguments: see `choose_executor`."""
     if is_cpu(runner):
         return CpuExecutor(runner, settings)
     kernels = choose_kernels(settings.gpu_kernels, torch.device(str(runner.device)))
     if isinstance(kernels, str):
         logger.warning("prefixpack: all steps run on the stock backend: %s", kernels)
         return fallback_reasons.NO_CUDA_KERNEL
-    return CudaExecutor(runner, settings, kernels)
+    return CudaExecutor(runner, settings, kernels, name)
 
 
-def make_executor(runner: Any, settings: Settings) -> Executor | str:
+def make_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
     """As `choose_executor`, and keeps SGLang from graphs that would hold a plan."""
-    executor = choose_executor(runner, settings)
+    executor = choose_executor(runner, settings, name)
     if not isinstance(executor, str) and executor.runs_in_graphs and versions.keep_metadata_out_of_graphs(os.environ):
         logger.warning("prefixpack: %s is switched off: plans are made anew by the host", versions.GLUE_VARIABLE)
     return executor
@@ -114,7 +120,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
         return fallback_reasons.MLA
     if not _is_sglangs(stock, name):
         return fallback_reasons.UNKNOWN_STOCK
-    executor = choose_executor(runner, settings)
+    executor = choose_executor(runner, settings, name)
     if isinstance(executor, str):
         return executor
     writers = trtllm_mha.WRITE_THROUGH_IT if name == trtllm_mha.NAME else ()

@@ -233,7 +233,6 @@ _POOLS = (
     *attributes_of("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool"),
     Target("mem_cache.memory_pool.ReqToTokenPool.req_to_token", Use.ATTRIBUTE),
     Target("mem_cache.memory_pool.HybridReqToTokenPool", Use.CLASS),
-    Target("mem_cache.swa_memory_pool.SWAKVPool", Use.CLASS),
     *attributes_of("mem_cache.swa_memory_pool.SWAKVPool", "full_kv_pool layers_mapping"),
     # The window layers' slots are of no use to a write in a full layer, so a bare location is enough.
     Target("mem_cache.memory_pool.unwrap_write_loc", Use.CALL, ("loc_info",)),
@@ -255,6 +254,7 @@ _BATCHES = (
     ),
     *attributes_of("managers.schedule_batch.Req", "finished_reason last_node"),
     *attributes_of("managers.schedule_batch.Req", "beam_group", since="0.5.19"),
+    *attributes_of("managers.schedule_batch.Req", "kv_committed_len", until="0.5.18"),
     *attributes_of("managers.schedule_batch.ReqKvInfo", "kv_committed_len", since="0.5.19"),
     *attributes_of("managers.scheduler.Scheduler", "running_batch"),
     *attributes_of(

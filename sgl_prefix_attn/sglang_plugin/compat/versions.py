@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import metadata
 from typing import Any, Final
 
@@ -178,21 +178,32 @@ def has_uniform_drafts(runner: Any) -> bool:
 
 
 @functools.cache
+def _committed_len() -> Callable[[Any], int] | None:
+    """Reads the committed KV length of a request; None where no bound of its KV follows from that length.
+
+    Before 0.5.16, which brought ReqKvInfo, SGLang counts a token before it is computed (0.5.14), or gives verify
+    graphs the lengths of an earlier step where host memory has none (0.5.15).
+    """
+    info = getattr(importlib.import_module("sglang.srt.managers.schedule_batch"), "ReqKvInfo", None)
+    if info is None:
+        return None
+    in_info = "kv_committed_len" in getattr(info, "__dataclass_fields__", ())  # 0.5.19 and later
+    return operator.attrgetter("kv.kv_committed_len" if in_info else "kv_committed_len")
+
+
 def keeps_committed_lens() -> bool:
     """Whether requests keep their committed KV length in host memory, in a known place.
 
     With overlap it lags by one verify step at most, so a request's KV is no longer than that and the drafts of a step.
     """
-    info = getattr(importlib.import_module("sglang.srt.managers.schedule_batch"), "ReqKvInfo", None)
-    return "kv_committed_len" in getattr(info, "__dataclass_fields__", ())
-
-
-_COMMITTED_LEN = operator.attrgetter("kv.kv_committed_len")
+    return _committed_len() is not None
 
 
 def committed_lens(requests: Sequence[Any]) -> Int64Array:
     """[requests] committed KV lengths, where `keeps_committed_lens`."""
-    return np.fromiter(map(_COMMITTED_LEN, requests), np.int64, len(requests))
+    read = _committed_len()
+    assert read is not None
+    return np.fromiter(map(read, requests), np.int64, len(requests))
 
 
 def plans_on_another_stream() -> bool:

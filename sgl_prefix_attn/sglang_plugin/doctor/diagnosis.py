@@ -165,15 +165,15 @@ def _refusal(runner: Any, name: str | None, settings: Settings) -> Executor | st
     if name == entry.NAME:
         if runner.use_mla_backend:
             return fallback_reasons.MLA
-        executor = eligibility.choose_executor(runner, settings)
+        stock_of_name = stock_name(runner, settings.stock_backend)
+        executor = eligibility.choose_executor(runner, settings, stock_of_name)
         if isinstance(executor, str):
             return executor
-        stock_of_name = stock_name(runner, settings.stock_backend)
         return eligibility.unsupported_at_start(runner, stock_of_name, settings, executor) or executor
     if name not in settings.wrap:
         return advice.NOT_WRAPPED if name in WRAPPABLE else advice.NOT_WRAPPABLE
-    stock = _stock(runner, name)
-    return eligibility.wrap_refusal(runner, name, stock, settings) or eligibility.choose_executor(runner, settings)
+    refusal = eligibility.wrap_refusal(runner, name, _stock(runner, name), settings)
+    return refusal or eligibility.choose_executor(runner, settings, name)
 
 
 def _stock(runner: Any, name: str) -> Any:
@@ -234,10 +234,10 @@ def kernels_of(runner: Any, settings: Settings) -> str | None:
 
 def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[str, Answer]]:
     """The kinds of layers in a packed step, as the layer registry judges them, whether or not there are such steps."""
-    made = eligibility.device_executor(runner, settings)
+    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
+    made = eligibility.device_executor(runner, settings, name)
     never_packed = made if isinstance(made, str) else None
     executor = CpuExecutor(runner, settings) if isinstance(made, str) else made
-    name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
     registry = LayerRegistry(runner, executor, Counters(), never_packed, knows_kv_scales(name))
     by_id = {layer.layer_id: layer for layer in runner.model}
     described = []

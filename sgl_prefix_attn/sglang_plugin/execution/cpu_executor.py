@@ -37,6 +37,7 @@ class CpuExecutor:
     def __init__(self, runner: Any, settings: Settings) -> None:
         self.planners: list[Planner] = []
         self.drafts = versions.drafts_of(runner)
+        self._speculates = versions.speculates(runner)
         self._settings = settings
         self._req_to_token_pool = runner.req_to_token_pool
         self._workspace = PartialWorkspace()
@@ -51,6 +52,8 @@ class CpuExecutor:
         wanted = getattr(self._settings, f"pack_{mode}")
         if mode == "verify" and wanted == "auto":
             wanted = self._settings.pack_decode
+        if wanted and mode == "mixed" and self._speculates:
+            return fallback_reasons.SPECULATIVE
         return None if wanted else fallback_reasons.DISABLED
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:

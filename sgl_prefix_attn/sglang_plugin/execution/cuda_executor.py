@@ -28,7 +28,7 @@ from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
-from sgl_prefix_attn.sglang_plugin.execution.drafts import unsupported_server
+from sgl_prefix_attn.sglang_plugin.execution.drafts import packs_by_default, unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, KvScales, layer_shape, window_left
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS, PackedStep
@@ -76,16 +76,20 @@ class CudaExecutor:
         runner: SGLang's ModelRunner.
         settings: settings in force.
         kernels: the kernels to run.
+        stock: the stock backend's name.
     """
 
     runs_in_graphs = True
 
-    def __init__(self, runner: Any, settings: Settings, kernels: Kernels) -> None:
+    def __init__(self, runner: Any, settings: Settings, kernels: Kernels, stock: str) -> None:
         self.planners: list[Planner] = []
         self.kernels = kernels.name
         self.reads_trees = kernels.reads_trees
         self.drafts = versions.drafts_of(runner)
+        self._speculates = versions.speculates(runner)
         self._no_verify = unsupported_server(runner, kernels.reads_trees)
+        if settings.pack_verify == "auto" and not packs_by_default(runner, kernels.name, stock):
+            self._no_verify = self._no_verify or fallback_reasons.SPECULATIVE
         self._settings = settings
         self._kernels = kernels
         self._model_dtype = runner.dtype
@@ -93,7 +97,8 @@ class CudaExecutor:
         # Not where `route` switches packing off.
         judges = settings.pack_mixed == "auto" and settings.policy.fixed != "stock"
         self.judges_mixed = judges and _may_gain_in_mixed(runner, kernels)
-        self._packs_prefill = settings.pack_extend is True or settings.pack_mixed is True
+        packs_mixed = settings.pack_mixed is True and not self._speculates
+        self._packs_prefill = settings.pack_extend is True or packs_mixed
         self._prefill_tokens = _most_prefill_tokens(runner) if self._packs_prefill or self.judges_mixed else 0
         # Tokens that a tail may grow under one plan: the planner replans at `replan_growth`, but sees few steps.
         self._growth = settings.replan_growth + STEPS_BETWEEN_PLANS
@@ -118,13 +123,15 @@ class CudaExecutor:
 
     def packs(self, mode: Mode) -> str | None:
         wanted = getattr(self._settings, f"pack_{mode}")
+        if not wanted:
+            return fallback_reasons.DISABLED
+        if mode == "verify":
+            return self._no_verify
+        if mode == "mixed" and self._speculates:
+            return fallback_reasons.SPECULATIVE
         if mode == "mixed" and self.judges_mixed:
             return None
-        if wanted == "auto":
-            return fallback_reasons.SPECULATIVE if mode == "verify" else fallback_reasons.COMPUTE_BOUND
-        if wanted and mode == "verify":
-            return self._no_verify
-        return None if wanted else fallback_reasons.DISABLED
+        return fallback_reasons.COMPUTE_BOUND if wanted == "auto" else None
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:
         reason = self._kernels.unsupported_reason(layer.qk_head_dim, k_cache)
@@ -334,12 +341,13 @@ def _matching_host_lens(forward_batch: Any, handed: Handed, count: int) -> Int64
 
 
 def _may_gain_in_mixed(runner: Any, kernels: Kernels) -> bool:
-    """Whether a server has mixed steps that packing was measured to speed up: not with masks of images."""
+    """Whether a server has mixed steps that packing was measured to speed up: not with masks of images, nor
+    with drafts."""
     masked = hasattr(getattr(runner, "model", None), "prepare_attn_masks")
     chunk = versions.argument(runner, "chunked_prefill_size")
     # SGLang mixes chunks only. Without a size, buffers for the longest context would be for nothing.
     mixes = versions.argument(runner, "enable_mixed_chunk") and chunk and chunk > 0
-    return kernels.name == "native" and bool(mixes) and not masked
+    return kernels.name == "native" and bool(mixes) and not masked and not versions.speculates(runner)
 
 
 def _most_prefill_tokens(runner: Any) -> int:

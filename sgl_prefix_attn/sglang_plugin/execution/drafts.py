@@ -12,7 +12,9 @@ import numpy as np
 
 from sgl_prefix_attn.core.draft_tables import MOST_TREE_DRAFTS
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.routing import verify
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape, unsupported_layer
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 
@@ -38,6 +40,26 @@ def unsupported_server(runner: Any, reads_trees: bool) -> str | None:
     if versions.has_draft_chains(runner) or (reads_trees and drafts <= MOST_TREE_DRAFTS):
         return None
     return fallback_reasons.SPECULATIVE_TREE
+
+
+def packs_by_default(runner: Any, kernels: str, stock: str) -> bool:
+    """Whether verify steps of a GPU server run packed without a setting.
+
+    Drafts are chains, and `routing.verify` was measured for all layers. SGLang bounds the lengths of such steps in host
+    memory. Otherwise each one would wait for the device.
+
+    Args:
+        runner: SGLang's ModelRunner, with its model.
+        kernels: name of the packed ones.
+        stock: the stock backend's name.
+    """
+    if not versions.speculates(runner) or not versions.has_draft_chains(runner) or not versions.keeps_committed_lens():
+        return False
+    drafts, dtype = versions.drafts_of(runner), runner.kv_cache_dtype
+    layers = [layer for layer in attention_layers(runner.model) if unsupported_layer(layer) is None]
+    if not layers or dtype is None:
+        return False
+    return all(verify.may_pack(kernels, stock, shape, drafts) for shape in {layer_shape(it, dtype) for it in layers})
 
 
 def unsupported_verify(forward_batch: Any, requests: int, reads_trees: bool) -> str | None:

@@ -74,8 +74,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
     MODE: "a forward mode other than decode, extend and mixed",
     IDLE: "an idle step without tokens",
-    SPECULATIVE: "a draft step, or a verify step on a GPU without pack_verify, of an unknown or adaptive algorithm, or "
-    "with an overlapped plan stream",
+    SPECULATIVE: "a draft or mixed step of speculation; an unknown or adaptive algorithm; an overlapped plan stream; "
+    "drafts that pack_verify=auto leaves out",
     SPECULATIVE_TREE: "a verify step with a tree of drafts (topk above 1, NGRAM), of more than 64 drafts or on kernels "
     "without masks (triton)",
     DRAFT_WORKER: "the draft model of speculative decoding runs on the stock backend",

@@ -25,7 +25,7 @@ class TestEligibility:
         runner = decode().runner
         runner.device = "cuda"
         vars(runner.server_args).update(arguments)
-        return eligibility.make_executor(runner, Settings())
+        return eligibility.make_executor(runner, Settings(), "")
 
     def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(self, monkeypatch, caplog):
         from sglang.srt.environ import envs

@@ -139,6 +139,28 @@ def test_a_drafts_own_backend_is_built_before_those_of_its_steps(sglang: tuple[s
     assert any(name in ast.unparse(factory) for name in read), version
 
 
+def test_lengths_of_verify_steps_have_bounds_from_0_5_16_on(sglang: tuple[str, SourceTree]) -> None:
+    """ReqKvInfo came with that version. Before, a graph without lengths in host memory gets those of an older step."""
+    version, source = sglang
+    bounded = source.find("sglang.srt.managers.schedule_batch.ReqKvInfo") is not None
+    assert bounded == (version not in ("0.5.14", "0.5.15", "0.5.15.post1"))
+    view = source.find("sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view")
+    assert view is not None
+    assert ("forward_batch.seq_lens_cpu is None" in ast.unparse(view.node)) == bounded, version
+
+
+def test_no_draft_counts_as_committed_before_its_result(sglang: tuple[str, SourceTree]) -> None:
+    """Decode steps count their token when they are prepared. Verify steps must not, or lengths exceed their bounds."""
+    version, source = sglang
+    prepare = ast.unparse(method(source, "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode"))
+    with_drafts, decode = prepare.index("spec_algorithm.is_none()"), prepare.index("alloc_for_decode(")
+    assert "return" in prepare[with_drafts:decode], version
+    assert "kv_committed_len +=" not in prepare[:decode], version
+    if source.find("sglang.srt.managers.schedule_batch.ReqKvInfo") is not None:
+        eagle = method(source, "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode")
+        assert "kv_committed_len +=" not in ast.unparse(eagle), version
+
+
 def method(source: SourceTree, path: str) -> ast.FunctionDef:
     found = source.find(path)
     assert found is not None, path

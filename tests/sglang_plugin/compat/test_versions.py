@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +39,41 @@ def test_others_are_accepted_when_allowed(version: str) -> None:
 def test_ranks_of_attention(arguments: dict[str, int], dp: int, ranks: int) -> None:
     runner = SimpleNamespace(server_args=SimpleNamespace(**arguments))
     assert (versions.attention_dp_ranks(runner), versions.attention_ranks(runner)) == (dp, ranks)
+
+
+class TestCommittedLengths:
+    """Where requests keep them: bounds of a verify step's lengths need one of the two places."""
+
+    @pytest.fixture(autouse=True)
+    def _cache(self) -> Iterator[None]:
+        versions._committed_len.cache_clear()
+        yield
+        versions._committed_len.cache_clear()
+
+    @staticmethod
+    def install(monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...] | None) -> None:
+        from sglang.srt.managers import schedule_batch
+
+        monkeypatch.delattr(schedule_batch, "ReqKvInfo", raising=False)
+        if fields is not None:
+            info = dataclasses.make_dataclass("ReqKvInfo", [(name, int, 0) for name in fields])
+            monkeypatch.setattr(schedule_batch, "ReqKvInfo", info, raising=False)
+
+    def test_on_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:  # 0.5.16 to 0.5.18
+        self.install(monkeypatch, ("kv_allocated_len",))
+        requests = [SimpleNamespace(kv_committed_len=length, kv=SimpleNamespace()) for length in (7, 9)]
+        assert versions.keeps_committed_lens()
+        assert versions.committed_lens(requests).tolist() == [7, 9]
+
+    def test_beside_the_other_lengths(self, monkeypatch: pytest.MonkeyPatch) -> None:  # 0.5.19 and later
+        self.install(monkeypatch, ("kv_committed_len", "kv_allocated_len"))
+        requests = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=length)) for length in (7, 9)]
+        assert versions.keeps_committed_lens()
+        assert versions.committed_lens(requests).tolist() == [7, 9]
+
+    def test_no_bound_before_0_5_16(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, None)
+        assert not versions.keeps_committed_lens()
 
 
 class TestEntry:

@@ -34,6 +34,7 @@ from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import unsupported_pool
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.execution.test_kernel_set import gpu
+from tests.sglang_plugin.gpu_fixture import host_kernels
 from tests.support.pages import documented
 
 SIZES: dict[str, Any] = {
@@ -45,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
     "odd_heads": ("Llama", {"head_dim": 24}),
     "wide_heads": ("Llama", {"head_dim": 512}),
+    "heads_of_128": ("Llama", {"head_dim": 128}),
     "qwen3": ("Qwen3", {}),
     "mla": (
         "DeepseekV2",
@@ -187,6 +189,29 @@ def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) ->
     assert found.after.steps["verify"].reason is None
     found = diagnosis(models["llama"], *speculation, **WRAP, PREFIXPACK_ROUTE="stock")
     assert found.steps["verify"].reason == reasons.DISABLED
+
+
+@pytest.mark.parametrize(("stock", "packs"), [("fa3", True), ("triton", False)])
+def test_verify_steps_on_a_gpu_by_default(
+    models: dict[str, Path], stock: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners: list[Any] = []
+    make = module.planned_runner
+    monkeypatch.setattr(module, "planned_runner", lambda args: runners.append(make(args)) or runners[0])
+    model = models["heads_of_128"]
+    diagnosis(
+        model, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model),
+        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", **WRAP,
+    )  # fmt: skip
+    runner = runners[0]
+    runner.device, runner.dtype, runner.kv_cache_dtype = "cuda", torch.bfloat16, torch.bfloat16
+    monkeypatch.setattr(versions, "backend_names", lambda runner: (stock, stock))
+    monkeypatch.setattr(module.eligibility, "choose_kernels", lambda setting, device: host_kernels())
+    monkeypatch.setattr(module, "kernels_of", lambda runner, settings: "native")
+    found = module.examine(runner, Settings(wrap=True, metrics=False))  # type: ignore[arg-type]
+    assert found.steps["verify"].reason == (None if packs else reasons.SPECULATIVE)
+    assert found.steps["verify"].note == (f"if {verify.RULE}" if packs else "")
+    assert found.steps["decode"].reason == NO_SUCH_STEPS
 
 
 @pytest.mark.parametrize(
