@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.pinning import PinLedger
+from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import SharedPrefill
 from sgl_prefix_attn.sglang_plugin.entry import in_scheduler_process
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning.eviction_policy import Retention
@@ -74,6 +75,7 @@ def record() -> None:
     _after(Retention, "_evict", lambda _, freed, n, wanted: note("evicted", wanted, freed, n.id, n.begin, n.end))
     _after(GroupScheduler, "arrange", _arranged)
     _after(GroupScheduler, "should_wait", _asked_to_wait)
+    _after(SharedPrefill, "should_wait", _passed_over)
     _after(BatchTracker, "step", _paths_read)
     _after(Planner, "plan", lambda planner, plan, *a, **k: note("plan", planner.plans_made, _digest(plan, _PLAN)))
     _after(Counters, "as_dict", _counted)
@@ -165,6 +167,11 @@ def _arranged(scheduler: GroupScheduler, result: None, policy: Any, queue: list[
 def _asked_to_wait(scheduler: GroupScheduler, waits: bool, adder: Any, request: Any) -> None:
     if scheduler.places.place_of(request) is not None:
         note("waits" if waits else "may go", request.rid, dict(scheduler.held_back))
+
+
+def _passed_over(prefills: SharedPrefill, waits: bool, adder: Any, request: Any) -> None:
+    if waits:
+        note("passed over", request.rid, len(request.origin_input_ids))
 
 
 def _paths_read(tracker: BatchTracker, step: StepPaths | str, batch: Any) -> None:

@@ -50,7 +50,7 @@ OURS = {
 # What has to have been decided, and so written down, for the comparison to say anything.
 DECISIONS = {
     *("pinned", "locked", "released", "expired", "shed", "cleared", "announced", "ahead", "evicted", "step"),
-    *("order", "waits", "may go", "paths", "plan", "totals"),
+    *("order", "waits", "may go", "passed over", "paths", "plan", "totals"),
 }
 
 
@@ -99,8 +99,9 @@ class Requests:
             for _ in range(36)
         ]
         self.large = self.body(tokens(1500), 2)
-        groups = [tokens(length) for length in (220, 160, 120)]
-        prompts = [[*groups[number % 3], *tokens(rng.randrange(5, 30))] for number in range(24)]
+        # The last one is too short for requests to be passed over, and long enough for group scheduling to wait.
+        groups = [tokens(length) for length in (220, 160, 120, 50)]
+        prompts = [[*groups[number % 4], *tokens(rng.randrange(5, 30))] for number in range(24)]
         requests = [
             BatchRequest(line, str(line), "/v1/completions", CompletionBody(prompt=prompt, max_tokens=8))
             for line, prompt in enumerate(prompts)
