@@ -53,10 +53,16 @@ NAMED = {"idle", "compute_bound", "layer_variant"}
 
 @dataclasses.dataclass
 class Run:
-    """What a server answered and ran packed: tokens by prompt, of every round and sample."""
+    """What a server answered and ran packed: tokens by prompt, of every round and sample.
+
+    Attributes:
+        alone: tokens of a stock server when each prompt comes alone. Rounds of one server have the same batches, and so
+            the same bits; other batches say how far two runs of it agree.
+    """
 
     tokens: dict[str, list[list[int]]]
     steps: dict[str, int]
+    alone: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
 
 
 def options(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -> ServerOptions:
@@ -65,19 +71,25 @@ def options(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) ->
 
 
 def run(variant: str, stock: str, arguments: tuple[str, ...], ours: bool) -> Run:
-    found: dict[str, list[list[int]]] = {request.name: [] for request in REQUESTS}
     with serve(options(variant, stock, arguments, ours)) as server:
-        for _ in range(ROUNDS):
-            for answer in replay(server.url, REQUESTS):
-                found[answer.request.name] += [sample.tokens for sample in answer.samples]
+        found = tokens_of(server, [REQUESTS] * ROUNDS)
         state = server.packing_state()
-    if not ours:
-        assert state is None
-        return Run(found, {})
+        if not ours:
+            assert state is None
+            return Run(found, {}, tokens_of(server, [[request] for request in REQUESTS]))
     counters = state["counters"]
     print(f"{variant} {arguments}: layers {state['layers']}, fallbacks {counters['fallbacks']}")
     assert set(counters["fallbacks"]) <= NAMED
     return Run(found, counters["steps_packed"])
+
+
+def tokens_of(server: Server, rounds: list[list[Request]]) -> dict[str, list[list[int]]]:
+    """Tokens by prompt when the requests of each round are sent at once."""
+    found: dict[str, list[list[int]]] = {request.name: [] for request in REQUESTS}
+    for requests in rounds:
+        for answer in replay(server.url, requests):
+            found[answer.request.name] += [sample.tokens for sample in answer.samples]
+    return found
 
 
 class Prefills:
@@ -167,6 +179,7 @@ def test_tokens_are_as_near_as_the_stock_backends(
     alike, usually_alike = agreement(ours, theirs), agreement(*rounds(theirs))
     measures = {
         "steps_packed": ours.steps, "agreement_with_stock": alike, "agreement_of_stocks_rounds": usually_alike,
+        "agreement_of_stock_with_prompts_alone": agreement(theirs, Run(theirs.alone, {})),
         **{
             f"{name}_deficits": {"mean": found.mean().item(), "above_0.5": (found > 0.5).float().mean().item()}
             for name, found in (("stock", usually_far), ("our", far))
