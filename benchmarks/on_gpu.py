@@ -3,22 +3,26 @@
     python -m benchmarks.on_gpu --model MODEL --minutes 9 --out build/on_gpu
     python -m benchmarks.on_gpu --list
 
-Jobs run one after the other, each with a log and its results in --out/COMMIT. A job is started only if its usual time
-is left, and cut off after three times that. The next call runs what is missing: jobs that were not started, were cut
-off, or failed. Exit status: 0 if all jobs are done, 1 if one failed, 2 if the arguments are wrong, 3 if jobs are left.
+Each job has a log and its results in --out/COMMIT. With several GPUs as many jobs run side by side, each on GPUs of its
+own; jobs.json says on how many. A job is started only if its usual time is left, and cut off after three times that.
+The next call runs what is missing: jobs that were not started, were cut off, or failed. Exit status: 0 if all jobs are
+done, 1 if one failed, 2 if the arguments are wrong, 3 if jobs are left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ import torch
 from benchmarks.provenance import git_commit
 from benchmarks.serving.provenance import machine_name, package_versions
 
+DRAFT = "draft_model"
 OVERTIME = 3  # times a job's usual minutes, after which it hangs
 _MIXED = "-m benchmarks.kernel.mixed_steps"
 _POD = "prefixpack fa3 fa3_split flashinfer_batch_attention flashinfer_pod"  # compiles POD at first use
@@ -37,6 +42,12 @@ _ROLLOUT = (
     f"-m benchmarks.serving.rollout --model {{model}} --load-format dummy --groups 96 --running 256 --window 12 "
     f"--context-length 20480 {_SERVER}"
 )
+_DRAFTS = (
+    f"{_ROLLOUT[:-1]} --speculative-algorithm STANDALONE --speculative-draft-model-path {{draft}} "
+    '--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" --backends prefixpack,fa3 '
+    "--prompt-tokens 4096 --out {out}.json --resume"
+)
+_ACCEPTANCE = (("SGLANG_SIMULATE_ACC_LEN", "2.5"),)  # random weights accept nothing
 _SHARED = "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3,flashinfer'"
 
 
@@ -47,7 +58,8 @@ class Job:
     Attributes:
         name: of its log and results.
         minutes: that it usually takes.
-        command: arguments; {out} is the path of its results without suffix, {model} the model's folder.
+        command: arguments; {out} is the path of its results without suffix, {model} the model's folder, {draft} one
+            with the same model of one layer.
         environment: variables to add.
         gpus: that it needs.
     """
@@ -59,7 +71,8 @@ class Job:
     gpus: int = 1
 
     def arguments(self, out: Path, model: Path | None) -> list[str]:
-        return shlex.split(self.command.format(out=shlex.quote(str(out / self.name)), model=shlex.quote(str(model))))
+        names = {"out": out / self.name, "model": model, "draft": out / DRAFT}
+        return shlex.split(self.command.format(**{name: shlex.quote(str(path)) for name, path in names.items()}))
 
     @property
     def needs_model(self) -> bool:
@@ -67,8 +80,13 @@ class Job:
 
 
 JOBS = (
+    Job("drafts_by_default", 3, f"{_PYTEST} tests/e2e/test_one_token.py -k default"),
+    Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'not tp and not dp' --results {{out}}.json"),
+    Job("models_tp", 7, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'tp or dp' --results {{out}}.json", gpus=2),
+    Job("speculation", 6, _DRAFTS, _ACCEPTANCE),
+    Job("speculation_unshared", 6, f"{_DRAFTS} --samples 1 --running 64", _ACCEPTANCE),
     Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),
-    Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py"),
+    Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py -k 'not default'"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),
     Job("verify_4", 2, "-m benchmarks.kernel.mixed_steps --verify 4 --cases 150 --out {out}.json --resume"),
@@ -97,7 +115,6 @@ JOBS = (
         "-m benchmarks.offline.throughput --device cuda --model {model} --settings 2000/200x4 2000/200x16 --repeats 3 "
         "--pool 0.1 1 --out {out}.json --resume",
     ),
-    Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py --results {{out}}.json"),
     Job("tests_of_servers", 8, f"{_PYTEST} tests/sglang_plugin tests/e2e"),
     Job(
         "tp2",
@@ -145,14 +162,20 @@ class State:
     def status(self, name: str) -> str:
         return str(self.entries.get(name, {}).get("status", "not started"))
 
-    def note(self, name: str, status: str, seconds: float) -> None:
-        self.entries[name] = {"status": status, "seconds": round(seconds, 1)}
+    def note(self, name: str, status: str, seconds: float, beside: int) -> None:
+        """beside: GPUs of the machine that jobs could have used at the same time."""
+        self.entries[name] = {"status": status, "seconds": round(seconds, 1), "gpus_in_use": beside}
         origin = {"machine": machine_name(), "versions": package_versions()}
         self._path.write_text(json.dumps({**origin, "jobs": self.entries}, indent=1) + "\n")
 
 
-def run(job: Job, out: Path, model: Path | None, seconds: float) -> tuple[str, float]:
-    """Runs a job for at most so many seconds: ("done", "failed" or "cut off", seconds)."""
+def run(
+    job: Job, out: Path, model: Path | None, seconds: float, gpus: Sequence[str], processes: dict[str, Any]
+) -> tuple[str, float]:
+    """Runs a job on GPUs for at most so many seconds: ("done", "failed" or "cut off", seconds).
+
+    Its process stands in `processes` meanwhile.
+    """
     started = time.monotonic()
     with (out / f"{job.name}.log").open("ab") as log:
         process = subprocess.Popen(
@@ -160,15 +183,17 @@ def run(job: Job, out: Path, model: Path | None, seconds: float) -> tuple[str, f
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **dict(job.environment)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **dict(job.environment)},
             start_new_session=True,
         )
+        processes[job.name] = process
         try:
             status = "done" if process.wait(timeout=seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "cut off"
         finally:
             end_group(process)
+            del processes[job.name]
     return status, time.monotonic() - started
 
 
@@ -184,24 +209,68 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run_all(jobs: Sequence[Job], out: Path, model: Path | None, minutes: float, state: State) -> int:
-    """Runs what is missing and fits; returns the exit status."""
+@contextlib.contextmanager
+def ended_on_interrupt(processes: dict[str, Any]) -> Iterator[None]:
+    """Ends processes if Ctrl-C leaves the block: they have sessions of their own and do not see it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in [*processes.values()]:
+            end_group(process)
+        raise
+
+
+def run_all(
+    jobs: Sequence[Job], out: Path, model: Path | None, minutes: float, state: State, gpus: Sequence[str]
+) -> int:
+    """Runs what is missing and fits, those first that need most GPUs; returns the exit status."""
     deadline = time.monotonic() + 60 * minutes
-    for job in jobs:
-        left = deadline - time.monotonic()
-        if state.status(job.name) == "done" or 60 * job.minutes > left:
-            continue
-        limit = min(left, OVERTIME * 60 * job.minutes)
-        print(f"{job.name}: up to {limit / 60:.1f} min", flush=True)
-        status, seconds = run(job, out, model, limit)
-        state.note(job.name, status, seconds)
-        print(f"{job.name}: {status} after {seconds:.0f} s, {out / job.name}.log", flush=True)
+    waiting = sorted((job for job in jobs if state.status(job.name) != "done"), key=lambda job: -job.gpus)
+    free, running = list(gpus), dict[Future[tuple[str, float]], tuple[Job, list[str]]]()
+    processes: dict[str, Any] = {}
+    with ThreadPoolExecutor(len(free)) as pool, ended_on_interrupt(processes):
+        while True:
+            left = deadline - time.monotonic()
+            waiting = [job for job in waiting if 60 * job.minutes <= left]
+            for job in [*waiting]:
+                if job.gpus > len(free):
+                    continue
+                own, free = free[: job.gpus], free[job.gpus :]
+                limit = min(left, OVERTIME * 60 * job.minutes)
+                print(f"{job.name}: up to {limit / 60:.1f} min on GPU {','.join(own)}", flush=True)
+                running[pool.submit(run, job, out, model, limit, own, processes)] = job, own
+                waiting.remove(job)
+            if not running:
+                break
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                job, own = running.pop(ended)
+                free += own
+                status, seconds = ended.result()
+                state.note(job.name, status, seconds, len(gpus))
+                print(f"{job.name}: {status} after {seconds:.0f} s, {out / job.name}.log", flush=True)
     left_over = [job for job in jobs if state.status(job.name) != "done"]
     for job in left_over:
         print(f"left: {job.name}, {state.status(job.name)}, {job.minutes:g} min")
     if any(state.status(job.name) == "failed" for job in left_over):
         return 1
     return 3 if left_over else 0
+
+
+def make_draft(model: Path, folder: Path) -> None:
+    """A folder with the model's configuration and tokenizer, and with one layer."""
+    folder.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if file.is_file() and file.suffix in (".json", ".model", ".jinja") and "index" not in file.name:
+            shutil.copy(file, folder)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def visible_gpus() -> list[str]:
+    """Names by which CUDA_VISIBLE_DEVICES knows the GPUs of this process; one without a GPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = max(1, torch.cuda.device_count())
+    return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
 def main() -> int:
@@ -217,7 +286,7 @@ def main() -> int:
     jobs = [job for job in JOBS if args.only is None or job.name in args.only]
     if args.list:
         for job in jobs:
-            print(f"{job.name:<18} {job.minutes:>3g} min  python {job.command}")
+            print(f"{job.name:<20} {job.minutes:>3g} min  {job.gpus} GPU  python {job.command}")
         return 0
     if args.model is None:
         for job in (job for job in jobs if job.needs_model):
@@ -225,13 +294,15 @@ def main() -> int:
         jobs = [job for job in jobs if not job.needs_model]
     elif not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} has no config.json")
-    gpus = max(1, torch.cuda.device_count())
-    for job in (job for job in jobs if job.gpus > gpus):
+    gpus = visible_gpus()
+    for job in (job for job in jobs if job.gpus > len(gpus)):
         print(f"skipped with one GPU: {job.name} needs {job.gpus}", file=sys.stderr)
-    jobs = [job for job in jobs if job.gpus <= gpus]
+    jobs = [job for job in jobs if job.gpus <= len(gpus)]
     out = args.out / (git_commit() or "unknown")[:10]
     out.mkdir(parents=True, exist_ok=True)
-    return run_all(jobs, out, args.model, args.minutes, State(out))
+    if args.model is not None:
+        make_draft(args.model, out / DRAFT)
+    return run_all(jobs, out, args.model, args.minutes, State(out), gpus)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def is_begin(tokens: tuple[int, ...], outputs: set[tuple[int, ...]]) -> bool:
         pytest.param((*MIXED_CHUNK, NO_OVERLAP), ONE_TOKEN, "decode", id="no overlap"),
         pytest.param(MIXED_CHUNK, ONE_TOKEN | {"PREFIXPACK_PACK_MIXED": "1"}, "mixed", id="packed mixed", marks=CUDA),
         pytest.param(DRAFTS, VERIFY, "verify", id="drafts", marks=CUDA),
+        pytest.param(DRAFTS, {"PREFIXPACK_STOCK_BACKEND": "fa3"}, "verify", id="drafts by default", marks=CUDA),
         pytest.param(TREES, VERIFY, "verify", id="trees", marks=CUDA),
     ],
 )
@@ -100,7 +101,7 @@ def test_fifty_schedules_judged_by_transformers(arguments, settings, mode):
     reference, prompts = Reference(model, DEVICE), life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
     sizes = ("--max-total-tokens", "16384", "--context-length", "4096", "--max-running-requests", "12")
     extra = (*sizes, *arguments, *(draft if arguments is DRAFTS else ()), *extra)
-    variables = settings | {"PREFIXPACK_ROUTE": "packed"} | stock
+    variables = {"PREFIXPACK_ROUTE": "packed"} | stock | settings
     options = ServerOptions(str(model), BACKEND, DEVICE, extra, variables)
     outputs = {prompt.name: set[tuple[int, ...]]() for prompt in prompts}
     with serve(options) as server, packing(server) as done:
