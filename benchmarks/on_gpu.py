@@ -100,15 +100,19 @@ JOBS = (
         "--backends 'prefixpack,prefixpack[shared_prefill=0],fa3' --prompt-tokens 1024 4096 "
         f"{_SERVER} --out {{out}}.json --resume",
     ),
-    Job("rollout_16k", 9, f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --context-length 65536 --out {{out}}.json"),
+    Job(
+        "rollout_16k",
+        12,
+        f"{_ROLLOUT} {_SHARED} --prompt-tokens 16384 --context-length 65536 --limit 300 --seconds 1200 "
+        "--out {out}.json --resume",
+    ),
     Job(
         "rollout_mixed_4k",
         6,
-        f'{_ROLLOUT[:-1]} --enable-mixed-chunk" --prompt-tokens 4096 --out {{out}}.json',
-        (("PREFIXPACK_ONE_TOKEN_STEPS", "1"), ("PREFIXPACK_PACK_MIXED", "1")),
+        f'{_ROLLOUT[:-1]} --enable-mixed-chunk" --prompt-tokens 4096 --out {{out}}.json --resume',
     ),
-    Job("rollout_4k", 8, f"{_ROLLOUT} {_SHARED} --prompt-tokens 4096 --out {{out}}.json"),
-    Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json"),
+    Job("rollout_4k", 8, f"{_ROLLOUT} {_SHARED} --prompt-tokens 4096 --out {{out}}.json --resume"),
+    Job("rollout_1k", 6, f"{_ROLLOUT} --prompt-tokens 1024 --out {{out}}.json --resume"),
     Job(
         "offline",
         9,
