@@ -181,7 +181,7 @@ def run(
     Its process stands in `processes` meanwhile.
     """
     started = time.monotonic()
-    with (out / f"{job.name}.log").open("ab") as log:
+    with (out / f"{job.name}.log").open("ab") as log, contextlib.ExitStack() as ended:
         process = subprocess.Popen(
             [sys.executable, *job.arguments(out, model)],
             stdin=subprocess.DEVNULL,
@@ -191,13 +191,12 @@ def run(
             start_new_session=True,
         )
         processes[job.name] = process
+        ended.callback(processes.pop, job.name)
+        ended.callback(end_group, process)
         try:
             status = "done" if process.wait(timeout=seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "cut off"
-        finally:
-            end_group(process)
-            del processes[job.name]
     return status, time.monotonic() - started
 
 
@@ -249,7 +248,11 @@ def run_all(
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 job, own = running.pop(ended)
                 free += own
-                status, seconds = ended.result()
+                try:
+                    status, seconds = ended.result()
+                except OSError as error:  # its log or its process
+                    print(f"{job.name}: {error}", flush=True)
+                    status, seconds = "failed", 0.0
                 state.note(job.name, status, seconds, len(gpus))
                 print(f"{job.name}: {status} after {seconds:.0f} s, {out / job.name}.log", flush=True)
     left_over = [job for job in jobs if state.status(job.name) != "done"]
@@ -264,8 +267,9 @@ def make_draft(model: Path, folder: Path) -> None:
     """A folder with the model's configuration and tokenizer, and with one layer."""
     folder.mkdir(exist_ok=True)
     for file in model.iterdir():
-        if file.is_file() and file.suffix in (".json", ".model", ".jinja") and "index" not in file.name:
-            shutil.copy(file, folder)
+        left_out = file.name == "config.json" or "index" in file.name
+        if file.is_file() and file.suffix in (".json", ".model", ".jinja") and not left_out:
+            shutil.copyfile(file, folder / file.name)
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
@@ -274,7 +278,7 @@ def visible_gpus() -> list[str]:
     """Names by which CUDA_VISIBLE_DEVICES knows the GPUs of this process; one without a GPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = max(1, torch.cuda.device_count())
-    return named.split(",")[:count] if named else [str(number) for number in range(count)]
+    return [str(number) for number in range(count)] if named is None else named.split(",")[:count]
 
 
 def main() -> int:
@@ -304,7 +308,7 @@ def main() -> int:
     jobs = [job for job in jobs if job.gpus <= len(gpus)]
     out = args.out / (git_commit() or "unknown")[:10]
     out.mkdir(parents=True, exist_ok=True)
-    if args.model is not None:
+    if any("{draft}" in job.command for job in jobs):
         make_draft(args.model, out / DRAFT)
     return run_all(jobs, out, args.model, args.minutes, State(out), gpus)
 

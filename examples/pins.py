@@ -56,3 +56,5 @@ if __name__ == "__main__":
         main()
     except urllib.error.HTTPError as error:
         raise SystemExit(f"{error}: {error.read().decode()}") from error
+    except OSError as error:  # no server, or no file with prompts
+        raise SystemExit(str(error)) from error

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sgl_prefix_attn import __version__, deprecations
+from sgl_prefix_attn import __version__
 
 # command: (module with add_arguments(parser) and run(args) -> exit status, one-line help)
 COMMANDS = {
@@ -48,10 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
-    try:
-        arguments = deprecations.renamed_arguments(arguments)
-    except ValueError as error:
-        parser.error(str(error))
     args, more = parser.parse_known_args(arguments)
     if more and not takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")

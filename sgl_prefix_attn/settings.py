@@ -12,14 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.routing import policy_names
 
 if sys.version_info >= (3, 11):
@@ -123,7 +122,8 @@ class Settings(BaseModel):
         le=1000,
         description="Percent by which packed must be predicted to be faster before steps change from the stock "
         "backend to packed. Steps change back when packed is predicted to be slower. Unset: the profile's margin for "
-        "the two kernels, or 10.",
+        "the two kernels, or 10; with measured steps of the server's heads 5, and three standard "
+        "deviations.",
     )
     route_profile: str | None = Field(
         None,
@@ -250,8 +250,7 @@ def load_settings_with_sources(environ: Mapping[str, str] | None = None) -> Load
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, DEFAULT_SOURCE)
     problems: list[str] = []
-    entries = [*_file_entries(environ.get(CONFIG_VARIABLE, "")), *_environment_entries(environ)]
-    for entry in _with_new_names(entries, problems):
+    for entry in (*_file_entries(environ.get(CONFIG_VARIABLE, "")), *_environment_entries(environ)):
         try:
             values[entry.key] = _checked(entry)
             sources[entry.key] = entry.source
@@ -321,26 +320,6 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
             "pod's specification stops that",
             ", ".join(injected),
         )
-
-
-def _with_new_names(entries: list[_Entry], problems: list[str]) -> Iterator[_Entry]:
-    """The entries under the names of this release; adds to `problems` what uses an old name and its new one."""
-    keys = {entry.key: entry for entry in entries}
-    for entry in entries:
-        new = deprecations.SETTINGS.get(entry.key)
-        if new is not None:
-            name = new if entry.typed else variable_name(new)
-            if new in keys:
-                problems.append(deprecations.conflict(entry.title(), keys[new].title()))
-                continue
-            deprecations.warn(entry.title(), name)
-            entry = replace(entry, key=new)
-        values = deprecations.SETTING_VALUES.get(entry.key, {})
-        if isinstance(entry.value, str) and entry.value.strip() in values:
-            value = values[entry.value.strip()]
-            deprecations.warn(f"{entry.title()}={entry.value}", f"{entry.key}={value}")
-            entry = replace(entry, value=value)
-        yield entry
 
 
 def _file_entries(name: str) -> Iterator[_Entry]:

@@ -34,7 +34,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     try:
         with path.open(encoding="utf-8") as lines:
             rows = list(_rows(path, lines, limit))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TraceError(f"{path}: cannot read the trace: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise TraceError(f"{path}: {error}") from error
     if not rows:
         raise TraceError(f"{path}: no requests in it")

@@ -82,6 +82,8 @@ MISTAKES = [
     ("explain --tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
     ("explain --tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
     ("explain --tree 1,2/64,16 --server http://x", "not allowed with argument"),
+    ("explain --trace nowhere", "nowhere: cannot read the trace: No such file or directory"),
+    ("tiny-model .", ".: exists; remove it, or name another folder"),
     ("explain", "one of the arguments --tree --batch --trace --server is required"),
     ("route explain --tree 1,10", "tree '1,10': expected NODES/TOKENS"),
     ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 or more"),
@@ -104,14 +106,15 @@ MISTAKES = [
     ("calibrate --page-size 0", "--page-size 0: expected 1 to 1024"),
     ("abtest steps RESULTS batch>=many", "'batch>=many': the N of batch>=N has to be a whole number"),
     ("abtest steps RESULTS shipped@much", "'shipped@much': expected auto, cost"),
-    ("abtest steps RESULTS nowhere.json", "nowhere.json: cannot read the profile"),
+    ("abtest steps RESULTS nowhere.json", "'nowhere.json': no such file, and no policy: expected auto, cost"),
+    ("abtest steps RESULTS batch>64", "'batch>64': no such file, and no policy: expected auto, cost"),
     ("abtest steps nowhere.json packed", "nowhere.json: cannot read the results"),
     ("abtest steps RESULTS shipped --packed cpu", "no cost of packed kernels 'cpu'; it has triton, native"),
     ("abtest steps RESULTS packed --packed cpu", "no measured step has both times"),
     ("abtest record nowhere --out x", "server 'nowhere': expected http://HOST:PORT"),
     ("abtest record http://127.0.0.1:9 --out x", "/prefixpack/record: no answer"),
-    ("abtest record http://a --out x --steps 100", "steps: Input should be greater than or equal to 512"),
-    ("abtest record http://a --out x --steps 70000", "steps: Input should be less than or equal to 65536"),
+    ("abtest record http://a --out x --steps 100", "--steps 100: Input should be greater than or equal to 512"),
+    ("abtest record http://a --out x --steps 70000", "--steps 70000: Input should be less than or equal to 65536"),
     ("abtest servers http://a http://a/ --block 1 --requests THREE", "both addresses are http://a: the second sending"),
     ("abtest servers a http://b --requests THREE", "server 'a': expected http://HOST:PORT"),
     ("abtest servers http://a http://b --block 2 --requests THREE", "3 requests are fewer than two blocks of 2"),
@@ -150,17 +153,3 @@ def test_route_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stock (flashinfer_tc): " in out
     assert "unique_mb: MB of KV, each position once" in out
     assert "\nroute:   " in out
-
-
-class TestDeprecatedOptions:
-    @pytest.mark.parametrize("option", [["--inner", "triton"], ["--inner=triton"]])
-    def test_an_option_is_read_with_a_warning(self, option, capsys, caplog):
-        assert main(["route", "explain", "--tree", "4/8", *option]) == 0
-        assert "stock (triton_gqa): " in capsys.readouterr().out
-        assert "--inner is deprecated and will not be read by the next release; use --stock" in caplog.text
-
-    def test_old_and_new_together_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as left:
-            main(["route", "explain", "--tree", "4/8", "--inner", "fa3", "--stock=triton"])
-        assert left.value.code == 2
-        assert "--inner is the deprecated name of --stock, and both are given" in capsys.readouterr().err

@@ -160,30 +160,3 @@ class TestVariablesOfOthers:
     @pytest.mark.parametrize("name", ["PREFIXPACK_SERVICES", "PREFIXPACK_EXPORT", "PREFIXPACK_REPORT_1"])
     def test_a_misspelt_key_stays_an_error(self, name: str) -> None:
         assert "there is no such setting" in message({name: "1"})
-
-
-class TestDeprecatedNames:
-    @pytest.mark.parametrize(
-        ("variable", "value", "expected", "old", "new"),
-        [
-            ("INNER_BACKEND", "triton", Settings(stock_backend="triton"), "INNER_BACKEND", "PREFIXPACK_STOCK_BACKEND"),
-            ("ROUTE", "inner", Settings(route="stock"), "ROUTE=inner", "route=stock"),
-        ],
-    )
-    def test_a_variable_is_read_with_a_warning(self, variable, value, expected, old, new, caplog):
-        assert load_settings({f"PREFIXPACK_{variable}": value}) == expected
-        assert f"PREFIXPACK_{old} is deprecated and will not be read by the next release; use {new}" in caplog.text
-
-    def test_a_key_of_the_file_is_read_with_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        environ = config(tmp_path, 'inner_backend = "triton"\nroute = "inner"\n')
-        loaded = load_settings_with_sources(environ)
-        assert loaded.settings == Settings(stock_backend="triton", route="stock")
-        assert loaded.sources["stock_backend"] == f"{environ['PREFIXPACK_CONFIG']}:1"
-        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-
-    def test_old_and_new_together_are_an_error(self, tmp_path: Path) -> None:
-        environ = {"PREFIXPACK_INNER_BACKEND": "triton", "PREFIXPACK_STOCK_BACKEND": "triton"}
-        expected = "PREFIXPACK_INNER_BACKEND is the deprecated name of PREFIXPACK_STOCK_BACKEND, and both are given"
-        assert message(environ).startswith(expected)
-        environ = config(tmp_path, 'inner_backend = "triton"\n') | {"PREFIXPACK_STOCK_BACKEND": "triton"}
-        assert ":1: inner_backend is the deprecated name of PREFIXPACK_STOCK_BACKEND" in message(environ)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sgl_prefix_attn import deprecations
-
 OURS = "prefixpack"
 OURS_TOO = "prefixpack_triton"  # measured beside it, no baseline
 MULTI_LEVEL = ("flashinfer_cascade", "fa3_two_pass")
@@ -37,7 +35,7 @@ class Results:
             before = json.loads(path.read_text(encoding="utf-8"))
             if kv_dtype(before) != kv_dtype(header):
                 raise ValueError(f"{path} holds times over KV in {kv_dtype(before)}, not {kv_dtype(header)}")
-            self.rows = deprecations.renamed_rows(before["rows"], deprecations.RESULT_KEYS, f"{path}: ")
+            self.rows = before["rows"]
 
     def done(self, key: str) -> bool:
         return any(row["key"] == key for row in self.rows)

@@ -8,7 +8,7 @@ hook machinery as on a server. A step is the target's batch, with metadata for i
 model. With and without the plug-in run in turn; the difference of each pair counts. `layer` is one call of a layer
 outside graphs.
 
-    named     --attention-backend prefixpack, speculation, pack_verify off
+    named     --attention-backend prefixpack, speculation with pack_verify=false
     wrapped   wrap mode: SGLang keeps the stock backend's own object
     layers    --attention-backend prefixpack on a CPU, a model with unsupported layers only; 32 requests decode
     hidden    the same, of a model whose modules do not show its layers: they are known after the first step
@@ -183,7 +183,7 @@ def build(mode: str) -> tuple[Any, list[Any], Any]:
         runner.device = "cuda"
     if mode == "hidden":
         runner.model = None
-    settings = Settings(metrics=False, wrap=mode == "wrapped", route="packed")
+    settings = Settings(metrics=False, wrap=mode == "wrapped", route="packed", pack_verify=False)
     plugin_state.reset()
     asked: list[Any] = []
     with (

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_request.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
     on_request.add_argument("--api-key", metavar="KEY", help="the server's admin key")
     on_request.add_argument(
-        "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, up to 65536 (default 5000)"
+        "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, 512 to 65536 (default 5000)"
     )
     on_request.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
     on_request.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
@@ -168,8 +168,18 @@ def _record(args: argparse.Namespace) -> None:
     print(f"{args.out}: {counts} decode steps")
 
 
+# Options of fields with another name.
+_OPTIONS = {"block_steps": "block", "lease_steps": "lease", "warmup_steps": "warmup"}
+
+
 def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors())
+    """The problems of a plan, by the options of the command line."""
+    found = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        option = f"--{_OPTIONS.get(name, name)} {problem['input']}: " if name and name != "arms" else ""
+        found.append(option + problem["msg"])
+    return "; ".join(found)
 
 
 def _recorded(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_prefix_attn.abtest.recording import Recording
 from sgl_prefix_attn.routing import policy_names
@@ -117,6 +118,9 @@ def _policy(text: str, facts: ServerFacts, predictor: Predictor | None) -> Polic
         path, at, margin = text.rpartition("@")
         if at and not margin.isdigit():
             raise
+        if not Path(path if at else text).expanduser().exists():
+            expected = f"{policy_names.FORMS}; or PROFILE[@PERCENT]"
+            raise ValueError(f"{text!r}: no such file, and no policy: expected {expected}") from None
         found = Predictor.of(load_profile(path if at else text), facts, text, int(margin) if at else None)
         if found is None:
             raise ValueError(f"{text}: no cost of {facts.packed} and {facts.stock}, which the server has") from None

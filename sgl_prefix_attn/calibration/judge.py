@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
+from sgl_prefix_attn.core.gpu import H200
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import policy_names, verify
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
@@ -103,6 +105,8 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
         return Candidate(text, _left_out(results, packed, backend, margin))
     if name == "shipped":
         return Candidate(text, _shipped_choice(results, packed, backend, margin))
+    if not Path(name).expanduser().exists():
+        raise ValueError(f"{text!r}: no such file, and no policy: expected {POLICIES}")
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
 
 
@@ -140,8 +144,8 @@ def _left_out(results: Results, packed: str, backend: str, margin: int | None) -
 
 
 def _by_rule(case: MeasuredCase, packed: str, backend: str) -> Route:
-    """The route of a verify step, which no profile decides."""
-    return verify.policy(packed, stock_kernel(backend, case.shape), case.shape).decide(case.step).route
+    """The route of a verify step, which no profile decides: by the rule of an H200, on whatever GPU it was measured."""
+    return verify.policy(H200.name, packed, stock_kernel(backend, case.shape), case.shape).decide(case.step).route
 
 
 def profile_choice(profile: Profile, packed: str, backend: str, margin: int | None) -> Choose:

@@ -130,6 +130,11 @@ def gpu_of(device: torch.device) -> Gpu:
     return _gpu_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def current_gpu() -> Gpu:
+    """The current CUDA device's; an H200 without one, as in `gpu_of`."""
+    return gpu_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 @functools.cache
 def _gpu_of(index: int) -> Gpu:
     return Gpu.of_properties(torch.cuda.get_device_properties(index))

@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         shutil.copytree(tiny_model(args.variant), args.folder)
+    except FileExistsError:
+        print(f"tiny-model: {args.folder}: exists; remove it, or name another folder", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"tiny-model: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
+from sgl_prefix_attn.core.limits import head_dim_fits
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan
 from sgl_prefix_attn.explain.balance import Schedule
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
@@ -91,6 +92,9 @@ def predicted_gain(
     facts = machine.facts
     if isinstance(facts, str):
         return facts
+    head_dim = facts.shape.head_dim
+    if not head_dim_fits(head_dim) or (facts.packed == "native" and head_dim not in HEAD_DIMS):
+        return f"no {facts.packed} kernel has head_dim {head_dim}: such layers run on the stock backend"
     if not is_decode:
         return "profiles know decode steps only"
     found = store.find(facts)
@@ -99,7 +103,6 @@ def predicted_gain(
     if found is None or policy is None:
         route = ConservativePolicy(facts.shape, facts.packed).decide(step).route.value
         then = "every step packed" if facts.packed == "cpu" else f"this step {route}, by the conservative rule"
-        head_dim = facts.shape.head_dim
         how = CALIBRATE if head_dim in HEAD_DIMS else f"none can be measured with head_dim {head_dim}"
         return f"no routing profile fits ({facts_as_text(facts)}): the policy cost runs {then}; {how}"
     decision = policy.decide(step)

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.explain.batch import BatchDescription, BatchModel, InputError, describe, first_problem
 from sgl_prefix_attn.explain.spread import RunningPrompts
 from sgl_prefix_attn.routing.profile_store import SETTING
@@ -177,10 +176,6 @@ def _state(url: str, content: Any) -> ServerState:
     version = content.get("version") if isinstance(content, dict) else None
     if version != STATE_VERSION:
         raise InputError(f"{url}: {STATE_KEY} state of version {version!r}; this program reads version {STATE_VERSION}")
-    try:
-        content = deprecations.renamed(content, deprecations.SERVER_STATE_KEYS, f"{url}: {STATE_KEY} state: ")
-    except ValueError as error:
-        raise InputError(str(error)) from error
     try:
         return ServerState.model_validate(content)
     except ValidationError as error:

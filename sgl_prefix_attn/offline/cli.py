@@ -87,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, logs: Path) -> int:
     options = _options(args, logs)
     start = _start(args, options)
-    encoder = PromptEncoder(args.model)
+    try:
+        encoder = PromptEncoder(args.model)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {args.model}: no model folder, and no model of that name: {error}") from error
     if not encoder.has_tokenizer:
         options = _without_tokenizer(options)
     from sgl_prefix_attn.sglang_plugin.offline import engine_process

@@ -1,6 +1,6 @@
-"""The rule for a GPU without a routing profile: packed only where the gain is large on every GPU.
+"""The rule for a GPU without a routing profile: packed only where the gain was large on an H200.
 
-The bounds come from H200 measurements: the Triton kernels gain less than the native ones, so theirs are tighter.
+No other GPU was measured. The Triton kernels gain less than the native ones, so theirs are tighter.
 `python -m sgl_prefix_attn abtest steps RESULTS.json conservative` shows what they cost. Tensor-parallel ranks have the
 same steps and shapes, so they decide alike.
 """

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import SMS
 from sgl_prefix_attn.routing.features import StepFeatures
@@ -101,7 +100,7 @@ def read_results(path: str | Path) -> Results:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         machine = data["machine"]
-        rows = deprecations.renamed_rows(data["rows"], deprecations.RESULT_KEYS, f"{path}: ")
+        rows = data["rows"]
         head_dim = int(data.get("head_dim", 128))
         kv_bytes = KV_BYTES[data.get("kv_dtype", "bf16")]
         for row in rows:
@@ -125,9 +124,7 @@ def read_results(path: str | Path) -> Results:
         raise ResultsError(f"{path}: not JSON: {error}") from error
     except ResultsError:
         raise
-    except ValueError as error:  # an old key beside its new one
-        raise ResultsError(str(error)) from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ResultsError(f"{path}: not a results file of benchmarks.kernel.gpu_attention: {error!r}") from error
 
 

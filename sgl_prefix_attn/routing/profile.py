@@ -9,7 +9,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sgl_prefix_attn import deprecations
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, Kind
 from sgl_prefix_attn.routing.features import StepFeatures
@@ -206,16 +205,10 @@ def parse_profile(text: str, name: str) -> Profile:
         ProfileError: not a profile.
     """
     try:
-        content = json.loads(text)
-        if isinstance(content, dict):
-            content = deprecations.renamed(content, deprecations.PROFILE_KEYS, f"{name}: ")
-            content = {key: value for key, value in content.items() if key not in deprecations.IGNORED_PROFILE_KEYS}
-        return Profile.model_validate(content)
+        return Profile.model_validate(json.loads(text))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ProfileError(f"{name}: not a routing profile: {place}: {first['msg']}") from error
     except json.JSONDecodeError as error:
         raise ProfileError(f"{name}: not a routing profile: the file is not JSON: {error}") from error
-    except ValueError as error:
-        raise ProfileError(str(error)) from error

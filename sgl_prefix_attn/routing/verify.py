@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sgl_prefix_attn.core.gpu import H100, H200
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.policy import Decision, Policy, Route
 
+MEASURED_GPUS = frozenset({H100.name, H200.name})  # chosen on the second, judged on the first
 LEAST_SAVED_BYTES = 2 << 20  # KV bytes of a layer that sharing has to save
 FEW_ROWS = 64  # query rows of a request on one KV head; with fewer, packed is rarely behind
 MOST_ROWS = 128  # with so many, fa3 fills its tile with the rows of one request
@@ -59,25 +61,27 @@ class VerifyPolicy:
         return Decision(Route.PACKED if packs(step, self.shape) else Route.STOCK)
 
 
-def was_measured(kernels: str, stock: str, shape: ModelShape) -> bool:
-    """Whether the bounds were measured with kernels and a shape.
+def was_measured(gpu: str, kernels: str, stock: str, shape: ModelShape) -> bool:
+    """Whether the bounds were measured on a GPU, with kernels and a shape.
 
     Args:
+        gpu: CUDA's name.
         kernels: the packed ones.
         stock: the stock kernel.
         shape: of one rank.
     """
-    return (kernels, stock) == ("native", "fa3") and shape.head_dim == 128 and shape.kv_bytes == 2
+    known = gpu in MEASURED_GPUS and (kernels, stock) == ("native", "fa3")
+    return known and shape.head_dim == 128 and shape.kv_bytes == 2
 
 
-def may_pack(kernels: str, stock: str, shape: ModelShape, drafts: int) -> bool:
+def may_pack(gpu: str, kernels: str, stock: str, shape: ModelShape, drafts: int) -> bool:
     """Whether the measured rule packs any step of so many drafts a request. Other arguments: see `was_measured`."""
-    return was_measured(kernels, stock, shape) and drafts * shape.group < MOST_ROWS
+    return was_measured(gpu, kernels, stock, shape) and drafts * shape.group < MOST_ROWS
 
 
-def policy(kernels: str, stock: str, shape: ModelShape) -> Policy:
+def policy(gpu: str, kernels: str, stock: str, shape: ModelShape) -> Policy:
     """The rule of a server's verify steps: the conservative one where `was_measured` does not hold."""
-    measured = was_measured(kernels, stock, shape)
+    measured = was_measured(gpu, kernels, stock, shape)
     return VerifyPolicy(shape) if measured else conservative.ConservativePolicy(shape, kernels)
 
 

@@ -28,7 +28,7 @@ def register() -> None:
         version = versions.installed_version()
         versions.check_supported(version, allow_untested=settings.allow_untested_sglang)
     except (SettingsError, versions.UnsupportedSglangError) as error:
-        logger.error("attention backend %r is not available: %s", NAME, error)
+        logger.error("prefixpack: attention backend %r is not available: %s", NAME, error)
         return
     register_name(settings)
     if settings.wrap:

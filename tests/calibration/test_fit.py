@@ -295,15 +295,6 @@ class TestResultsFile:
         assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
         assert (results.machine, results.commit) == ("NVIDIA Test", "abc")
 
-    def test_the_key_of_the_previous_release_is_read_with_a_warning(self, tmp_path, caplog):
-        row = self.ROW | {"step": self.STEP, "ways": self.ROW["baselines"]}
-        with pytest.raises(ResultsError, match="'ways' is the deprecated name of 'baselines', and both are given"):
-            read_results(self.write(tmp_path, row))
-        del row["baselines"]
-        (case,) = read_results(self.write(tmp_path, row)).cases
-        assert (dict(case.packed), dict(case.stock)) == ({"native": 20.0}, {"fa3": 10.0})
-        assert "'ways' is deprecated and will not be read by the next release; use 'baselines'" in caplog.text
-
     def test_a_row_that_does_not_say_what_its_step_looks_like(self, tmp_path: Path) -> None:
         with pytest.raises(ResultsError, match=r"row .* has no features of its step: measure again"):
             read_results(self.write(tmp_path, self.ROW))

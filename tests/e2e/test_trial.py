@@ -27,7 +27,7 @@ def test_the_trial_of_the_install_page(tmp_path: Path, capsys: pytest.CaptureFix
     ((command, folder),) = re.findall(r"sgl_prefix_attn (tiny-model) (\S+)", prepare)
     assert main([command, str(tmp_path / folder)]) == 0
     assert main([command, str(tmp_path / folder)]) == 2  # the folder exists
-    assert "File exists" in capsys.readouterr().err
+    assert "exists; remove it" in capsys.readouterr().err
     options = launch_line(launch.replace(f"--model-path {folder}", f"--model-path {tmp_path / folder}"), tmp_path)
     with serve(options) as server:
         for left in reversed(range(ATTEMPTS)):

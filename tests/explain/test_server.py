@@ -46,14 +46,6 @@ def test_recorded_answer(serve: Serve, server_info: Info) -> None:
     assert batch.paths[0][0][1] == 0
 
 
-def test_the_state_of_the_previous_release_is_read_with_a_warning(serve, server_info, caplog):
-    state = own_state(server_info)
-    state["inner_backend"] = state.pop("stock_backend")
-    url = serve({"/server_info": (200, server_info)})
-    assert read_states(url)[0].stock_backend == state["inner_backend"]
-    assert "'inner_backend' is deprecated" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [

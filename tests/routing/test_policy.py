@@ -98,14 +98,3 @@ class TestProfileFile:
         (tmp_path / "p.json").write_text("launch: 3", encoding="utf-8")
         with pytest.raises(ProfileError, match=r"not a routing profile: the file is not JSON"):
             load_profile(tmp_path / "p.json")
-
-    def test_the_deprecated_key_is_read_with_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        path, made = tmp_path / "p.json", profile({"launch": 3.0}, {"unique_mb": 0.25})
-        content = made.model_dump()
-        content["inner"] = content.pop("stock")
-        path.write_text(json.dumps(content), encoding="utf-8")
-        assert load_profile(path) == made
-        assert f"{path}: 'inner' is deprecated" in caplog.text
-        path.write_text(json.dumps(content | {"stock": content["inner"]}), encoding="utf-8")
-        with pytest.raises(ProfileError, match="'inner' is the deprecated name of 'stock', and both are given"):
-            load_profile(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,12 @@ import pytest
 
 from sgl_prefix_attn.calibration.judge import Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.core.forest import PrefixForest
+from sgl_prefix_attn.core.gpu import H200
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import conservative, verify
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.measured import Results, read_results
 from sgl_prefix_attn.routing.policy import Route
-from sgl_prefix_attn.routing.profile import load_profile, shipped_profile
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from tests.routing.test_features import features
 from tests.support.schedulers import step_router
@@ -77,10 +76,10 @@ def test_what_was_not_measured_is_decided_by_the_conservative_rule() -> None:
         ("triton", "fa3", SHAPE), ("native", "flashinfer_tc", SHAPE), ("native", "fa3", ModelShape(32, 8, 64)),
         ("native", "fa3", ModelShape(32, 8, 128, kv_bytes=1)),
     ):  # fmt: skip
-        found = verify.policy(kernels, stock, shape)
+        found = verify.policy(H200.name, kernels, stock, shape)
         assert isinstance(found, conservative.ConservativePolicy)
         assert verify.rule(found, kernels) == conservative.rule(kernels)
-    found = verify.policy("native", "fa3", SHAPE)
+    found = verify.policy(H200.name, "native", "fa3", SHAPE)
     assert "2 MiB" in verify.rule(found, "native")
 
 
@@ -108,10 +107,3 @@ def test_a_servers_router_decides_by_the_rule(route: str, requests: int, expecte
 )
 def test_a_server_names_the_rule_that_decides(shape: ModelShape | None, stock: str, route: str, policy: str) -> None:
     assert step_router(shape, stock, drafts=4, route=route).state()["policy"] == policy
-
-
-def test_a_profile_with_the_fits_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    profile = shipped_profile()
-    path = tmp_path / "h200.json"
-    path.write_text(json.dumps({**profile.model_dump(), "verify": {"rows": [4, 8], "packed": {}, "stock": {}}}))
-    assert load_profile(path) == profile

@@ -210,6 +210,19 @@ class TestFactory:
         assert stock.metadata_calls == 1
         assert dict(state.counters.fallbacks) == {fallback_reasons.SPECULATIVE: 3}
 
+    @pytest.mark.usefixtures("no_stock")
+    @pytest.mark.parametrize(("stock", "packs"), [("fa3", True), ("triton", False)])
+    def test_chains_of_drafts_run_packed_by_default_over_fa3_alone(self, stock, packs, monkeypatch):
+        monkeypatch.setattr(factory.eligibility, "choose_kernels", lambda setting, device: host_kernels())
+        arguments = SimpleNamespace(speculative_num_draft_tokens=4, attention_backend="prefixpack")
+        runner = new_runner(
+            head_dim=128, kv_dtype=torch.bfloat16, dtype=torch.bfloat16, spec_algorithm=SpeculativeAlgorithm.EAGLE,
+            server_args=arguments,
+        )  # fmt: skip
+        runner.device = "cuda"
+        backend = create_backend(runner, Settings(metrics=False, stock_backend=stock))
+        assert isinstance(backend, StockOnlyBackend) != packs
+
     def test_a_profile_that_is_none_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"nowhere\.json: cannot read the profile"):
             create_backend(new_runner(), Settings(metrics=False, route_profile="nowhere.json"))

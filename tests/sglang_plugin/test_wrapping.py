@@ -231,6 +231,18 @@ class TestRefused:
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
         assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.NO_CUDA_KERNEL
 
+    @pytest.mark.parametrize(("name", "reason"), [("fa3", None), ("triton", reasons.SPECULATIVE)])
+    def test_chains_of_drafts_keep_a_wrapper_over_fa3_alone(
+        self, name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = on_gpu(monkeypatch, spec_algorithm=SpeculativeAlgorithm.EAGLE, head_dim=128)
+        vars(runner.server_args).update(speculative_num_draft_tokens=4, attention_backend=name)
+        assert eligibility.wrap_refusal(runner, name, gpu_stock(name), WRAP) == reason
+        if reason is None:
+            backend = factory.wrap_backend(runner, name, gpu_stock(name), WRAP)
+            assert isinstance(backend, PrefixPackBackend)
+            assert backend.checks_drafts_in_graphs
+
     @pytest.mark.parametrize(
         ("variable", "value"), [(versions.CPP_TREE_VARIABLE, "1"), (versions.TREE_CORE_VARIABLE, "rust")]
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-
+from sgl_prefix_attn.core.gpu import current_gpu
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import conservative, verify
 from sgl_prefix_attn.routing.cost import CostModel, Kind
@@ -81,17 +80,19 @@ class LivePolicies:
     def verify_policy(self, name: PolicyName) -> Policy:
         """As `policy`, for verify steps, where a rule stands for `cost`."""
         kernels = self._executor.kernels
-        found = verify.policy(kernels, self._stock_kernel, self.shape)
+        found = self._verify_rule()
         if name.predicts:
             logger.info("prefixpack: a verify step runs packed only if %s", verify.rule(found, kernels))
         return policy_of(name, found, conservative.ConservativePolicy(self.shape, kernels))
+
+    def _verify_rule(self) -> Policy:
+        return verify.policy(current_gpu().name, self._executor.kernels, self._stock_kernel, self.shape)
 
     def verifying(self, name: PolicyName) -> str:
         """As `running`, for verify steps."""
         if not name.predicts or not self.ready:
             return str(name)
-        found = verify.policy(self._executor.kernels, self._stock_kernel, self.shape)
-        actual = "verify rule" if isinstance(found, verify.VerifyPolicy) else "conservative"
+        actual = "verify rule" if isinstance(self._verify_rule(), verify.VerifyPolicy) else "conservative"
         words = [actual if condition.kind == "cost" else str(condition) for condition in name.conditions]
         return " and ".join(dict.fromkeys(words))
 
@@ -180,7 +181,5 @@ class LivePolicies:
 
 def gpu_name() -> tuple[str, str]:
     """CUDA's name and compute capability of the current GPU; those of an H200 where interpreted kernels replace one."""
-    if not torch.cuda.is_available():
-        return "NVIDIA H200", "9.0"
-    major, minor = torch.cuda.get_device_capability()
-    return torch.cuda.get_device_name(), f"{major}.{minor}"
+    gpu = current_gpu()
+    return gpu.name, "{}.{}".format(*gpu.capability)

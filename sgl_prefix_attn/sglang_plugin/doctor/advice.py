@@ -95,9 +95,9 @@ CHANGES: dict[str, Change] = {
     reasons.PDMUX: Change("Leave out --enable-pdmux, and measure.", without=("--enable-pdmux",)),
     reasons.DECODE_CONTEXT_PARALLEL: Change("Leave out --dcp-size, and measure.", without=("--dcp-size",)),
     reasons.SPECULATIVE: Change(
-        "Set pack_verify to true, and measure. Or leave out the options of speculative decoding, and measure: "
-        "speculation may gain more than packing.",
-        without=("--speculative-",),
+        "Set pack_verify to true, and measure. If that changes nothing, leave out the options of speculative decoding, "
+        "and measure: speculation may gain more than packing.",
+        variables=((variable_name("pack_verify"), "true"),),
     ),
     reasons.DISABLED: Change(
         "Remove the settings that switch packing off (pack_decode, pack_verify, route), or set them to true and auto.",
@@ -124,6 +124,56 @@ CHANGES: dict[str, Change] = {
     reasons.COMPUTE_BOUND: Change("Nothing: such steps are faster on the stock backend."),
 }
 
+_REPORT: Final = "Report it with the log: this is an error of this package or an SGLang that it does not know."
+_OTHER_ADVICE: Final[dict[str, str]] = {
+    reasons.IDLE: "Nothing: such steps have no work.",
+    reasons.NO_PATHS: "Nothing after start-up. If the number grows with every step, report it with the log.",
+    reasons.MODE: "Nothing: no other steps have packed kernels.",
+    reasons.SPECULATIVE_TREE: "Leave out the options of speculative decoding, or use topk 1, and measure.",
+    reasons.BEAM_ROWS: "Nothing: beam search runs stock.",
+    reasons.ITEM_MASKS: "Nothing: such steps run stock.",
+    reasons.PLAN_TOO_LARGE: "If the number is large, lower --max-running-requests, or --chunked-prefill-size (mixed).",
+    reasons.GRAPH: "Nothing: graphs of such steps hold stock layers only.",
+    reasons.ROW_MISMATCH: "Nothing for single steps. If most steps have it, report it with the launch arguments.",
+    reasons.NO_HOST_LENGTHS: _REPORT,
+    reasons.PLAN_REFUSED: _REPORT,
+    reasons.HOOK_FAILED: _REPORT,
+    reasons.HYBRID_SWA: "Nothing: the layer is where it belongs.",
+    reasons.HEAD_DIM: "Nothing; but on a GPU, for a multiple of 16 up to 256, PREFIXPACK_GPU_KERNELS=triton may help.",
+    reasons.KV_SCALES: "Use a checkpoint with one scale for each layer, or 16-bit KV.",
+    reasons.NO_MEMORY: "Lower --mem-fraction-static.",
+    reasons.DRAFT_WORKER: "Nothing: this concerns the draft model only.",
+    reasons.HOOKS_MISSING: _REPORT,
+    reasons.FAILED: _REPORT,
+    NO_SUCH_STEPS: "Nothing.",
+}
+_OF_THE_MODEL: Final = frozenset(
+    {
+        reasons.HEAD_GROUPS,
+        reasons.QUERY_DTYPE,
+        reasons.CROSS_ATTENTION,
+        reasons.NON_CAUSAL,
+        reasons.LAYER_VARIANT,
+        reasons.CALL_ARGUMENTS,
+        reasons.LATE_LAYER,
+        reasons.ENCODER_DECODER,
+        reasons.MLA,
+        reasons.READS_METADATA,
+    }
+)
+
+
+def what_to_do(reason: str) -> str:
+    """What a user can do about a reason.
+
+    Raises:
+        KeyError: the reason is in no list.
+    """
+    if reason in _OF_THE_MODEL:
+        return "Nothing: a property of the model."
+    return _OTHER_ADVICE[reason] if reason in _OTHER_ADVICE else CHANGES[reason].text
+
+
 # For KV_LAYOUT where the model's code does not divide its heads as the KV pool's are.
 HEADS_OF_ALL_RANKS: Final = Change(
     "Leave out --enable-dp-attention, --dp-size, --attn-dp-size and --attn-cp-size: this model spreads its heads over "
@@ -136,7 +186,7 @@ def change_for(reason: str, heads_of_all_ranks: bool = False) -> Change:
     """What to change about a reason. For a property of the model the answer is: nothing."""
     known = HEADS_OF_ALL_RANKS if heads_of_all_ranks and reason == reasons.KV_LAYOUT else CHANGES.get(reason)
     if known is None:
-        known = Change(f"Nothing: a property of this model or device ({explained(reason)}).")
+        known = Change(what_to_do(reason))
     return Change(known.text, reason, known.variables, known.unset, known.without)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shlex
@@ -69,20 +71,26 @@ def run(args: argparse.Namespace) -> int:
         return _unusable("no --model-path among the launch arguments; see --help")
     from sgl_prefix_attn.sglang_plugin.compat import versions
 
-    version = versions.installed_version()
+    version, printed = versions.installed_version(), io.StringIO()
     try:
         versions.check_supported(version, allow_untested=load_settings(environ).allow_untested_sglang)
         from sgl_prefix_attn.sglang_plugin.doctor import diagnosis
 
-        found = diagnosis.diagnose(arguments, environ)
+        with contextlib.redirect_stderr(printed):  # else SGLang prints all of its options beside the mistake
+            found = diagnosis.diagnose(arguments, environ)
     except (SettingsError, versions.UnsupportedSglangError) as error:
         return _unusable(str(error))
-    except SystemExit as stop:  # SGLang's parser has printed what it does not accept
-        return 2 if stop.code else 0
+    except SystemExit as stop:  # of SGLang's parser
+        if not stop.code:
+            return 0
+        problem = printed.getvalue().rpartition("error: ")[2].strip()
+        return _unusable(f"SGLang does not accept the arguments: {problem}")
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
         named = any(argument.split("=")[0] == "--device" for argument in arguments)
         hint = "" if named or diagnosis.gpu_facts() else "\nNo GPU is here: for a server on a CPU add --device cpu"
+        sys.stderr.write(printed.getvalue())
         return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}")
+    sys.stderr.write(printed.getvalue())
     gpu = diagnosis.gpu_facts()
     if args.json:
         facts = {"version": 1, "sglang": version, "package": __version__, "gpu": gpu}

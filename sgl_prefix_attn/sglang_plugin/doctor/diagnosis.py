@@ -208,7 +208,7 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
     if mode == "verify":
         if shape is None:
             return ""
-        policy = verify.policy(executor.kernels, stock_kernel(name, shape, None), shape)
+        policy = verify.policy(gpu, executor.kernels, stock_kernel(name, shape, None), shape)
         return f"if {verify.rule(policy, executor.kernels)}"
     if shape is not None:
         facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, stock_kernel(name, shape, None))

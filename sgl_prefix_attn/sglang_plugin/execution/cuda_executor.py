@@ -88,8 +88,10 @@ class CudaExecutor:
         self.drafts = versions.drafts_of(runner)
         self._speculates = versions.speculates(runner)
         self._no_verify = unsupported_server(runner, kernels.reads_trees)
-        if settings.pack_verify == "auto" and not packs_by_default(runner, kernels.name, stock):
-            self._no_verify = self._no_verify or fallback_reasons.SPECULATIVE
+        if settings.pack_verify == "auto":
+            by_default = packs_by_default(runner, kernels.name, stock)
+            why_not = fallback_reasons.SPECULATIVE if settings.pack_decode else fallback_reasons.DISABLED
+            self._no_verify = self._no_verify or (None if by_default and settings.pack_decode else why_not)
         self._settings = settings
         self._kernels = kernels
         self._model_dtype = runner.dtype

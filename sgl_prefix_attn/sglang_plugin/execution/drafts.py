@@ -12,6 +12,7 @@ import numpy as np
 
 from sgl_prefix_attn.core.draft_tables import MOST_TREE_DRAFTS
 from sgl_prefix_attn.core.forest import Int64Array
+from sgl_prefix_attn.core.gpu import current_gpu
 from sgl_prefix_attn.routing import verify
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers, layer_shape, unsupported_layer
@@ -45,8 +46,8 @@ def unsupported_server(runner: Any, reads_trees: bool) -> str | None:
 def packs_by_default(runner: Any, kernels: str, stock: str) -> bool:
     """Whether verify steps of a GPU server run packed without a setting.
 
-    Drafts are chains, and `routing.verify` was measured for all layers. SGLang bounds the lengths of such steps in host
-    memory. Otherwise each one would wait for the device.
+    Drafts are chains, and `routing.verify` was measured on this GPU for all layers. SGLang bounds the lengths of such
+    steps in host memory. Otherwise each one would wait for the device.
 
     Args:
         runner: SGLang's ModelRunner, with its model.
@@ -59,7 +60,8 @@ def packs_by_default(runner: Any, kernels: str, stock: str) -> bool:
     layers = [layer for layer in attention_layers(runner.model) if unsupported_layer(layer) is None]
     if not layers or dtype is None:
         return False
-    return all(verify.may_pack(kernels, stock, shape, drafts) for shape in {layer_shape(it, dtype) for it in layers})
+    gpu, shapes = current_gpu().name, {layer_shape(layer, dtype) for layer in layers}
+    return all(verify.may_pack(gpu, kernels, stock, shape, drafts) for shape in shapes)
 
 
 def unsupported_verify(forward_batch: Any, requests: int, reads_trees: bool) -> str | None:

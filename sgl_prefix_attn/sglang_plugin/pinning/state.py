@@ -69,7 +69,7 @@ class PinningState:
             try:
                 manager = self._make(cache)
             except Exception:  # the one guard of making a manager
-                logger.exception("prefixpack cannot pin in this prefix cache")
+                logger.exception("prefixpack: cannot pin in this prefix cache")
                 manager = None
             known = self._managers[id(cache)] = (cache, manager)
         return known[1]
@@ -92,12 +92,12 @@ class PinningState:
     def _make(self, cache: Any) -> PinningManager | None:
         tree = lockable_tree(cache)
         if isinstance(tree, Unreadable):
-            logger.warning("prefixpack cannot pin in this prefix cache: %s", tree.detail)
+            logger.warning("prefixpack: cannot pin in this prefix cache: %s", tree.detail)
             return None
         size = cache.token_to_kv_pool_allocator.size
         budget = size * self.settings.budget_percent // 100
         logger.info(
-            "prefixpack pins in %s through %s: budget %d of %d tokens, retention %s",
+            "prefixpack: pins in %s through %s: budget %d of %d tokens, retention %s",
             type(cache).__name__,
             tree.name,
             budget,

@@ -191,10 +191,10 @@ class BatchTracker:
         self._decode = None
         if isinstance(reader, Unreadable):
             self._mirror, self._no_mirror = None, reader.reason
-            logger.warning("prefixpack cannot see which requests share a prefix: %s", reader.detail)
+            logger.warning("prefixpack: cannot see which requests share a prefix: %s", reader.detail)
         else:
             self._mirror = TreeMirror(reader)
-            logger.info("prefixpack reads %s through %s", type(tree).__name__, reader.name)
+            logger.info("prefixpack: reads %s through %s", type(tree).__name__, reader.name)
 
     def _is_steady(self, batch: Any, drafts: int | None) -> bool:
         """Whether a decode or verify batch still has the forest of the last one."""

@@ -72,7 +72,7 @@ EXPLANATIONS: Final[dict[str, str]] = {
     NO_RADIX_CACHE: "the radix cache is off, so no request shares KV with another one",
     UNKNOWN_TREE: "no reader for this kind of prefix cache, for example SGLang's experimental C++ tree",
     NO_HOST_LENGTHS: "the batch has no lengths in host memory",
-    MODE: "a forward mode other than decode, extend and mixed",
+    MODE: "a forward mode other than decode, extend, mixed and verify",
     IDLE: "an idle step without tokens",
     SPECULATIVE: "a draft or mixed step of speculation; an unknown or adaptive algorithm; an overlapped plan stream; "
     "drafts that pack_verify=auto leaves out",
@@ -91,7 +91,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     KV_SCALES: "scales of 8-bit KV are not one positive number a layer that the host knows and the stock backend uses "
     "as others do",
     QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
-    HEAD_DIM: "head_dim is not a multiple of 16 up to 256, or differs between K and V",
+    HEAD_DIM: "head_dim differs between K and V, is no multiple of 16 up to 256, or is none of 64, 128 and 256 with "
+    "native kernels",
     HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",
     CROSS_ATTENTION: "a cross-attention layer",
     NON_CAUSAL: "an encoder-only or bidirectional layer",

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from sgl_prefix_attn import deprecations
-
 if TYPE_CHECKING:
     from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -113,8 +111,7 @@ METRICS = (
     ),
     Metric(
         "routed_steps_total",
-        "Decode and verify steps that could run packed or stock, by route: packed or stock. "
-        "Deprecated: route=inner, which repeats route=stock and ends with the next release.",
+        "Decode and verify steps that could run packed or stock, by route: packed or stock.",
         label="route",
     ),
     Metric("arm_steps_total", "Routed decode steps of live A/B tests, by arm: A or B.", label="arm"),
@@ -178,9 +175,7 @@ class MetricsExporter:
         values: dict[str, float | dict[str, float]] = {f"{name}_total": getattr(counters, name) for name in TOTALS}
         values["packed_steps_total"] = dict(counters.steps_packed)
         values["one_token_steps_total"] = dict(counters.one_token_steps)
-        routed = counters.routed_steps
-        old = {label: steps for route, steps in routed.items() for label in deprecations.route_labels(route)}
-        values["routed_steps_total"] = {**routed, **old}
+        values["routed_steps_total"] = dict(counters.routed_steps)
         values["arm_steps_total"] = dict(counters.arm_steps)
         values["arm_step_seconds_total"] = dict(counters.arm_step_seconds)
         values["arm_tokens_total"] = dict(counters.arm_tokens)

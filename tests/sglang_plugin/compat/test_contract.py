@@ -157,8 +157,12 @@ def test_no_draft_counts_as_committed_before_its_result(sglang: tuple[str, Sourc
     assert "return" in prepare[with_drafts:decode], version
     assert "kv_committed_len +=" not in prepare[:decode], version
     if source.find("sglang.srt.managers.schedule_batch.ReqKvInfo") is not None:
-        eagle = method(source, "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode")
-        assert "kv_committed_len +=" not in ast.unparse(eagle), version
+        for path in (
+            "speculative.eagle_utils.eagle_prepare_for_decode",
+            "speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode",
+            "mem_cache.allocation.alloc_for_spec_decode",
+        ):
+            assert "kv_committed_len +=" not in ast.unparse(method(source, f"sglang.srt.{path}")), version
 
 
 def method(source: SourceTree, path: str) -> ast.FunctionDef:

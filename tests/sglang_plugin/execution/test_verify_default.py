@@ -13,10 +13,15 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution import drafts
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.gpu_fixture import host_kernels
+
+
+def layer_of(head_dim: int, **options: Any) -> RadixAttention:
+    return RadixAttention(4, head_dim, 1.0, 2, 0, **options)
 
 
 # Two query heads on a KV head, head_dim 128 and bf16.
@@ -36,6 +41,10 @@ from tests.sglang_plugin.gpu_fixture import host_kernels
         ({"kernels": "triton"}, False),
         ({"committed": False}, False),  # each step would wait for the device
         ({"model": torch.nn.ModuleList()}, False),
+        ({"model": torch.nn.ModuleList([layer_of(128), layer_of(64)])}, False),  # one of them was not measured
+        ({"model": torch.nn.ModuleList([layer_of(128), layer_of(64, is_cross_attention=True)])}, True),  # runs stock
+        ({"gpu": "NVIDIA H20"}, False),
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, True),
     ],
 )
 def test_drafts_that_run_packed_by_default(
@@ -43,10 +52,11 @@ def test_drafts_that_run_packed_by_default(
 ) -> None:
     given = {
         "drafts": 4, "trees": False, "algorithm": "EAGLE", "stock_backend": "fa3", "head_dim": 128,
-        "kv_dtype": torch.bfloat16, "kernels": "native", "committed": True, **options,
+        "kv_dtype": torch.bfloat16, "kernels": "native", "committed": True, "gpu": "NVIDIA H200", **options,
     }  # fmt: skip
     monkeypatch.setattr(versions, "keeps_committed_lens", lambda: given["committed"])
-    layers = [RadixAttention(4, given["head_dim"], 1.0, 2, layer) for layer in range(2)]
+    monkeypatch.setattr(drafts, "current_gpu", lambda: SimpleNamespace(name=given["gpu"]))
+    layers = [layer_of(given["head_dim"]) for _ in range(2)]
     runner = SimpleNamespace(
         spec_algorithm=getattr(SpeculativeAlgorithm, given["algorithm"]),
         server_args=SimpleNamespace(
@@ -61,6 +71,8 @@ def test_drafts_that_run_packed_by_default(
     assert default.packs("verify") == (None if packs else fallback_reasons.SPECULATIVE)
     off = CudaExecutor(runner, Settings(metrics=False, pack_verify=False), kernels, given["stock_backend"])
     assert off.packs("verify") == fallback_reasons.DISABLED
+    without_decode = CudaExecutor(runner, Settings(metrics=False, pack_decode=False), kernels, given["stock_backend"])
+    assert without_decode.packs("verify") is not None
 
 
 def test_a_server_without_drafts_packs_no_verify_step_by_default() -> None:

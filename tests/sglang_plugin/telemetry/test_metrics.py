@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from sgl_prefix_attn.sglang_plugin.backend import server_info
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -38,8 +38,6 @@ class TestMetrics:
         assert sample("sglang:prefixpack_packed_steps_total", {**labels, "mode": "decode"}) == 100
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "stock"}) == 12
         assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "packed"}) == 0
-        assert sample("sglang:prefixpack_routed_steps_total", {**labels, "route": "inner"}) == 12  # deprecated
-        assert "Deprecated: route=inner" in generate_latest(registry).decode()
         assert sample("sglang:prefixpack_fallbacks_total", {**labels, "reason": fallback_reasons.NO_PATHS}) == 4
         assert sample("sglang:prefixpack_kv_read_ratio", labels) == 0.5
 
