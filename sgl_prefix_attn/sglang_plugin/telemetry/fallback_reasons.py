@@ -91,8 +91,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     KV_SCALES: "scales of 8-bit KV are not one positive number a layer that the host knows and the stock backend uses "
     "as others do",
     QUERY_DTYPE: "a query dtype other than float32, bfloat16 and float16",
-    HEAD_DIM: "head_dim differs between K and V, is no multiple of 16 up to 256, or is none of 64, 128 and 256 with "
-    "native kernels",
+    HEAD_DIM: "head_dim differs between K and V, is no multiple of 16 up to 256, or, with native kernels, not 64, 128 "
+    "or 256",
     HEAD_GROUPS: "the number of query heads is not a multiple of the number of KV heads",
     CROSS_ATTENTION: "a cross-attention layer",
     NON_CAUSAL: "an encoder-only or bidirectional layer",
