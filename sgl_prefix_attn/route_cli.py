@@ -11,7 +11,7 @@ from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
 from sgl_prefix_attn.routing import conservative
-from sgl_prefix_attn.routing.cost import TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.cost import TERMS, CostModel, KernelKind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import BACKENDS, stock_kernel
 from sgl_prefix_attn.routing.policy import Route, cost_policy
@@ -153,7 +153,7 @@ def _this_gpu() -> tuple[str, str]:
     return torch.cuda.get_device_name(), f"{major}.{minor}"
 
 
-def _cost(profile: Profile, kind: Kind, kernel: str) -> CostModel:
+def _cost(profile: Profile, kind: KernelKind, kernel: str) -> CostModel:
     cost = profile.cost(kind, kernel)
     if cost is None:
         known = profile.packed if kind == "packed" else profile.stock

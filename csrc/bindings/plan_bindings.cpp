@@ -239,7 +239,7 @@ void bind_planner(py::module_& m) {
         const Lens lens(*forest, seq_lens, query_lens);
         check_lens(*forest, lens.batch);
         static_cast<void>(Planner(shape, device, 0));  // refuses shapes and devices that cannot be
-        const CostModel cost(shape, device, lens.batch.even(forest->num_requests));
+        const CostModel cost(shape, device, lens.batch.uniform_rows(forest->num_requests));
         const Packing packing = pack_forest(*forest, lens.batch, cost);
         int32_t num_queries = 0;
         for (int32_t i = 0; i < forest->num_requests; ++i) num_queries += lens.batch.query_len(i);

@@ -60,10 +60,10 @@ struct TileClass {
 // PAT section 5.1 (an intermediate is written and read once) with the group size, head size and width put in.
 class CostModel {
  public:
-  // even: of a step in which each request has as many query rows: a decode or a verify step.
-  CostModel(const ModelShape& shape, const DeviceModel& device, bool even = false)
+  // uniform_rows: of a step in which each request has as many query rows: a decode or a verify step.
+  CostModel(const ModelShape& shape, const DeviceModel& device, bool uniform_rows = false)
       : device_(device),
-        even_(even && device.widest_flops > 0),
+        uniform_rows_(uniform_rows && device.widest_flops > 0),
         group_(shape.group()),
         kv_heads_(shape.kv_heads),
         max_rows_(device.tile_rows.back()),
@@ -89,7 +89,7 @@ class CostModel {
 
   int32_t group() const { return group_; }
   // Whether the step has costs of its own, and with them splits that were judged by the makespan simulator.
-  bool even() const { return even_; }
+  bool uniform_rows() const { return uniform_rows_; }
   int32_t queries_per_tile() const { return queries_per_tile_; }
   // The most of `queries` that fill their tiles.
   int32_t whole_tiles(int32_t queries) const {
@@ -126,7 +126,7 @@ class CostModel {
         partials < kTabulated ? combine_levels_[narrow][partials] : levels_of(partials, narrow);
     const int32_t steps = rows * levels.steps;
     const double by_worker = levels.count * (device_.combine_latency + device_.combine_step * steps);
-    if (!even_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
+    if (!uniform_rows_ || narrow || levels.count * steps < kDeferredSteps) return by_worker;
     const int32_t turns = (partials + kDeferredWidth - 1) / kDeferredWidth;
     return std::min(by_worker, device_.deferred_combine + device_.deferred_combine_step * turns);
   }
@@ -196,7 +196,7 @@ class CostModel {
   static constexpr int32_t kDeferredSteps = 4, kDeferredWidth = 8;  // see deferral.h
   double flops_of(int32_t rows) const {
     if (device_.wide_rows == 0 || rows < device_.wide_rows) return device_.flops;
-    if (!even_) return device_.wide_flops;
+    if (!uniform_rows_) return device_.wide_flops;
     return rows < max_rows_ ? device_.medium_flops : device_.widest_flops;
   }
 
@@ -244,7 +244,7 @@ class CostModel {
   double both(double a, double b) const { return std::max(a, b) + (1 - device_.overlap) * std::min(a, b); }
 
   DeviceModel device_;
-  bool even_;
+  bool uniform_rows_;
   int32_t group_, kv_heads_, max_rows_, queries_per_tile_;
   double token_seconds_, row_token_flops_, partial_seconds_, overhead_seconds_, narrow_overhead_seconds_;
   static constexpr int32_t kTabulated = 64;

@@ -35,7 +35,7 @@ struct BatchLens {
     return query_lens == nullptr ? 1 : static_cast<int32_t>(query_lens[request]);
   }
   // Whether each of so many requests has as many, as in a decode or a verify step.
-  bool even(int32_t requests) const {
+  bool uniform_rows(int32_t requests) const {
     if (query_lens == nullptr) return true;
     return requests > 0 && query_lens[0] <= kMaskedPositions &&
            std::all_of(query_lens, query_lens + requests, [this](int64_t n) { return n == query_lens[0]; });

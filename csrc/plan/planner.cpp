@@ -64,7 +64,7 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
 }
 
 Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth)
-    : mixed_(checked(shape), checked(device), false), even_(shape, device, true), max_growth_(max_growth) {
+    : ragged_(checked(shape), checked(device), false), uniform_(shape, device, true), max_growth_(max_growth) {
   require(max_growth >= 0, "max_growth " + std::to_string(max_growth) + " is negative");
 }
 
@@ -97,7 +97,7 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
   check_lens(*forest, lens);
   require(forest->depth <= kMaxDepth, "the forest is " + std::to_string(forest->depth) +
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
-  Costs& costs = lens.even(forest->num_requests) ? even_ : mixed_;
+  Costs& costs = lens.uniform_rows(forest->num_requests) ? uniform_ : ragged_;
   Schedule schedule = costs.scheduler.make(*forest, lens, costs.packer.pack(*forest, lens));
   forest_.reset();  // without memory for what follows, no plan is reused
   plan_ = std::make_shared<const Plan>(std::move(schedule.plan));

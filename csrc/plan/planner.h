@@ -40,14 +40,14 @@ class Planner {
 
   // Of steps with costs of their own, see CostModel.
   struct Costs {
-    Costs(const ModelShape& shape, const DeviceModel& device, bool even)
-        : cost(shape, device, even), packer(cost), scheduler(cost) {}
+    Costs(const ModelShape& shape, const DeviceModel& device, bool uniform_rows)
+        : cost(shape, device, uniform_rows), packer(cost), scheduler(cost) {}
     CostModel cost;
     ForestPacker packer;
     Scheduler scheduler;
   };
 
-  Costs mixed_, even_;
+  Costs ragged_, uniform_;
   int32_t max_growth_;
   std::shared_ptr<const Forest> forest_;
   std::shared_ptr<const Plan> plan_;

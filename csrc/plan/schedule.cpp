@@ -101,25 +101,26 @@ void Scheduler::count_partials(const std::vector<Pack>& packs) {
 void Scheduler::choose_tiles(const std::vector<Pack>& packs, const BatchLens& lens) {
   tiling_ = &tilings_[0], other_ = &tilings_[1];
   const PackedQueries queries{packs, lens, partials_.data(), num_partials_};
-  int32_t step = cost_.queries_per_tile();
+  int32_t most_queries = cost_.queries_per_tile();
   bool with_narrow = true;
-  tiling_->make(queries, step);
+  tiling_->make(queries, most_queries);
   if (tiling_->narrow_work_tiles() > 0 &&
       tiling_->narrow_work_tiles() < int64_t{cost_.workers()} * cost_.most_at_a_time() &&
       tiling_->least_finish_without_narrow() < kWorthWidening * tiling_->finish()) {
-    other_->make_without_narrow(queries, step, *tiling_);
+    other_->make_without_narrow(queries, most_queries, *tiling_);
     if (other_->finish() < kWorthWidening * tiling_->finish()) {
       std::swap(tiling_, other_);
       with_narrow = false;
     }
   }
-  while (step > 1 && tiling_->whole_work_tiles() > 0 && tiling_->whole_work_tiles() < cost_.workers()) {
-    step /= 2;
-    if (tiling_->largest_pack() <= step) {  // the same tiles
+  while (most_queries > 1 && tiling_->whole_work_tiles() > 0 && tiling_->whole_work_tiles() < cost_.workers()) {
+    most_queries /= 2;
+    if (tiling_->largest_pack() <= most_queries) {  // the same tiles
       if (tiling_->tokens() > plan_.kv_tokens_per_request || !tiling_->choose_again(kWorthNarrowing)) break;
       continue;
     }
-    if (!other_->make_narrower(queries, step, with_narrow, *tiling_, plan_.kv_tokens_per_request, kWorthNarrowing))
+    if (!other_->make_narrower(queries, most_queries, with_narrow, *tiling_, plan_.kv_tokens_per_request,
+                               kWorthNarrowing))
       break;
     std::swap(tiling_, other_);
   }

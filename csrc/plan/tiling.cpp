@@ -20,8 +20,8 @@ constexpr std::array<double, 9> kShares{3.0, 2.0, 1.34, 1.0, 0.8, 0.6, 0.45, 0.3
 constexpr double kRounding = 1e-9;    // more than sums of times are rounded by
 constexpr int32_t kNearbyShares = 2;  // on either side of a wider tiling's choice
 constexpr std::array<double, 3> kNarrowShares{1.0, 0.67, 0.4};
-constexpr int32_t kFirstOfEven = 2;  // of kShares, in decode and verify steps: longer work tiles never won
-constexpr int32_t kHalvings = 9;     // of the range in which the longest work tile is searched
+constexpr int32_t kFirstOfUniform = 2;  // of kShares, in decode and verify steps: longer work tiles never won
+constexpr int32_t kHalvings = 9;        // of the range in which the longest work tile is searched
 // Of the time in which the bandwidth serves all work. The queue model lets work tiles end a little early, but never was
 // as much as 1.08 times as fast in 4,700 tilings.
 constexpr double kHopeless = 1.15;
@@ -36,9 +36,9 @@ Tiling::Tiling(const CostModel& cost)
       longest_overhead_(cost.longest_overhead() * per_worker_),
       partial_(cost.partial() * per_worker_) {}
 
-void Tiling::list_tiles(const PackedQueries& queries, int32_t step, bool with_narrow) {
-  make_room(queries, step);
-  list(queries, step);
+void Tiling::list_tiles(const PackedQueries& queries, int32_t most_queries, bool with_narrow) {
+  make_room(queries, most_queries);
+  list(queries, most_queries);
   if (!with_narrow) {
     widen_narrow_tiles(-1);
   } else if (narrow_work_tiles_ > 0) {
@@ -50,9 +50,9 @@ void Tiling::list_tiles(const PackedQueries& queries, int32_t step, bool with_na
   }
 }
 
-bool Tiling::make_narrower(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling& wider,
+bool Tiling::make_narrower(const PackedQueries& queries, int32_t most_queries, bool with_narrow, const Tiling& wider,
                            int64_t most_tokens, double worth) {
-  list_tiles(queries, step, with_narrow);
+  list_tiles(queries, most_queries, with_narrow);
   const double limit = worth * wider.finish();
   if (tokens_ > most_tokens || streaming() > kHopeless * limit * per_worker_) return false;
   choose(&wider);
@@ -65,12 +65,12 @@ double Tiling::streaming() const {
   return total_ - whole_tiles * longest_overhead_ - narrow_tiles * cost_->tile(1).overhead * per_worker_;
 }
 
-void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow) {
+void Tiling::make_without_narrow(const PackedQueries& queries, int32_t most_queries, const Tiling& with_narrow) {
   if (with_narrow.any_widened_) {
-    make(queries, step, false);
+    make(queries, most_queries, false);
     return;
   }
-  make_room(queries, step);
+  make_room(queries, most_queries);
   std::copy(with_narrow.begin(), with_narrow.end(), tiles_.data());
   num_tiles_ = with_narrow.num_tiles_;
   tokens_ = with_narrow.tokens_;
@@ -85,17 +85,17 @@ void Tiling::make_without_narrow(const PackedQueries& queries, int32_t step, con
 }
 
 // As many as narrower tiles may be, which are tried next.
-void Tiling::make_room(const PackedQueries& queries, int32_t step) {
-  tiles_.make_room(queries.packs.size() + queries.num_partials / std::max(1, step / kNarrowerTries));
+void Tiling::make_room(const PackedQueries& queries, int32_t most_queries) {
+  tiles_.make_room(queries.packs.size() + queries.num_partials / std::max(1, most_queries / kNarrowerTries));
 }
 
 void Tiling::choose(const Tiling* wider) {
   chosen_share_ = -1;
   finish_ = 0;
   if (num_tiles_ == 0) return;
-  if (longest_ <= (kEvenEnough - 1) * even()) {  // no work tile keeps the others waiting
+  if (longest_ <= (kEvenEnough - 1) * even_share()) {  // no work tile keeps the others waiting
     longest_whole_ = longest_narrow_ = longest_;
-    finish_ = even();
+    finish_ = even_share();
     return;
   }
   sort_out_splittable();
@@ -126,7 +126,7 @@ double Tiling::least_finish_without_narrow() const {
   return std::min(unsplit, longest_overhead_ / twice);
 }
 
-void Tiling::list(const PackedQueries& queries, int32_t step) {
+void Tiling::list(const PackedQueries& queries, int32_t most_queries) {
   const BatchLens& lens = queries.lens;
   const int32_t* const partials = queries.partials;
   const int32_t whole_share = cost_->most_at_a_time();
@@ -164,8 +164,8 @@ void Tiling::list(const PackedQueries& queries, int32_t step) {
       continue;
     }
     largest_pack = std::max(largest_pack, pack.query_count);
-    for (int32_t first = 0; first < pack.query_count; first += step) {
-      const int32_t count = std::min(step, pack.query_count - first);
+    for (int32_t first = 0; first < pack.query_count; first += most_queries) {
+      const int32_t count = std::min(most_queries, pack.query_count - first);
       const int32_t hidden = open ? pack.query_count - first - count : 0;  // tokens behind this tile
       // The last tile of a pack may have few rows. A lone warp would read the whole range for them.
       const TileClass& kind = first > 0 && !open ? cost_->whole_tile(count) : cost_->tile(count, tokens - hidden);
@@ -230,13 +230,13 @@ void Tiling::sort_out_splittable() {
   const double narrow = std::min(whole, kNarrowShares.back() * narrow_ / per_worker_ / cost_->narrow_speedup());
   splittable_whole_.clear();
   splittable_narrow_.clear();
-  whole_.reset(std::min(longest_tile_, kLongestCounted * even()));
-  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even()));
+  whole_.reset(std::min(longest_tile_, kLongestCounted * even_share()));
+  narrow_bins_.reset(std::min(longest_narrow_tile_ / cost_->tile(1).stretch, even_share()));
   const int64_t heads = cost_->kv_heads();
   double all_work = 0, computing = 0;
   double duration = 0;  // of the tile that decides: the first of a pack
   for (const Tile& tile : *this) {
-    if (tile.first_of_pack || !cost_->even()) duration = tile.duration;
+    if (tile.first_of_pack || !cost_->uniform_rows()) duration = tile.duration;
     const bool is_narrow = this->is_narrow(tile);
     const double work = tile.seconds - overhead(tile);
     if (!is_narrow) {
@@ -277,7 +277,7 @@ double Tiling::fit_workers(SplitLimits* best, double finish) {
   const double shortest = kShares.back() * share();  // of a split; shorter tiles are not in splittable_
   if (longest_tile_ <= shortest) return finish;
   for (int64_t room : {workers, workers - whole_.work_tiles()}) {
-    if (finish <= kEvenEnough * even()) break;
+    if (finish <= kEvenEnough * even_share()) break;
     double low = shortest, high = longest_tile_;
     if (splittable_whole_.work_tiles(high, heads) > room || splittable_whole_.work_tiles(low, heads) <= room) continue;
     for (int32_t i = 0; i < kHalvings; ++i) {
@@ -297,23 +297,23 @@ double Tiling::fit_workers(SplitLimits* best, double finish) {
 void Tiling::choose_split(int32_t nearby) {
   SplitLimits best{longest_, longest_};
   double finish = finish_time(best, std::numeric_limits<double>::infinity());
-  int32_t first = cost_->even() ? kFirstOfEven : 0, last = static_cast<int32_t>(kShares.size()) - 1;
+  int32_t first = cost_->uniform_rows() ? kFirstOfUniform : 0, last = static_cast<int32_t>(kShares.size()) - 1;
   if (nearby >= 0) {
     first = std::max(first, nearby - kNearbyShares);
     last = std::min(last, nearby + kNearbyShares);
   }
   chosen_share_ = -1;
-  for (int32_t i = first; i <= last && finish > kEvenEnough * even(); ++i) {
+  for (int32_t i = first; i <= last && finish > kEvenEnough * even_share(); ++i) {
     const double candidate = share() * kShares[i];
     if (candidate >= longest_) continue;
     const SplitLimits limits{candidate, std::min(best.narrow, candidate)};
     const double limit = kWorthSplitting * finish, time = finish_time(limits, limit);
     if (time < limit) best = limits, finish = time, chosen_share_ = i;
   }
-  if (cost_->even() && nearby < 0) finish = fit_workers(&best, finish);
+  if (cost_->uniform_rows() && nearby < 0) finish = fit_workers(&best, finish);
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
-    if (finish <= kEvenEnough * even()) break;
+    if (finish <= kEvenEnough * even_share()) break;
     const double candidate = narrow_even * part;
     if (candidate >= std::min(best.narrow, longest_narrow_tile_)) continue;
     const double limit = kWorthSplitting * finish, time = finish_time({best.whole, candidate}, limit);

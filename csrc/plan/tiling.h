@@ -42,22 +42,22 @@ class Tiling {
  public:
   explicit Tiling(const CostModel& cost);
 
-  // Cuts packs into tiles of at most `step` queries and chooses the longest work tile. Without narrow items, all take a
-  // whole worker.
-  void make(const PackedQueries& queries, int32_t step, bool with_narrow = true) {
-    list_tiles(queries, step, with_narrow);
+  // Cuts packs into tiles of at most `most_queries` queries and chooses the longest work tile. Without narrow items,
+  // all take a whole worker.
+  void make(const PackedQueries& queries, int32_t most_queries, bool with_narrow = true) {
+    list_tiles(queries, most_queries, with_narrow);
     choose(nullptr);
   }
   // As make(), with narrower tiles than `wider`, near whose choice splits are tried. Returns whether it is done in
   // `worth` of that one's time and reads no more than most_tokens; if not, there may be no choice.
-  bool make_narrower(const PackedQueries& queries, int32_t step, bool with_narrow, const Tiling& wider,
+  bool make_narrower(const PackedQueries& queries, int32_t most_queries, bool with_narrow, const Tiling& wider,
                      int64_t most_tokens, double worth);
-  // As make(queries, step, false), beside a tiling of the same queries and step with narrow items.
-  void make_without_narrow(const PackedQueries& queries, int32_t step, const Tiling& with_narrow);
+  // As make(queries, most_queries, false), beside a tiling of the same queries and width with narrow items.
+  void make_without_narrow(const PackedQueries& queries, int32_t most_queries, const Tiling& with_narrow);
   // A time before which the last worker of make_without_narrow() would not be done; 0 if none is known.
   double least_finish_without_narrow() const;
-  // What make(queries, step, with_narrow, this) would choose if its tiles were these. Keeps it if it is done in `worth`
-  // of the time; returns whether.
+  // What make(queries, most_queries, with_narrow, this) would choose if its tiles were these. Keeps it if it is done in
+  // `worth` of the time; returns whether.
   bool choose_again(double worth);
 
   const Tile* begin() const { return tiles_.data(); }
@@ -99,9 +99,9 @@ class Tiling {
     double whole, narrow;  // longest work tile of either kind
   };
 
-  void make_room(const PackedQueries& queries, int32_t step);
-  void list(const PackedQueries& queries, int32_t step);
-  void list_tiles(const PackedQueries& queries, int32_t step, bool with_narrow);
+  void make_room(const PackedQueries& queries, int32_t most_queries);
+  void list(const PackedQueries& queries, int32_t most_queries);
+  void list_tiles(const PackedQueries& queries, int32_t most_queries, bool with_narrow);
   // Those of a longer duration.
   void widen_narrow_tiles(double longer_than);
   void choose(const Tiling* wider);
@@ -109,10 +109,10 @@ class Tiling {
   bool is_narrow(const Tile& tile) const { return kind(tile).share < cost_->most_at_a_time(); }
   double overhead(const Tile& tile) const { return kind(tile).overhead * per_worker_; }
   double seconds_if_split(const Tile& tile, int32_t splits) const;
-  double streaming() const;                             // seconds of work without overheads, unless any is split
-  double even() const { return total_ / per_worker_; }  // seconds of work for each worker
+  double streaming() const;                                   // seconds of work without overheads, unless any is split
+  double even_share() const { return total_ / per_worker_; }  // seconds of work for each worker
   // Of the work for each worker, but no less than what is worth taking up.
-  double share() const { return std::max(even(), 2 * longest_overhead_); }
+  double share() const { return std::max(even_share(), 2 * longest_overhead_); }
   void sort_out_splittable();
   double finish_time(const SplitLimits& limits, double limit);
   // nearby: of kShares, the one near which splits are tried; -1: all are.

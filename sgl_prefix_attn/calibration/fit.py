@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sgl_prefix_attn.routing.cost import SMS, TERMS, Kind, term_values
+from sgl_prefix_attn.routing.cost import SMS, TERMS, KernelKind, term_values
 from sgl_prefix_attn.routing.measured import TIME, MeasuredCase
 from sgl_prefix_attn.routing.profile import Fit
 
@@ -22,7 +22,7 @@ _LEAST_APART = 10  # cases in which a term has to differ from the first, which i
 _DIGITS = 6
 
 
-def fits_of(kind: Kind, cases: Sequence[MeasuredCase], sms: int = SMS) -> dict[str, Fit]:
+def fits_of(kind: KernelKind, cases: Sequence[MeasuredCase], sms: int = SMS) -> dict[str, Fit]:
     """Fits of all kernels that were measured on at least as many cases as their cost has terms."""
     kernels = dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind))
     fits = {}
@@ -33,7 +33,7 @@ def fits_of(kind: Kind, cases: Sequence[MeasuredCase], sms: int = SMS) -> dict[s
     return fits
 
 
-def fit_kernel(kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int = SMS) -> Fit:
+def fit_kernel(kind: KernelKind, kernel: str, cases: Sequence[MeasuredCase], sms: int = SMS) -> Fit:
     """Fits the cost of a kernel. Also computes the error of each family of cases by a fit on all other families."""
     terms = np.array([term_values(kind, case.step, case.shape, sms) for case in cases])
     times = np.array([getattr(case, kind)[kernel] for case in cases])

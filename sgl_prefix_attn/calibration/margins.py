@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sgl_prefix_attn.calibration.fit import Array, fit_coefficients
-from sgl_prefix_attn.routing.cost import SMS, Kind, term_values
+from sgl_prefix_attn.routing.cost import SMS, KernelKind, term_values
 from sgl_prefix_attn.routing.measured import MeasuredCase
 
 LEAST_PERCENT = 5  # about the median prediction error; it costs less than 0.1 % of the time of drawn steps
@@ -46,7 +46,7 @@ def margins_of(
     return margins
 
 
-def _kernels(kind: Kind, cases: Sequence[MeasuredCase]) -> list[str]:
+def _kernels(kind: KernelKind, cases: Sequence[MeasuredCase]) -> list[str]:
     return list(dict.fromkeys(kernel for case in cases for kernel in getattr(case, kind)))
 
 
@@ -73,7 +73,7 @@ def fitting_margin(packed: Times, stock: Times) -> int | None:
 
 
 def _unknown_steps(
-    kind: Kind, kernel: str, cases: Sequence[MeasuredCase], sms: int, simulated: Mapping[str, float] | None = None
+    kind: KernelKind, kernel: str, cases: Sequence[MeasuredCase], sms: int, simulated: Mapping[str, float] | None = None
 ) -> Times:
     """Times of each family's steps, predicted by a fit on the other families; NaN where these are too few.
 

@@ -12,7 +12,7 @@ from typing import Literal
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import StepFeatures
 
-Kind = Literal["packed", "stock"]
+KernelKind = Literal["packed", "stock"]
 Term = Callable[[StepFeatures, ModelShape, int], float]  # of a step, a shape and the number of SMs
 
 SMS = 132  # of an H200, and of profiles and results from before the number was recorded
@@ -98,7 +98,7 @@ STOCK_TERMS: dict[str, tuple[str, Term]] = {
         lambda s, shape, sms: _unsplit_mb(s, shape, sms),
     ),
 }
-TERMS: dict[Kind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
+TERMS: dict[KernelKind, dict[str, tuple[str, Term]]] = {"packed": PACKED_TERMS, "stock": STOCK_TERMS}
 
 
 class CostModel:
@@ -112,7 +112,7 @@ class CostModel:
         ValueError: an unknown term or a negative coefficient.
     """
 
-    def __init__(self, kind: Kind, coefficients: Mapping[str, float], sms: int = SMS) -> None:
+    def __init__(self, kind: KernelKind, coefficients: Mapping[str, float], sms: int = SMS) -> None:
         unknown = sorted(set(coefficients) - set(TERMS[kind]))
         if unknown:
             raise ValueError(f"no term {unknown[0]!r} in the cost of {kind} steps; there are {', '.join(TERMS[kind])}")
@@ -136,6 +136,6 @@ class CostModel:
         return {name: value * terms[name][1](step, shape, self.sms) for name, value in self.coefficients.items()}
 
 
-def term_values(kind: Kind, step: StepFeatures, shape: ModelShape, sms: int = SMS) -> list[float]:
+def term_values(kind: KernelKind, step: StepFeatures, shape: ModelShape, sms: int = SMS) -> list[float]:
     """The terms of a step in the order of `TERMS[kind]`."""
     return [term(step, shape, sms) for _, term in TERMS[kind].values()]

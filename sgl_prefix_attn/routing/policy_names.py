@@ -19,9 +19,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["cost", "conservative", "batch", "reuse", "packed", "stock"]
+ConditionKind = Literal["cost", "conservative", "batch", "reuse", "packed", "stock"]
 FORMS = "auto, cost, conservative, packed, stock, batch>=N, reuse>=X, or several of them joined by 'and'"
-_WORDS: dict[str, Kind] = {
+_WORDS: dict[str, ConditionKind] = {
     "auto": "cost",
     "cost": "cost",
     "conservative": "conservative",
@@ -41,7 +41,7 @@ class PolicyNameError(ValueError):
 class Condition:
     """One condition. bound: of batch and reuse."""
 
-    kind: Kind
+    kind: ConditionKind
     bound: float = 0.0
 
     def __str__(self) -> str:

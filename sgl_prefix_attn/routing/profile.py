@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, Kind
+from sgl_prefix_attn.routing.cost import SMS, TERMS, CostModel, KernelKind
 from sgl_prefix_attn.routing.features import StepFeatures
 from sgl_prefix_attn.routing.versions import UNRECORDED_VERSION
 
@@ -131,7 +131,7 @@ class Profile(BaseModel):
     def _stock_terms(cls, fits: dict[str, Fit]) -> dict[str, Fit]:
         return _checked("stock", fits)
 
-    def cost(self, kind: Kind, kernel: str) -> CostModel | None:
+    def cost(self, kind: KernelKind, kernel: str) -> CostModel | None:
         """The cost model of a kernel for decode steps; None if the profile has none."""
         fits = self.packed if kind == "packed" else self.stock
         return CostModel(kind, fits[kernel].us, self.sm_count) if kernel in fits else None
@@ -152,7 +152,7 @@ class Profile(BaseModel):
         path.write_text(f'{text},\n  "steps": [\n{steps}\n  ]\n}}\n', encoding="utf-8")
 
 
-def _checked(kind: Kind, fits: dict[str, Fit]) -> dict[str, Fit]:
+def _checked(kind: KernelKind, fits: dict[str, Fit]) -> dict[str, Fit]:
     for kernel, fit in fits.items():
         for name in fit.us:
             if name not in TERMS[kind]:

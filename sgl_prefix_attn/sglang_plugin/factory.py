@@ -20,7 +20,7 @@ from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.offline.group_scheduler import GroupScheduler
 from sgl_prefix_attn.sglang_plugin.pinning import registration
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import HandoverKind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def masks_images(runner: Any, name: str, settings: Settings) -> bool:
     return True
 
 
-def handover_kind(settings: Settings, version: str, runner: Any) -> Kind:
+def handover_kind(settings: Settings, version: str, runner: Any) -> HandoverKind:
     """How paths reach the backend under these settings, the installed SGLang and the runner's model."""
     patched = versions.has_native_seam()
     if settings.handover == "patch" and not patched:

@@ -294,7 +294,7 @@ class TestDraftModel:
         """SGLang has resolved that name before it comes to us, and for some algorithms it is all that there is."""
         runner = new_runner(is_draft_worker=True, draft_attention_backend=None)
         backend = create_backend(runner, Settings(metrics=False))
-        assert backend._layers.never_packed == fallback_reasons.DRAFT_WORKER
+        assert backend._layers.why_all_stock == fallback_reasons.DRAFT_WORKER
 
     def test_what_the_process_tells_about_is_the_target(self) -> None:
         runner = new_runner(draft_attention_backend=None)

@@ -231,6 +231,7 @@ class TestRefused:
         monkeypatch.setattr(eligibility, "choose_kernels", lambda setting, device: "none")
         assert eligibility.wrap_refusal(runner, "fa3", stock, WRAP) == reasons.NO_CUDA_KERNEL
 
+    @pytest.mark.usefixtures("asked")
     @pytest.mark.parametrize(("name", "reason"), [("fa3", None), ("triton", reasons.SPECULATIVE)])
     def test_chains_of_drafts_keep_a_wrapper_over_fa3_alone(
         self, name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch

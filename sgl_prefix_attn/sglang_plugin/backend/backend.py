@@ -17,7 +17,7 @@ from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate, delegated
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, Kind, StepDecision, StepPlanner
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, StepDecision, StepKind, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
@@ -73,9 +73,9 @@ class PrefixPackBackend(AttentionBackend):
         self._state, self._handover = state, state.handover
         self._counters = state.counters
         made = make_executor(runner, state.settings, stock_name) if executor is None else executor
-        never_packed = made if isinstance(made, str) else None
+        why_all_stock = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
-        self._layers = LayerRegistry(runner, self._executor, self._counters, never_packed, knows_kv_scales(stock_name))
+        self._layers = LayerRegistry(runner, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
         router = StepRouter(
             state.settings,
             self._counters,
@@ -88,7 +88,7 @@ class PrefixPackBackend(AttentionBackend):
         mixes = graphs_share_metadata(stock_name)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
         self.graph_variants = self._planner.graph_variants
-        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.never_packs("verify") is None
+        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.why_stock("verify") is None
         # Verify steps are planned by bounds of their lengths.
         self._reads_bounds = (
             self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
@@ -168,12 +168,12 @@ class PrefixPackBackend(AttentionBackend):
             if record.router.watches_steps:
                 record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         self.decision = decision
-        if decision.step is not None and decision.kind is Kind.PACKED:
+        if decision.step is not None and decision.kind is StepKind.PACKED:
             record.last_packed = handed
         state.counters.host_seconds += time.perf_counter() - start
         if state.exporter is not None:
             state.step_done()
-        if decision.reason is not None and decision.reason == record.layers.never_packed:
+        if decision.reason is not None and decision.reason == record.layers.why_all_stock:
             state.stop_if_nothing_packs()
         return decision
 
@@ -196,7 +196,7 @@ class PrefixPackBackend(AttentionBackend):
         if not self._layers.scanned:
             self._layers.scan_model()
         # The other ranks capture two graphs of each size, and captures have to stay in step.
-        if self._layers.never_packed == fallback_reasons.NO_MEMORY and several_ranks():
+        if self._layers.why_all_stock == fallback_reasons.NO_MEMORY and several_ranks():
             raise RuntimeError(f"prefixpack: {fallback_reasons.EXPLANATIONS[fallback_reasons.NO_MEMORY]}")
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:

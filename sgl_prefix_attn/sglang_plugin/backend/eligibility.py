@@ -82,7 +82,7 @@ def choose_executor(runner: Any, settings: Settings, name: str) -> Executor | st
     executor = server_refusal(runner) or device_executor(runner, settings, name)
     if isinstance(executor, str) or is_cpu(runner) or not versions.speculates(runner):
         return executor
-    return executor.packs("verify") or executor  # nearly all steps are of this kind
+    return executor.why_stock("verify") or executor  # nearly all steps are of this kind
 
 
 def device_executor(runner: Any, settings: Settings, name: str) -> Executor | str:
@@ -131,7 +131,7 @@ def wrap_refusal(runner: Any, name: str, stock: Any, settings: Settings) -> str 
     if reason is not None:
         return reason
     masked = name != "torch_native" and hasattr(getattr(runner, "model", None), "prepare_attn_masks")
-    if masked and any(never_packs(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
+    if masked and any(why_stock(executor, settings, mode) is None for mode in _PREFILL_MODES if mode in modes):
         return fallback_reasons.IMAGE_MASKS
     reason = unsupported_model(runner, name, executor)
     if reason is None and name == trtllm_mha.NAME:
@@ -151,7 +151,7 @@ def _is_sglangs(stock: Any, name: str) -> bool:
 
 def no_packed_steps(runner: Any, settings: Settings, executor: Executor, modes: tuple[Mode, ...] = MODES) -> str | None:
     """The reason why no kind of step that a server has runs packed, None if one may."""
-    reasons = [never_packs(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
+    reasons = [why_stock(executor, settings, mode) for mode in modes if has_steps(runner, mode)]
     if None in reasons:
         return None
     return fallback_reasons.PREFILL_ONLY if versions.has_no_decode_steps(runner) or not reasons else reasons[0]
@@ -186,11 +186,11 @@ def _judged_layers(runner: Any, name: str, executor: Executor) -> list[tuple[Any
     return [(layer, registry.unsupported_reason(layer)) for layer in layers]
 
 
-def never_packs(executor: Executor, settings: Settings, mode: Mode) -> str | None:
+def why_stock(executor: Executor, settings: Settings, mode: Mode) -> str | None:
     """The reason why settings and device keep steps of a kind from running packed, None if they do not."""
     if mode in ("decode", "verify") and settings.policy.fixed == "stock":
         return fallback_reasons.DISABLED
-    return executor.packs(mode)
+    return executor.why_stock(mode)
 
 
 def has_steps(runner: Any, mode: Mode) -> bool:

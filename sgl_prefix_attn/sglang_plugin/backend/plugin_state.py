@@ -14,7 +14,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, Mode
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover, HandoverHooks, HandoverKind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from sgl_prefix_attn.sglang_plugin.telemetry.metrics import MetricsExporter
@@ -73,7 +73,7 @@ class PluginState:
     _records: list[weakref.ref[BackendRecord]] = field(default_factory=list, repr=False)
     _steps: int = field(default=0, repr=False)
 
-    def serve(self, kind: Kind, runner: Any) -> Handover:
+    def serve(self, kind: HandoverKind, runner: Any) -> Handover:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
             self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
@@ -86,16 +86,16 @@ class PluginState:
         self.backends[backend] = record
         self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
-            self.handover.leave_out(self.never_packs)
-            if record.planner.never_packed is None:
+            self.handover.leave_out(self.why_stock)
+            if record.planner.why_all_stock is None:
                 self.handover_hooks.active = self.handover
 
-    def never_packs(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> str | None:
         """The reason why no backend packs steps of a kind, None if one may."""
         never = None
         for living in self._records:  # each change of the batch asks; walking a weak dictionary takes longer
             record = living()
-            reason = fallback_reasons.DRAFT_WORKER if record is None else record.planner.never_packs(mode)
+            reason = fallback_reasons.DRAFT_WORKER if record is None else record.planner.why_stock(mode)
             if reason is None:
                 return None
             if reason != fallback_reasons.DRAFT_WORKER:  # their steps are not read
@@ -104,7 +104,7 @@ class PluginState:
 
     def refusal(self) -> str | None:
         """The reason why no backend ever packs a step, None if one may or if there is no backend."""
-        reasons = [record.planner.never_packed for record in self.backends.values()]
+        reasons = [record.planner.why_all_stock for record in self.backends.values()]
         if not reasons or None in reasons:
             return None
         return next((reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER), reasons[0])
@@ -124,7 +124,7 @@ class PluginState:
         if not self.handover.runs_one_token_steps:
             self.handover_hooks.active = None
         for backend, record in self.backends.items():
-            backend.stop_packing(record.planner.never_packed)
+            backend.stop_packing(record.planner.why_all_stock)
 
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""
@@ -132,12 +132,12 @@ class PluginState:
 
     def routing_policies(self) -> list[str]:
         """Names of the policies by which backends that may pack route their decode steps."""
-        records = [record for record in self.backends.values() if record.planner.never_packed is None]
+        records = [record for record in self.backends.values() if record.planner.why_all_stock is None]
         return sorted({record.router.running for record in records})
 
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
-        records = [record for record in self.backends.values() if record.planner.never_packed is None]
+        records = [record for record in self.backends.values() if record.planner.why_all_stock is None]
         packed = [record for record in records if record.last_packed is not None]
         return next(reversed(packed or records), None)
 

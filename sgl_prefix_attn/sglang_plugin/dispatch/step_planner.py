@@ -35,7 +35,7 @@ MODES: tuple[Mode, ...] = ("decode", "extend", "mixed", "verify")
 _DECODES: tuple[Mode, ...] = ("decode", "verify")
 
 
-class Kind(enum.Enum):
+class StepKind(enum.Enum):
     """How a step runs."""
 
     PACKED = "packed"  # shared prefixes are read once
@@ -53,19 +53,19 @@ class StepDecision(NamedTuple):
         is_graph_variant: whether the step runs in the stock backend's variant of a packed graph.
     """
 
-    kind: Kind
+    kind: StepKind
     reason: str | None = None
     step: PackedStep | None = None
     is_graph_variant: bool = False
 
 
-STOCK = StepDecision(Kind.STOCK)
-STOCK_VARIANT = StepDecision(Kind.STOCK, is_graph_variant=True)
+STOCK = StepDecision(StepKind.STOCK)
+STOCK_VARIANT = StepDecision(StepKind.STOCK, is_graph_variant=True)
 
 
 @functools.cache  # bounded by the fixed set of reasons
 def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
-    return StepDecision(Kind.STOCK, reason, is_graph_variant=is_graph_variant)
+    return StepDecision(StepKind.STOCK, reason, is_graph_variant=is_graph_variant)
 
 
 def _requests(handed: Handed, forward_batch: Any) -> int:
@@ -110,28 +110,28 @@ class StepPlanner:
     # Facts about the server -----------------------------------------------------------------------------------------
 
     @property
-    def never_packed(self) -> str | None:
+    def why_all_stock(self) -> str | None:
         """The reason why no step of this runner ever runs packed, None if some may."""
-        return self._layers.never_packed
+        return self._layers.why_all_stock
 
-    def never_packs(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> str | None:
         """The reason why no step of a kind ever runs packed, None if some may. No paths are read for such steps."""
-        return self._layers.never_packed or self._executor.packs(mode)
+        return self._layers.why_all_stock or self._executor.why_stock(mode)
 
     @property
     def packs_some_steps(self) -> bool:
         """Whether any step may run packed."""
-        return self._layers.never_packed is None and any(
-            self.never_packs(mode) is None and not (mode in _DECODES and self._router.always_stock) for mode in MODES
+        return self._layers.why_all_stock is None and any(
+            self.why_stock(mode) is None and not (mode in _DECODES and self._router.always_stock) for mode in MODES
         )
 
     @property
     def graphs_may_be_packed(self) -> bool:
         """Whether decode graphs may hold packed layers."""
         return (
-            self._layers.never_packed is None
+            self._layers.why_all_stock is None
             and self._executor.runs_in_graphs
-            and any(self._executor.packs(mode) is None for mode in _DECODES)
+            and any(self._executor.why_stock(mode) is None for mode in _DECODES)
             and not self._router.always_stock
         )
 
@@ -141,7 +141,7 @@ class StepPlanner:
             (forward_mode.is_decode() or forward_mode.is_target_verify())
             and bool(self._executor.planners)
             and self.graphs_may_be_packed
-            and self._executor.packs(_mode_of(forward_mode)) is None
+            and self._executor.why_stock(_mode_of(forward_mode)) is None
         )
 
     def _wants_variants(self, forward_mode: Any) -> bool:
@@ -185,7 +185,7 @@ class StepPlanner:
         else:
             outcome = self._plan(paths, handed, forward_batch, in_graph, in_packed_graph, may_route)
         if isinstance(outcome, PackedStep):
-            return StepDecision(Kind.PACKED, step=outcome)
+            return StepDecision(StepKind.PACKED, step=outcome)
         if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
             self._counters.fallback(outcome)
         if in_packed_graph and not may_route:
@@ -262,8 +262,8 @@ class StepPlanner:
         if forward_batch.forward_mode.is_idle():
             return fallback_reasons.IDLE
         layers = self._layers
-        if layers.never_packed is not None:
-            return layers.never_packed
+        if layers.why_all_stock is not None:
+            return layers.why_all_stock
         if in_stock_graph:
             return fallback_reasons.GRAPH
         reason = paths if isinstance(paths, str) else self._unsupported_batch(paths, forward_batch)
@@ -272,7 +272,7 @@ class StepPlanner:
                 layers.scan_model()
             elif not layers.some_packed:
                 layers.conclude()
-            return layers.never_packed
+            return layers.why_all_stock
         return reason
 
     def _unsupported_batch(self, paths: StepPaths, forward_batch: Any) -> str | None:
@@ -292,7 +292,7 @@ class StepPlanner:
         kind = "decode" if mode.is_decode() else "verify" if mode.is_target_verify() else None
         if kind != (paths.mode if paths.mode in _DECODES else None):
             return fallback_reasons.ROW_MISMATCH
-        return self._executor.packs(paths.mode)
+        return self._executor.why_stock(paths.mode)
 
     def _unshared(self, forward_batch: Any, reason: str | None) -> StepDecision:
         """A step of a packed graph without usable paths: correct, but every request reads its own KV."""
@@ -310,4 +310,4 @@ class StepPlanner:
         tokens = forward_batch.batch_size * (drafts or 1)
         step = PackedStep.of(forward_batch, None, tokens, host_lens, plans, in_graph=True, drafts=drafts)
         self._executor.begin(step)
-        return StepDecision(Kind.UNSHARED, reason, step)
+        return StepDecision(StepKind.UNSHARED, reason, step)

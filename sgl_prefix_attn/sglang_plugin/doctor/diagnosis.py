@@ -188,7 +188,7 @@ def _stock(runner: Any, name: str) -> Any:
 
 
 def _step(executor: Executor, settings: Settings, mode: Any, runner: Any, decode: str | None) -> Answer:
-    reason = eligibility.never_packs(executor, settings, mode)
+    reason = eligibility.why_stock(executor, settings, mode)
     if mode == "mixed" and reason is None and executor.judges_mixed:
         return Answer(None, f"if {mixed.RULE}")
     fixed = settings.policy.fixed is not None or (settings.route == "auto" and executor.kernels == "cpu")
@@ -236,9 +236,9 @@ def _layers(runner: Any, settings: Settings, decode: str | None) -> list[tuple[s
     """The kinds of layers in a packed step, as the layer registry judges them, whether or not there are such steps."""
     name = stock_name(runner, settings.stock_backend) if decode == entry.NAME else str(decode)
     made = eligibility.device_executor(runner, settings, name)
-    never_packed = made if isinstance(made, str) else None
+    why_all_stock = made if isinstance(made, str) else None
     executor = CpuExecutor(runner, settings) if isinstance(made, str) else made
-    registry = LayerRegistry(runner, executor, Counters(), never_packed, knows_kv_scales(name))
+    registry = LayerRegistry(runner, executor, Counters(), why_all_stock, knows_kv_scales(name))
     by_id = {layer.layer_id: layer for layer in runner.model}
     described = []
     for kind in runner.layer_kinds:

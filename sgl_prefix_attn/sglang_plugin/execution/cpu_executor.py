@@ -48,7 +48,7 @@ class CpuExecutor:
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Nothing to reserve: no graph holds CPU layers."""
 
-    def packs(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> str | None:
         wanted = getattr(self._settings, f"pack_{mode}")
         if mode == "verify" and wanted == "auto":
             wanted = self._settings.pack_decode

@@ -123,7 +123,7 @@ class CudaExecutor:
         for state in self._shapes:
             self._reallocate(state)
 
-    def packs(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> str | None:
         wanted = getattr(self._settings, f"pack_{mode}")
         if not wanted:
             return fallback_reasons.DISABLED

@@ -39,7 +39,7 @@ class Executor(Protocol):
     def reserve_graphs(self, max_batch: int, max_tokens: int) -> None:
         """Called once, before `shape_index`, if graphs of so many requests and tokens at most will be captured."""
 
-    def packs(self, mode: Mode) -> str | None:
+    def why_stock(self, mode: Mode) -> str | None:
         """The reason why steps of this kind do not run packed, None if they do."""
 
     def unsupported_reason(self, layer: Any, k_cache: torch.Tensor) -> str | None:

@@ -47,11 +47,11 @@ class LayerRegistry:
         runner: SGLang's ModelRunner.
         executor: runs packed layers; allocates the buffers of each attention shape.
         counters: process totals; they include the planners of these layers.
-        never_packed: the reason why no layer of this runner ever runs packed, None if some may.
+        why_all_stock: the reason why no layer of this runner ever runs packed, None if some may.
         knows_kv_scales: whether the stock backend stores fp8 KV divided by the layer's scales.
 
     Attributes:
-        never_packed: as above; set too when the buffers of a layer do not fit the device's memory, and when none of
+        why_all_stock: as above; set too when the buffers of a layer do not fit the device's memory, and when none of
             the model's layers can run packed.
         scanned: whether the model's layers were examined.
         some_packed: whether a layer that can run packed is known.
@@ -59,9 +59,9 @@ class LayerRegistry:
     """
 
     def __init__(
-        self, runner: Any, executor: Executor, counters: Counters, never_packed: str | None, knows_kv_scales: bool
+        self, runner: Any, executor: Executor, counters: Counters, why_all_stock: str | None, knows_kv_scales: bool
     ) -> None:
-        self.never_packed = never_packed
+        self.why_all_stock = why_all_stock
         self.scanned = False
         self.has_stock_layers = False
         self._runner = runner
@@ -88,9 +88,9 @@ class LayerRegistry:
         for layer in attention_layers(getattr(self._runner, "model", None)):
             self.facts(layer)
         self._executor.seal()
-        if not self._facts and self._executor.runs_in_graphs and self.never_packed is None:
+        if not self._facts and self._executor.runs_in_graphs and self.why_all_stock is None:
             # Sealed without a shape: no layer that a call shows later gets buffers. Replayed graphs show none.
-            self.never_packed = fallback_reasons.LATE_LAYER
+            self.why_all_stock = fallback_reasons.LATE_LAYER
         self.conclude()
         stock = self.summary()["stock"]
         if stock:
@@ -102,12 +102,12 @@ class LayerRegistry:
             )
 
     def conclude(self) -> None:
-        """Sets `never_packed` if none of the layers known so far runs packed.
+        """Sets `why_all_stock` if none of the layers known so far runs packed.
 
         They are known after a scan or, of a model that does not show its layers, after a packed step.
         """
-        if not self.some_packed and self._facts and self.never_packed is None:
-            self.never_packed = common_reason(self.unsupported_reasons())
+        if not self.some_packed and self._facts and self.why_all_stock is None:
+            self.why_all_stock = common_reason(self.unsupported_reasons())
 
     def facts(self, layer: Any) -> LayerFacts:
         """The facts about a layer, which may be unknown so far."""
@@ -123,7 +123,7 @@ class LayerRegistry:
     def unsupported_reason(self, layer: Any) -> str | None:
         """The reason why a layer cannot run packed, None if it can. Allocates nothing."""
         reason = (
-            self.never_packed
+            self.why_all_stock
             or unsupported_pool(self._pool)
             or unsupported_slots(self._pool, layer)
             or unsupported_layer(layer)
@@ -152,7 +152,7 @@ class LayerRegistry:
         try:
             shape_index = self._executor.shape_index(layer, k_cache)
         except torch.OutOfMemoryError:
-            self.never_packed = fallback_reasons.NO_MEMORY
+            self.why_all_stock = fallback_reasons.NO_MEMORY
             logger.exception("prefixpack: no memory for the buffers of packed steps")
             return LayerFacts(layer, fallback_reasons.NO_MEMORY, -1, False)
         return LayerFacts(layer, None, shape_index, self._has_scales(k_cache))

@@ -129,13 +129,13 @@ class BatchTracker:
     """Makes the `StepPaths` of schedule batches, or returns the reason why there are none.
 
     Attributes:
-        never_packed: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
+        why_stock: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
         refuses_drafts: whether no step of a server with speculative decoding runs packed; such batches are not read.
         runs_as_decode: whether a prefill or mixed batch runs as a decode step (`one_token`).
     """
 
     def __init__(self) -> None:
-        self.never_packed: Callable[[Mode], str | None] = _may_be_packed
+        self.why_stock: Callable[[Mode], str | None] = _may_be_packed
         self.refuses_drafts = False
         self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
@@ -211,7 +211,7 @@ class BatchTracker:
         )
 
     def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | str:
-        useless = self.never_packed("decode" if drafts is None else "verify")
+        useless = self.why_stock("decode" if drafts is None else "verify")
         if useless is not None:
             self._decode = None
             return useless
@@ -303,7 +303,7 @@ class BatchTracker:
             self._decode = None
         if as_decode and num_decode:  # the next decode batch has the same requests
             return self._decode_step(batch, mirror)
-        useless = self.never_packed(mode)
+        useless = self.why_stock(mode)
         if useless is not None:
             return useless
         forest, _ = mirror.forest(

@@ -24,7 +24,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
-Kind = Literal["hooks", "patch"]
+HandoverKind = Literal["hooks", "patch"]
 
 _ATTRIBUTE = "_prefixpack_handed"
 
@@ -51,7 +51,7 @@ NOTHING = Handed(fallback_reasons.NO_PATHS)
 class Handover:
     """Hand-over from batch to backend in one scheduler process."""
 
-    def __init__(self, kind: Kind, tracker: BatchTracker, counters: Counters) -> None:
+    def __init__(self, kind: HandoverKind, tracker: BatchTracker, counters: Counters) -> None:
         self.kind = kind
         self._tracker = tracker
         self._counters = counters
@@ -80,10 +80,10 @@ class Handover:
             self._counters.hook_failed()
         self._counters.host_seconds += time.perf_counter() - start
 
-    def leave_out(self, never_packed: Callable[[Mode], str | None]) -> None:
-        """Stops reading paths for the kinds of steps for which `never_packed` returns a reason."""
-        self._tracker.never_packed = never_packed
-        self._tracker.refuses_drafts = never_packed("verify") is not None
+    def leave_out(self, why_stock: Callable[[Mode], str | None]) -> None:
+        """Stops reading paths for the kinds of steps for which `why_stock` returns a reason."""
+        self._tracker.why_stock = why_stock
+        self._tracker.refuses_drafts = why_stock("verify") is not None
 
     def read(self, batch: Any) -> Handed:
         """Reads a batch's paths; never raises."""

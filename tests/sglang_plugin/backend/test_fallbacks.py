@@ -86,7 +86,7 @@ class TestSteps:
     def test_a_server_whose_tables_name_virtual_slots_and_whose_paths_are_not_even_read(self) -> None:
         fixture = decode(kv_index_translator=SimpleNamespace(is_translating=True))
         self.falls_back(fixture, reasons.VIRTUAL_SLOTS)
-        assert {fixture.handover._tracker.never_packed(mode) for mode in MODES} == {reasons.VIRTUAL_SLOTS}
+        assert {fixture.handover._tracker.why_stock(mode) for mode in MODES} == {reasons.VIRTUAL_SLOTS}
 
     @pytest.mark.parametrize(("device", "refused"), [("cuda", True), ("cpu", False)])
     def test_batches_with_drafts_are_not_read_where_none_runs_packed(self, device: str, refused: bool) -> None:

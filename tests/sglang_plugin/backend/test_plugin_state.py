@@ -42,11 +42,11 @@ def test_paths_are_read_while_one_backend_may_pack_them() -> None:
     fixture = Fixture(SHARED, LENGTHS)
     fixture.runner.is_draft_worker = True
     draft = another(fixture)
-    never_packed = fixture.handover._tracker.never_packed
-    assert never_packed("decode") is None
-    fixture.backend._layers.never_packed = fallback_reasons.NO_MEMORY
-    assert never_packed("decode") == fallback_reasons.NO_MEMORY
-    assert draft._planner.never_packs("decode") == fallback_reasons.DRAFT_WORKER
+    why_stock = fixture.handover._tracker.why_stock
+    assert why_stock("decode") is None
+    fixture.backend._layers.why_all_stock = fallback_reasons.NO_MEMORY
+    assert why_stock("decode") == fallback_reasons.NO_MEMORY
+    assert draft._planner.why_stock("decode") == fallback_reasons.DRAFT_WORKER
 
 
 def test_an_owned_object_is_made_once_and_goes_with_the_state() -> None:

@@ -127,7 +127,7 @@ def test_a_backend_that_comes_later_and_may_pack_gets_paths() -> None:
     run_steps(fixture, 2)
     later = PrefixPackBackend(fixture.runner, fixture.make_stock(), fixture.state)
     assert fixture.state.handover_hooks.active is fixture.handover
-    assert fixture.state.never_packs("decode") is None
+    assert fixture.state.why_stock("decode") is None
     assert not bypassed(later)
 
 

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.dispatch import graph_variants
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepKind
 from sgl_prefix_attn.sglang_plugin.prefix import handover
 from tests.routing.profiles import write_profile
 from tests.sglang_plugin.execution.test_verify_graphs import Verify
@@ -172,10 +172,10 @@ def test_a_verify_step_is_decided_where_its_graph_is_loaded(runner: Runner) -> N
     hooks = handover.HandoverHooks()
     hooks.active = fixture.handover
     hooks.around_forward(module.DecodeCudaGraphRunner.load_batch, verify, batch)
-    assert fixture.backend.decision.kind is Kind.PACKED
+    assert fixture.backend.decision.kind is StepKind.PACKED
     batch.mark_forward_metadata_ready()
     verify.execute(batch)
-    assert fixture.backend.decision.kind is Kind.PACKED
+    assert fixture.backend.decision.kind is StepKind.PACKED
     assert verify.backend.replayed == verify.backend.captured
     assert fixture.state.counters.steps_packed["verify"] == 1
     assert fixture.fallbacks == {}

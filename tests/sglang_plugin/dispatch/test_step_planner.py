@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import sgl_prefix_attn
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import Kind, StepDecision
+from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepDecision, StepKind
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
@@ -35,20 +35,20 @@ def decide(fixture: Fixture, handed: Any = None) -> StepDecision:
 class TestKinds:
     def test_routed_to_stock_without_a_reason(self) -> None:
         fixture = Fixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="stock"))
-        assert decide(fixture) == StepDecision(Kind.STOCK)
+        assert decide(fixture) == StepDecision(StepKind.STOCK)
 
     def test_a_failed_hook_was_counted_where_it_failed(self) -> None:
         fixture = Fixture(SHARED, LENGTHS)
         failed = Handed(fallback_reasons.HOOK_FAILED)
-        assert decide(fixture, failed) == StepDecision(Kind.STOCK, fallback_reasons.HOOK_FAILED)
+        assert decide(fixture, failed) == StepDecision(StepKind.STOCK, fallback_reasons.HOOK_FAILED)
         assert fixture.fallbacks == {}
 
     def test_unshared_in_a_packed_graph(self) -> None:
         fixture = GpuFixture(SHARED, LENGTHS, graphs=4, settings=Settings(metrics=False, route="packed"))
         fixture.graphs.capture(4)
-        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (Kind.UNSHARED, None)
+        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (StepKind.UNSHARED, None)
         fixture.graphs.replay(NOTHING)
-        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (Kind.UNSHARED, NOTHING.step)
+        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (StepKind.UNSHARED, NOTHING.step)
 
     @pytest.mark.parametrize("error", [ValueError, MemoryError])
     def test_an_error_of_the_native_planner_is_a_fallback(self, error, caplog):
@@ -56,7 +56,7 @@ class TestKinds:
         fixture.backend._layers.scan_model()
         fixture.backend._executor.planners[0]._native = SimpleNamespace(plan=Mock(side_effect=error("no plan")))
         for _ in range(2):
-            assert decide(fixture) == StepDecision(Kind.STOCK, fallback_reasons.PLAN_REFUSED)
+            assert decide(fixture) == StepDecision(StepKind.STOCK, fallback_reasons.PLAN_REFUSED)
         assert fixture.stock.metadata_calls == 2
         assert sum(record.exc_info is not None for record in caplog.records) == 1
 
@@ -97,7 +97,7 @@ class TestSteadySteps:
                 fixture.backend.forward(*qkv, fixture.layers[0], fixture.batch)
             finally:
                 sys.setprofile(None)
-        assert fixture.backend.decision.kind is Kind.PACKED
+        assert fixture.backend.decision.kind is StepKind.PACKED
         assert len(set(files)) > 7
         assert max(files.count(name) - 1 for name in files) <= 2, files
 

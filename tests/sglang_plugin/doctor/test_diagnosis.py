@@ -225,7 +225,7 @@ def test_verify_steps_on_a_gpu_by_default(
 def test_the_rule_of_verify_steps_is_told(kernels: str, stock: str, route: str, note: str) -> None:
     layer = SimpleNamespace(tp_q_head_num=32, tp_k_head_num=8, qk_head_dim=128)
     runner = SimpleNamespace(model=[layer], kv_cache_dtype=torch.bfloat16)
-    executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, packs=lambda mode: None)
+    executor: Any = SimpleNamespace(kernels=kernels, judges_mixed=False, why_stock=lambda mode: None)
     settings = Settings(metrics=False, route=route, route_profile="no_file_of_decode_steps.json")
     answer = module._step(executor, settings, "verify", runner, stock)
     assert (answer.reason, answer.note) == (None, note)

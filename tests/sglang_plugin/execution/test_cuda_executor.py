@@ -34,9 +34,9 @@ class TestEagerSteps:
         assert fixture.fallbacks == {fallback_reasons.COMPUTE_BOUND: 1}
         assert fixture.stock.metadata_calls == 1
         assert fixture.stock.layer_calls == LAYERS
-        never_packed = fixture.handover._tracker.never_packed
+        why_stock = fixture.handover._tracker.why_stock
         expected = [None, *[fallback_reasons.COMPUTE_BOUND] * 2]
-        assert [never_packed(mode) for mode in ("decode", "extend", "mixed")] == expected
+        assert [why_stock(mode) for mode in ("decode", "extend", "mixed")] == expected
 
     @pytest.mark.parametrize("route", ["auto", "stock"])
     @pytest.mark.parametrize(("paths", "mixes", "chunk", "head_dim"), [

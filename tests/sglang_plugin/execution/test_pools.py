@@ -67,7 +67,7 @@ class TestHybridModels:
     def test_a_model_of_window_layers_only_is_never_packed(self) -> None:
         fixture = decode(windows=tuple(range(LAYERS)))
         assert_same(fixture.run(), fixture.run_stock())
-        assert fixture.backend._layers.never_packed == reasons.HYBRID_SWA
+        assert fixture.backend._layers.why_all_stock == reasons.HYBRID_SWA
         assert fixture.fallbacks == {reasons.HYBRID_SWA: 1}
 
     def test_other_reasons_go_before_that_of_window_layers(self) -> None:
@@ -75,7 +75,7 @@ class TestHybridModels:
         fixture = decode(windows=(WINDOW_LAYER,))
         fixture.layers[1].qk_head_dim = fixture.layers[1].v_head_dim = 512
         fixture.backend._layers.scan_model()
-        assert fixture.backend._layers.never_packed == reasons.HEAD_DIM
+        assert fixture.backend._layers.why_all_stock == reasons.HEAD_DIM
 
 
 class TestFamilies:

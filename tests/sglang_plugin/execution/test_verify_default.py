@@ -68,11 +68,11 @@ def test_drafts_that_run_packed_by_default(
     )  # fmt: skip
     kernels = dataclasses.replace(host_kernels(), name=given["kernels"])
     default = CudaExecutor(runner, Settings(metrics=False), kernels, given["stock_backend"])
-    assert default.packs("verify") == (None if packs else fallback_reasons.SPECULATIVE)
+    assert default.why_stock("verify") == (None if packs else fallback_reasons.SPECULATIVE)
     off = CudaExecutor(runner, Settings(metrics=False, pack_verify=False), kernels, given["stock_backend"])
-    assert off.packs("verify") == fallback_reasons.DISABLED
+    assert off.why_stock("verify") == fallback_reasons.DISABLED
     without_decode = CudaExecutor(runner, Settings(metrics=False, pack_decode=False), kernels, given["stock_backend"])
-    assert without_decode.packs("verify") is not None
+    assert without_decode.why_stock("verify") is not None
 
 
 def test_a_server_without_drafts_packs_no_verify_step_by_default() -> None:
@@ -81,8 +81,8 @@ def test_a_server_without_drafts_packs_no_verify_step_by_default() -> None:
         dtype=torch.bfloat16, req_to_token_pool=None,
     )  # fmt: skip
     executor = CudaExecutor(runner, Settings(metrics=False), host_kernels(), "fa3")
-    assert executor.packs("verify") == fallback_reasons.SPECULATIVE
-    assert executor.packs("decode") is None
+    assert executor.why_stock("verify") == fallback_reasons.SPECULATIVE
+    assert executor.why_stock("decode") is None
 
 
 @pytest.mark.parametrize("wanted", ["auto", True])
@@ -99,8 +99,8 @@ def test_mixed_steps_with_drafts_run_stock(wanted: Any, speculates: bool) -> Non
         kv_cache_dtype=torch.bfloat16, model=torch.nn.ModuleList([RadixAttention(4, 128, 1.0, 2, 0)]),
     )  # fmt: skip
     executor = CudaExecutor(runner, Settings(metrics=False, pack_mixed=wanted), host_kernels(), "fa3")
-    assert executor.packs("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)
+    assert executor.why_stock("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)
     assert executor.judges_mixed == (wanted == "auto" and not speculates)
     assert (executor._prefill_tokens > 0) == (not speculates)
     on_cpu = CpuExecutor(runner, Settings(metrics=False, pack_mixed=wanted))
-    assert on_cpu.packs("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)
+    assert on_cpu.why_stock("mixed") == (fallback_reasons.SPECULATIVE if speculates else None)

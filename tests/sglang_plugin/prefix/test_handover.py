@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
-from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, HandoverHooks, HandoverKind
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -36,7 +36,7 @@ class Tracker:
         return self.result
 
 
-def started(kind: Kind = "hooks", step: Any = STEP) -> tuple[HandoverHooks, Handover, Counters]:
+def started(kind: HandoverKind = "hooks", step: Any = STEP) -> tuple[HandoverHooks, Handover, Counters]:
     counters, hooks = Counters(), HandoverHooks()
     hooks.active = Handover(kind, Tracker(step), counters)  # type: ignore[arg-type]
     return hooks, hooks.active, counters

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sgl_prefix_attn.sglang_plugin.prefix import one_token
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
-from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks, Kind
+from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks, HandoverKind
 from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, unsupported_server
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
@@ -159,13 +159,13 @@ class TestTracker:
 
 @pytest.mark.parametrize("kind", ["hooks", "patch"])
 class TestHandover:
-    def start(self, kind: Kind) -> tuple[HandoverHooks, Counters]:
+    def start(self, kind: HandoverKind) -> tuple[HandoverHooks, Counters]:
         counters, hooks = Counters(), HandoverHooks()
         hooks.active = Handover(kind, BatchTracker(), counters)
         hooks.active.run_one_token_steps()
         return hooks, counters
 
-    def test_paths_and_forward_batch_say_decode(self, kind: Kind) -> None:
+    def test_paths_and_forward_batch_say_decode(self, kind: HandoverKind) -> None:
         hooks, counters = self.start(kind)
         assert hooks.active is not None
         batch = Rollout().batch(mixed=True)
@@ -182,7 +182,7 @@ class TestHandover:
         assert seen[0].step.mode == "decode"
         assert counters.one_token_steps["mixed"] == 1
 
-    def test_an_error_leaves_a_prefill_and_is_counted(self, kind: Kind) -> None:
+    def test_an_error_leaves_a_prefill_and_is_counted(self, kind: HandoverKind) -> None:
         hooks, counters = self.start(kind)
         batch = Rollout().batch(mixed=True, forward_mode=None)
         forward = forward_batch(ForwardMode.MIXED)

@@ -147,7 +147,7 @@ class TestKnownSituations:
     @pytest.mark.parametrize("overlap", [False, True])
     def test_kinds_of_steps_that_never_run_packed_are_not_read(self, kind, overlap, monkeypatch):
         scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
-        tracker.never_packed = lambda mode: None if mode == "decode" else fallback_reasons.COMPUTE_BOUND
+        tracker.why_stock = lambda mode: None if mode == "decode" else fallback_reasons.COMPUTE_BOUND
         decoded(scheduler, tracker)
         late = [scheduler.request([1] * 30 + [number] * 9) for number in (4, 5)]
         for request in late:
@@ -164,7 +164,7 @@ class TestKnownSituations:
             scheduler.prefill_done(request)
         step = decoded(scheduler, tracker)
         assert [path[0] for path in step.forest.paths()] == [(0, 0, 30)] * 4
-        tracker.never_packed = lambda mode: fallback_reasons.NO_MEMORY
+        tracker.why_stock = lambda mode: fallback_reasons.NO_MEMORY
         scheduler.running.pop()
         assert tracker.step(scheduler.decode_batch()) == fallback_reasons.NO_MEMORY
 
