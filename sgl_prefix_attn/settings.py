@@ -85,9 +85,9 @@ class Settings(BaseModel):
     pack_verify: Literal["auto"] | bool = Field(
         "auto",
         description="Run the verify steps of speculative decoding packed: EAGLE, STANDALONE, NGRAM, DFLASH and their "
-        "variants, chains and trees of drafts. auto: on a CPU as pack_decode says; on a GPU chains where a rule was "
-        "measured. It needs SGLang 0.5.16 or later, native kernels over fa3, head_dim 128 and 16-bit KV. A request has "
-        "fewer than 128 query rows on a KV head.",
+        "variants, chains and trees of drafts. auto, with pack_decode: on a CPU; on a GPU chains where a rule was "
+        "measured. It needs an H100 SXM or H200, SGLang 0.5.16 or later, native kernels over fa3, head_dim 128 and "
+        "16-bit KV. A request has fewer than 128 query rows on a KV head.",
     )
     one_token_steps: Literal["auto"] | bool = Field(
         "auto",

@@ -79,6 +79,7 @@ def test_what_was_not_measured_is_decided_by_the_conservative_rule() -> None:
         found = verify.policy(H200.name, kernels, stock, shape)
         assert isinstance(found, conservative.ConservativePolicy)
         assert verify.rule(found, kernels) == conservative.rule(kernels)
+    assert isinstance(verify.policy("NVIDIA H20", "native", "fa3", SHAPE), conservative.ConservativePolicy)
     found = verify.policy(H200.name, "native", "fa3", SHAPE)
     assert "2 MiB" in verify.rule(found, "native")
 
