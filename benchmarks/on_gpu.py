@@ -226,9 +226,9 @@ def ended_on_interrupt(processes: dict[str, Any]) -> Iterator[None]:
 def run_all(
     jobs: Sequence[Job], out: Path, model: Path | None, minutes: float, state: State, gpus: Sequence[str]
 ) -> int:
-    """Runs what is missing and fits, those first that need most GPUs; returns the exit status."""
+    """Runs what is missing and fits, in order: nothing overtakes a job that waits for GPUs. Returns the exit status."""
     deadline = time.monotonic() + 60 * minutes
-    waiting = sorted((job for job in jobs if state.status(job.name) != "done"), key=lambda job: -job.gpus)
+    waiting = [job for job in jobs if state.status(job.name) != "done"]
     free, running = list(gpus), dict[Future[tuple[str, float]], tuple[Job, list[str]]]()
     processes: dict[str, Any] = {}
     with ThreadPoolExecutor(len(free)) as pool, ended_on_interrupt(processes):
@@ -237,7 +237,7 @@ def run_all(
             waiting = [job for job in waiting if 60 * job.minutes <= left]
             for job in [*waiting]:
                 if job.gpus > len(free):
-                    continue
+                    break
                 own, free = free[: job.gpus], free[job.gpus :]
                 limit = min(left, OVERTIME * 60 * job.minutes)
                 print(f"{job.name}: up to {limit / 60:.1f} min on GPU {','.join(own)}", flush=True)
