@@ -86,7 +86,10 @@ def resumed(source: Path, output: Path, count: int, kills: int) -> None:
 def test_killed_once_the_output_has_the_tokens_of_a_stock_server(tmp_path):
     lines, output = batches.grouped(120), tmp_path / "out.jsonl"
     resumed(batches.write(tmp_path / "in.jsonl", lines), output, len(lines), kills=1)
-    options = ServerOptions(str(tiny_model()), "torch_native", starter=forked_server.start_without_warm_up)
+    options = ServerOptions(
+        str(tiny_model()), "torch_native", extra=("--max-total-tokens", "16384"),
+        starter=forked_server.start_without_warm_up,
+    )  # fmt: skip
     with serve(options) as server:
         bodies = [line["body"] for line in lines]
         answers = replay(server.url, [Request("", body["prompt"], body["max_tokens"]) for body in bodies])

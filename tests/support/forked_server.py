@@ -46,6 +46,10 @@ MODULES = (  # programs that forks can become
 NOT_READ_AT_IMPORT = ("PREFIXPACK_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_HEALTH_")
 # Read when functions are declared. SGLang compiles some of theirs where there are several ranks.
 AT_IMPORT = {"TORCHDYNAMO_DISABLE": "1"}
+# A pool without a size takes most of the machine's free memory. One with a size is made smaller, or its server ends,
+# where other processes take memory during the start.
+POOL = "--max-total-tokens"
+MAY_TAKE_ALL = ("--mem-fraction-static", "0.98")
 HEALTHY = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else /health sleeps for a second
 POLL_SECONDS = 0.05
 
@@ -74,7 +78,14 @@ class Forked:
 
 
 def start(command: list[str], environment: Mapping[str, str], output: BinaryIO) -> ServerProcess:
-    """Starts `python -m MODULE ...`, with one of MODULES as a fork; as `start_process`."""
+    """Starts `python -m MODULE ...`, with one of MODULES as a fork; as `start_process`.
+
+    Raises ValueError for a server whose pool has no size: it would take the memory of the tests beside it.
+    """
+    if command[2] == SERVER_MODULE:
+        if POOL not in command:
+            raise ValueError(f"give the server's pool a size, as {POOL} 16384: {command}")
+        command = [*command, *MAY_TAKE_ALL]
     if command[1] != "-m" or command[2] not in MODULES or sys.platform != "linux" or sys.version_info >= (3, 14):
         return start_process(command, environment, output)
     read_at_import = {name: value for name, value in environment.items() if not name.startswith(NOT_READ_AT_IMPORT)}
