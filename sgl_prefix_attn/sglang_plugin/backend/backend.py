@@ -158,7 +158,7 @@ class PrefixPackBackend(AttentionBackend):
         """Every step pays for this on the scheduler's thread. Loads of attributes of `self` are slow: `__getattr__`."""
         start = time.perf_counter()
         # Taken in any case, so that it does not stay for a later forward.
-        handed = self._handover.take()
+        handed = self._handover.take(forward_batch)
         record, state = self._record, self._state
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
         if in_capture:

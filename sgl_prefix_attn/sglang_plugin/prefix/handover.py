@@ -105,15 +105,18 @@ class Handover:
         """Reads the batch of the next forward; called through the native seam."""
         self._current = self.read(batch)
 
-    def take(self) -> Handed:
+    def take(self, forward_batch: Any) -> Handed:
         """What was handed over for the forward that is being prepared, else NOTHING.
 
         A batch from the native seam is for one forward only. So a forward without a batch (graph capture, warm-up)
-        never gets the paths of another one.
+        never gets the paths of another one. Some of SGLang's speculative workers prepare the backend before they call
+        `ModelRunner.forward`, with the ForwardBatch that has the paths.
         """
         handed = self._current
         if self.kind == "patch":
             self._current = None
+        elif handed is None:
+            handed = getattr(forward_batch, _ATTRIBUTE, None)
         return NOTHING if handed is None else handed
 
     @contextmanager

@@ -153,7 +153,7 @@ class MetricsExporter:
             return None
         ranks = _ranks(runner)
         tp_rank = int(getattr(ranks, "tp_rank", 0) or 0)
-        if tp_rank != 0 and not getattr(arguments, "enable_metrics_for_all_schedulers", False):
+        if not _exports(ranks, tp_rank) and not getattr(arguments, "enable_metrics_for_all_schedulers", False):
             return None
         labels = {
             "model_name": str(getattr(arguments, "served_model_name", None) or arguments.model_path),
@@ -189,6 +189,14 @@ class MetricsExporter:
         values["route_policy"] = {**dict.fromkeys(self._policies, 0.0), **dict.fromkeys(policies, 1.0)}
         self._policies.update(policies)
         self._metrics.update(values)
+
+
+def _exports(ranks: Any, tp_rank: int) -> bool:
+    """Whether SGLang exports metrics of this rank's scheduler: with DP attention, of one for each batch."""
+    rank = getattr(ranks, "attn_tp_rank", None)
+    if rank is None:  # a runner of 0.5.14
+        return tp_rank == 0
+    return rank == 0 and not getattr(ranks, "attn_cp_rank", 0)
 
 
 def _ranks(runner: Any) -> Any:

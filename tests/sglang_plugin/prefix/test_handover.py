@@ -20,6 +20,7 @@ STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
 BATCH = SimpleNamespace(req_pool_indices="rows", seq_lens_cpu="lengths")
 TARGET = SimpleNamespace(is_draft_worker=False)
 DRAFT = SimpleNamespace(is_draft_worker=True)
+NO_BATCH = SimpleNamespace()  # of a graph capture or a warm-up
 
 
 class Tracker:
@@ -53,11 +54,11 @@ class TestHooks:
     def test_paths_are_there_inside_the_forward_and_gone_after(self) -> None:
         hooks, active, _ = started()
         forward_batch = announced(hooks)
-        assert active.take() is NOTHING
+        assert active.take(NO_BATCH) is NOTHING
         seen = []
 
         def forward(runner: Any, batch: Any, *, pp_proxy_tensors: Any = None) -> str:
-            seen.append((active.take(), active.take(), pp_proxy_tensors))
+            seen.append((active.take(NO_BATCH), active.take(NO_BATCH), pp_proxy_tensors))
             return "logits"
 
         assert hooks.around_forward(forward, TARGET, forward_batch, pp_proxy_tensors=1) == "logits"
@@ -66,22 +67,29 @@ class TestHooks:
         assert first.rows == "rows"
         assert again is first
         assert proxy == 1
-        assert active.take() is NOTHING
-        by_name = hooks.around_forward(lambda runner, forward_batch: active.take(), TARGET, forward_batch=forward_batch)
+        assert active.take(NO_BATCH) is NOTHING
+        by_name = hooks.around_forward(
+            lambda runner, forward_batch: active.take(NO_BATCH), TARGET, forward_batch=forward_batch
+        )
         assert by_name is first
+
+    def test_paths_are_there_for_a_worker_that_prepares_the_backend_itself(self) -> None:
+        """Before it calls the runner's forward, as DFLASH's verify steps without a graph."""
+        hooks, active, _ = started()
+        assert active.take(announced(hooks)).step is STEP
 
     def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
         hooks, active, counters = started()
         forward = Mock(side_effect=RuntimeError("out of memory"))
         with pytest.raises(RuntimeError, match="out of memory"):
             hooks.around_forward(forward, TARGET, announced(hooks))
-        assert active.take() is NOTHING
+        assert active.take(NO_BATCH) is NOTHING
         assert not counters.fallbacks
 
     def test_draft_models_are_left_alone(self) -> None:
         hooks, active, _ = started()
         assert vars(announced(hooks, DRAFT)) == {}
-        assert active.take() is NOTHING
+        assert active.take(NO_BATCH) is NOTHING
 
     def test_without_a_prefixpack_backend_the_hooks_do_nothing(self) -> None:
         hooks = HandoverHooks()
@@ -93,7 +101,9 @@ class TestHooks:
         hooks, active, counters = started(step=AttributeError("no such field"))
         seen = []
         for _ in range(3):
-            hooks.around_forward(lambda runner, batch: seen.append(active.take().step), TARGET, announced(hooks))
+            hooks.around_forward(
+                lambda runner, batch: seen.append(active.take(NO_BATCH).step), TARGET, announced(hooks)
+            )
         assert seen == [fallback_reasons.HOOK_FAILED] * 3
         assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 3
         assert caplog.text.count("Traceback") == 1
@@ -106,14 +116,14 @@ class TestHooks:
         seen = []
 
         def load_batch(runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> None:
-            seen.append(active.take().step)
+            seen.append(active.take(NO_BATCH).step)
 
         def forward(runner: Any, batch: Any) -> None:
             hooks.around_forward(load_batch, runner, batch)
-            seen.append(active.take().step)
+            seen.append(active.take(NO_BATCH).step)
 
         hooks.around_forward(load_batch, TARGET, forward_batch, None)
-        assert active.take() is NOTHING
+        assert active.take(NO_BATCH) is NOTHING
         hooks.around_forward(forward, TARGET, forward_batch)
         assert seen == [STEP] * 3
 
@@ -122,5 +132,5 @@ class TestNativeSeam:
     def test_what_was_announced_is_for_one_forward_only(self) -> None:
         _, active, _ = started("patch")
         active.prepare(BATCH)
-        assert active.take().step is STEP
-        assert active.take() is NOTHING
+        assert active.take(NO_BATCH).step is STEP
+        assert active.take(NO_BATCH) is NOTHING

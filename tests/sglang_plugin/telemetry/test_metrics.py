@@ -76,20 +76,25 @@ class TestMetrics:
         assert registry.get_sample_value("sglang:prefixpack_packed_steps_total", labels) == 3.0
 
     @pytest.mark.parametrize(
-        ("options", "tp_rank", "exports"),
+        ("options", "ranks", "exports"),
         [
-            ({"enable_metrics": False}, 0, False),
-            ({"enable_metrics": True}, 0, True),
-            ({"enable_metrics": True}, 1, False),
-            ({"enable_metrics": True, "enable_metrics_for_all_schedulers": True}, 1, True),
+            ({"enable_metrics": False}, {}, False),
+            ({"enable_metrics": True}, {}, True),
+            ({"enable_metrics": True}, {"tp_rank": 1}, False),
+            ({"enable_metrics": True}, {"tp_rank": 1, "attn_cp_rank": 0}, False),  # 0.5.14
+            ({"enable_metrics": True}, {"tp_rank": 1, "attn_tp_rank": 1, "attn_cp_rank": 0}, False),
+            # DP attention: each rank has a scheduler, whose metrics SGLang exports.
+            ({"enable_metrics": True}, {"tp_rank": 1, "attn_tp_rank": 0, "attn_cp_rank": 0}, True),
+            ({"enable_metrics": True}, {"tp_rank": 1, "attn_tp_rank": 0, "attn_cp_rank": 1}, False),
+            ({"enable_metrics": True, "enable_metrics_for_all_schedulers": True}, {"tp_rank": 1}, True),
         ],
     )
-    def test_who_exports(self, options, tp_rank, exports, monkeypatch):
+    def test_who_exports(self, options, ranks, exports, monkeypatch):
         arguments = SimpleNamespace(served_model_name="m", model_path="p", **options)
-        ranks = SimpleNamespace(tp_rank=tp_rank, pp_rank=0, dp_rank=None)
+        ranks = SimpleNamespace(**{"tp_rank": 0, "pp_rank": 0, "dp_rank": None, **ranks})
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: ranks)
         for of_the_runner in ({}, {"ps": ranks}, vars(ranks)):
             exporter = MetricsExporter.for_runner(SimpleNamespace(server_args=arguments, **of_the_runner))
             assert (exporter is not None) == exports
             if exporter is not None:
-                assert exporter.labels == {"model_name": "m", "tp_rank": str(tp_rank), "pp_rank": "0"}
+                assert exporter.labels == {"model_name": "m", "tp_rank": str(ranks.tp_rank), "pp_rank": "0"}
