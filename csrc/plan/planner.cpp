@@ -68,29 +68,39 @@ Planner::Planner(const ModelShape& shape, const DeviceModel& device, int32_t max
   require(max_growth >= 0, "max_growth " + std::to_string(max_growth) + " is negative");
 }
 
-bool Planner::reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
-                       const int64_t* query_lens) {
-  if (forest != forest_ || plan_ == nullptr || (query_lens == nullptr) != planned_query_lens_.empty()) return false;
-  if (query_lens != nullptr && !std::equal(planned_query_lens_.begin(), planned_query_lens_.end(), query_lens)) {
+bool Planner::reusable(const Planned& planned, const int64_t* seq_lens, const int64_t* query_lens) {
+  if ((query_lens == nullptr) != planned.query_lens.empty()) return false;
+  if (query_lens != nullptr && !std::equal(planned.query_lens.begin(), planned.query_lens.end(), query_lens)) {
     return false;
   }
   int64_t grown = 0, grown_reads = 0;
-  for (size_t request = 0; request < planned_lens_.size(); ++request) {
-    const int64_t growth = seq_lens[request] - planned_lens_[request];
-    if (growth < 0 || growth > growth_limit_) return false;
+  for (size_t request = 0; request < planned.lens.size(); ++request) {
+    const int64_t growth = seq_lens[request] - planned.lens[request];
+    if (growth < 0 || growth > planned.growth_limit) return false;
     grown += growth;
-    grown_reads += growth * tail_reads_[request];
+    grown_reads += growth * planned.tail_reads[request];
   }
-  kv_tokens_ = {plan_->kv_tokens_packed + grown_reads, plan_->kv_tokens_per_request + grown_reads,
-                plan_->kv_tokens_unique + grown};
+  const Plan& plan = *planned.plan;
+  kv_tokens_ = {plan.kv_tokens_packed + grown_reads, plan.kv_tokens_per_request + grown_reads,
+                plan.kv_tokens_unique + grown};
   return true;
 }
 
 std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
                                           const int64_t* query_lens) {
-  if (reusable(forest, seq_lens, query_lens)) {
+  Planned* planned = &planned_[0];
+  for (Planned& kept : planned_) {
+    if (kept.forest == forest) {
+      planned = &kept;
+      break;
+    }
+    if (kept.used < planned->used) planned = &kept;
+  }
+  const bool same_forest = planned->forest == forest;
+  planned->used = plans_made_ + plans_reused_;
+  if (same_forest && reusable(*planned, seq_lens, query_lens)) {
     ++plans_reused_;
-    return plan_;
+    return planned->plan;
   }
   const auto start = std::chrono::steady_clock::now();
   const BatchLens lens{seq_lens, query_lens};
@@ -99,19 +109,20 @@ std::shared_ptr<const Plan> Planner::plan(const std::shared_ptr<const Forest>& f
                                           " nodes deep; the planner supports " + std::to_string(kMaxDepth));
   Costs& costs = lens.uniform_rows(forest->num_requests) ? uniform_ : ragged_;
   Schedule schedule = costs.scheduler.make(*forest, lens, costs.packer.pack(*forest, lens));
-  forest_.reset();  // without memory for what follows, no plan is reused
-  plan_ = std::make_shared<const Plan>(std::move(schedule.plan));
-  planned_query_lens_.clear();
-  if (query_lens != nullptr) planned_query_lens_.assign(query_lens, query_lens + forest->num_requests);
-  tail_reads_.assign(forest->num_requests, 0);
-  for (const WorkItem& item : plan_->items) tail_reads_[item.request] += item.kv_end == kOpenEnd;
-  growth_limit_ = std::min(schedule.growth_limit, max_growth_);
-  planned_lens_.assign(seq_lens, seq_lens + forest->num_requests);
-  forest_ = forest;
-  kv_tokens_ = {plan_->kv_tokens_packed, plan_->kv_tokens_per_request, plan_->kv_tokens_unique};
+  planned->forest.reset();  // without memory for what follows, no plan is reused
+  planned->plan = std::make_shared<const Plan>(std::move(schedule.plan));
+  const Plan& plan = *planned->plan;
+  planned->query_lens.clear();
+  if (query_lens != nullptr) planned->query_lens.assign(query_lens, query_lens + forest->num_requests);
+  planned->tail_reads.assign(forest->num_requests, 0);
+  for (const WorkItem& item : plan.items) planned->tail_reads[item.request] += item.kv_end == kOpenEnd;
+  planned->growth_limit = std::min(schedule.growth_limit, max_growth_);
+  planned->lens.assign(seq_lens, seq_lens + forest->num_requests);
+  planned->forest = forest;
+  kv_tokens_ = {plan.kv_tokens_packed, plan.kv_tokens_per_request, plan.kv_tokens_unique};
   ++plans_made_;
   plan_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return plan_;
+  return planned->plan;
 }
 
 }  // namespace prefixpack

@@ -1,6 +1,9 @@
 // Forest -> plan, and the reuse of a plan over decode or verify steps.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -12,6 +15,8 @@
 
 namespace prefixpack {
 
+constexpr size_t kKeptPlans = 8;  // of the batches planned last
+
 struct KvTokens {
   int64_t packed = 0, per_request = 0, unique = 0;
 };
@@ -22,9 +27,9 @@ class Planner {
   // Throws std::invalid_argument on shapes or device figures out of range.
   Planner(const ModelShape& shape, const DeviceModel& device, int32_t max_growth);
 
-  // query_lens nullptr: one token a request. Returns the last plan while the forest is the same object, every
-  // request brings as many tokens as then and no tail has grown beyond what keeps the workers balanced (PAT's lazy
-  // update).
+  // query_lens nullptr: one token a request. Returns the last plan of the forest, the same object, while every request
+  // brings as many tokens as then and no tail has grown beyond what keeps the workers balanced (PAT's lazy update).
+  // Plans of the forests that were planned last are kept: microbatches of a pipeline take turns.
   // Throws std::invalid_argument on lengths that do not fit the forest.
   std::shared_ptr<const Plan> plan(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens,
                                    const int64_t* query_lens);
@@ -36,7 +41,18 @@ class Planner {
   KvTokens kv_tokens() const { return kv_tokens_; }
 
  private:
-  bool reusable(const std::shared_ptr<const Forest>& forest, const int64_t* seq_lens, const int64_t* query_lens);
+  // The last plan of a batch, and what it was made for.
+  struct Planned {
+    std::shared_ptr<const Forest> forest;
+    std::shared_ptr<const Plan> plan;
+    std::vector<int64_t> lens;
+    std::vector<int64_t> query_lens;  // empty: one new token each
+    std::vector<int32_t> tail_reads;  // by request: items that grow with its tail
+    int32_t growth_limit = -1;
+    int64_t used = -1;  // plans made and reused before its last use
+  };
+
+  bool reusable(const Planned& planned, const int64_t* seq_lens, const int64_t* query_lens);
 
   // Of steps with costs of their own, see CostModel.
   struct Costs {
@@ -49,12 +65,7 @@ class Planner {
 
   Costs ragged_, uniform_;
   int32_t max_growth_;
-  std::shared_ptr<const Forest> forest_;
-  std::shared_ptr<const Plan> plan_;
-  std::vector<int64_t> planned_lens_;
-  std::vector<int64_t> planned_query_lens_;  // empty: one new token each
-  std::vector<int32_t> tail_reads_;          // by request: items that grow with its tail
-  int32_t growth_limit_ = -1;
+  std::array<Planned, kKeptPlans> planned_;
   int64_t plans_made_ = 0, plans_reused_ = 0;
   double plan_seconds_ = 0;
   KvTokens kv_tokens_;

@@ -238,7 +238,7 @@ class KvTokens(NamedTuple):
 
 
 class Planner:
-    """Makes plans and reuses the last one over decode steps.
+    """Makes plans and reuses them over decode steps, also of a few batches in turn.
 
     Args:
         shape: attention shape.
@@ -260,7 +260,7 @@ class Planner:
         """The plan of a step.
 
         Args:
-            forest: the batch's forest. The last plan is reused only for the same object.
+            forest: the batch's forest. Its last plan is reused for the same object.
             seq_lens: [num_requests] int64 KV lengths by batch index, the step's own tokens included.
             query_lens: [num_requests] int64 new tokens of each request; None: one each (decode).
 

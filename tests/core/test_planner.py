@@ -65,6 +65,21 @@ def test_what_ends_the_reuse_of_a_plan() -> None:
     assert planner.plan(forest, lens - 1) is not plan
 
 
+def test_plans_of_batches_that_take_turns_are_reused() -> None:
+    forests = [PrefixForest.from_paths([[(1, 0, 100)], [(1, 0, 100)]]) for _ in range(9)]
+    lens, planner = np.array([120, 130]), Planner(ModelShape(8, 2, 64), DeviceModel.cpu(2))
+    plans = [planner.plan(forest, lens) for forest in forests[:8]]
+    for step in (1, 2):
+        for forest, plan in zip(forests, plans, strict=False):
+            assert planner.plan(forest, lens + step) is plan
+            assert planner.kv_tokens.packed == plan.kv_tokens_packed + 2 * step
+    planner.plan(forests[8], lens)  # in place of the first
+    assert [planner.plan(forest, lens + 3) is plan for forest, plan in zip(forests[1:8], plans[1:], strict=True)] == [
+        True
+    ] * 7
+    assert planner.plan(forests[0], lens + 3) is not plans[0]
+
+
 @pytest.mark.parametrize("drafts", [2, 4, 70])
 def test_a_plan_of_verify_steps_is_reused(drafts: int) -> None:
     """Each request grows by the drafts that were accepted; 70 drafts fill several tiles."""

@@ -129,8 +129,9 @@ class SmallScheduler(Pools):
             request.output_ids.append(7_000_000 + self._count * 1000 + position)
             request.kv.kv_allocated_len = request.kv.kv_committed_len = position + 1
 
-    def decode_batch(self) -> Batch:
-        return self._batch(self.running, ForwardMode.DECODE)
+    def decode_batch(self, requests: list[Req] | None = None) -> Batch:
+        """The batch of all that run, or of a microbatch."""
+        return self._batch(self.running if requests is None else requests, ForwardMode.DECODE)
 
     def verify_batch(self, drafts: int) -> Batch:
         """The batch in which the target model checks as many drafts of each request. Their KV is not counted yet."""

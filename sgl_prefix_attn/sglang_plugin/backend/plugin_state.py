@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -77,7 +78,7 @@ class PluginState:
         """Starts the handover of paths and the metrics; called for each backend, works once."""
         if self.handover is None:
             self.exporter = MetricsExporter.for_runner(runner) if self.settings.metrics else None
-            self.handover = Handover(kind, BatchTracker(), self.counters)
+            self.handover = Handover(kind, BatchTracker(versions.microbatches(runner)), self.counters)
             self.handover_hooks.active = self.handover
         return self.handover
 

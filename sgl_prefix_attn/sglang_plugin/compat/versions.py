@@ -134,6 +134,12 @@ def attention_ranks(runner: Any) -> int:
     return max(1, ranks // attention_dp_ranks(runner) // (argument(runner, "attn_cp_size") or 1))
 
 
+def microbatches(runner: Any) -> int:
+    """Batches that a scheduler runs in turn: several in pipeline parallelism."""
+    stages = argument(runner, "pp_size") or 1
+    return stages + (argument(runner, "pp_async_batch_depth") or 0) if stages > 1 else 1
+
+
 def has_decode_context_parallel(runner: Any) -> bool:
     """Whether the KV of a request is spread over ranks. Slot numbers then count the slots of all ranks."""
     return (argument(runner, "dcp_size") or 1) > 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -56,13 +55,11 @@ class StepPaths:
 # once only for requests whose KV slots stand for others: they are scanned every step, all others in turn.
 _JOIN_STEPS = 4
 _TURN_STEPS = 32
-# Bounds the memory of requests that never decode here.
-_MOST_PREFILLED = 4096
 
 
 @dataclass
 class _DecodeState:
-    """The last decode batch, as far as its forest depends on it.
+    """The last decode batch of a microbatch, as far as its forest depends on it.
 
     Attributes:
         drafts: draft tokens of each request in a verify batch; None in a decode batch.
@@ -74,6 +71,7 @@ class _DecodeState:
         age: steps since the forest was made.
         turn: batch index of the next request to scan in turn.
         changed: requests in whose scan `moved` has found another node.
+        prefilled: requests of the batch that were prefilled since the forest was made: retracted ones that came back.
     """
 
     requests: list[Any]
@@ -88,6 +86,7 @@ class _DecodeState:
     turn: int = 0
     age: int = 0
     changed: list[Any] = field(default_factory=list)
+    prefilled: dict[Any, None] = field(default_factory=dict)  # a set in order: ranks look up alike
     joined_handles: list[Any] = field(init=False)
     joined_steps: int = field(init=False)
 
@@ -128,24 +127,24 @@ _FINISHED = operator.attrgetter("finished_reason")
 class BatchTracker:
     """Makes the `StepPaths` of schedule batches, or returns the reason why there are none.
 
+    Args:
+        microbatches: decode batches that the scheduler runs in turn: several in pipeline parallelism.
+
     Attributes:
         why_stock: why no step of a kind runs packed, None if some may. Paths for such kinds are not read.
         refuses_drafts: whether no step of a server with speculative decoding runs packed; such batches are not read.
         runs_as_decode: whether a prefill or mixed batch runs as a decode step (`one_token`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, microbatches: int = 1) -> None:
         self.why_stock: Callable[[Mode], str | None] = _may_be_packed
         self.refuses_drafts = False
         self.runs_as_decode: Callable[[Any], bool] = _stays_prefill
         self._tree: Any = None
         self._mirror: TreeMirror | None = None
         self._no_mirror = fallback_reasons.UNKNOWN_TREE
-        self._decode: _DecodeState | None = None
-        # Requests prefilled since the last change of the decode batch. Weak: a server that only prefills never clears
-        # them, and they hold device memory.
-        self._prefilled: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._prefills = 0  # that were added; how many are alive depends on each rank's garbage collection
+        self._microbatches = microbatches
+        self._states: list[_DecodeState] = []  # of one microbatch each, in the order of their last steps
 
     @property
     def restarts(self) -> int:
@@ -160,8 +159,8 @@ class BatchTracker:
         """
         mode = batch.forward_mode
         decode, drafts = mode.is_decode(), None
-        if decode and self._is_steady(batch, None):
-            return self._decode.step  # type: ignore[union-attr]
+        if decode and (steady := self._steady(batch, None)) is not None:
+            return steady
         if mode.is_idle():
             return fallback_reasons.IDLE
         if batch.spec_algorithm is not None and not batch.spec_algorithm.is_none():
@@ -169,8 +168,8 @@ class BatchTracker:
                 return fallback_reasons.SPECULATIVE
             if mode.is_target_verify():
                 decode, drafts = True, batch.spec_info.draft_token_num
-                if self._is_steady(batch, drafts):
-                    return self._decode.step  # type: ignore[union-attr]
+                if (steady := self._steady(batch, drafts)) is not None:
+                    return steady
             elif mode.name != "EXTEND":
                 return fallback_reasons.SPECULATIVE
         if not decode and mode.name not in ("EXTEND", "MIXED"):
@@ -188,7 +187,7 @@ class BatchTracker:
     def _use_tree(self, tree: Any) -> None:
         reader = reader_for(tree)
         self._tree = tree
-        self._decode = None
+        self._states.clear()
         if isinstance(reader, Unreadable):
             self._mirror, self._no_mirror = None, reader.reason
             logger.warning("prefixpack: cannot see which requests share a prefix: %s", reader.detail)
@@ -196,26 +195,53 @@ class BatchTracker:
             self._mirror = TreeMirror(reader)
             logger.info("prefixpack: reads %s through %s", type(tree).__name__, reader.name)
 
-    def _is_steady(self, batch: Any, drafts: int | None) -> bool:
-        """Whether a decode or verify batch still has the forest of the last one."""
-        last = self._decode
-        if last is None or batch.tree_cache is not self._tree:
-            return False
+    def _state_of(self, requests: list[Any]) -> _DecodeState | None:
+        """What is known of the microbatch of a decode or verify batch.
+
+        The oldest request tells: a microbatch keeps its requests, and new ones join at the end. If all are new, it is
+        the one whose last step is the longest ago, or none.
+        """
+        states = self._states
+        if self._microbatches > 1:
+            for state in states:
+                if state.indices.contains_any(requests[:1]):
+                    return state
+        return states[0] if len(states) == self._microbatches else None
+
+    def _steady(self, batch: Any, drafts: int | None) -> StepPaths | None:
+        """The step of a decode or verify batch that still has the forest of the last one."""
+        if batch.tree_cache is not self._tree:
+            return None
         requests = batch.reqs
-        return (
-            requests == last.requests
-            and drafts == last.drafts
-            and len(batch.seq_lens) == len(requests)
-            and (not self._prefilled or not last.indices.contains_any(list(self._prefilled)))
-            and not last.moved()
-        )
+        last = self._state_of(requests)
+        if (
+            last is None
+            or requests != last.requests
+            or drafts != last.drafts
+            or len(batch.seq_lens) != len(requests)
+            or last.prefilled
+            or last.moved()
+        ):
+            return None
+        if self._microbatches > 1:
+            self._keep(last, last)
+        return last.step
+
+    def _keep(self, state: _DecodeState, last: _DecodeState | None) -> None:
+        """Keeps a microbatch's state in place of its last one."""
+        self._forget(last)
+        self._states.append(state)
+
+    def _forget(self, last: _DecodeState | None) -> None:
+        self._states = [state for state in self._states if state is not last]
 
     def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | str:
+        requests = list(batch.reqs)
+        last = self._state_of(requests)
         useless = self.why_stock("decode" if drafts is None else "verify")
         if useless is not None:
-            self._decode = None
+            self._forget(last)
             return useless
-        requests = list(batch.reqs)
         if batch.seq_lens_cpu is not None:
             prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
         elif drafts is not None and versions.keeps_committed_lens():
@@ -224,67 +250,11 @@ class BatchTracker:
             return fallback_reasons.NO_HOST_LENGTHS
         if drafts is None:
             prefix_lens -= 1  # lengths of a verify batch have none of the step's tokens
-        state = self._continued(requests, drafts, prefix_lens, mirror)
+        state = None if last is None else _continued(last, requests, drafts, prefix_lens, mirror)
         if state is None:
-            state = self._from_scratch(requests, drafts, prefix_lens, mirror)
-        self._prefilled.clear()
-        self._prefills = 0
-        self._decode = state
+            state = _from_scratch(last, requests, drafts, prefix_lens, mirror)
+        self._keep(state, last)
         return state.step
-
-    def _from_scratch(
-        self, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
-    ) -> _DecodeState:
-        """The state of a batch, with all requests looked up."""
-        handles = list(map(_LAST_NODE, requests))
-        finished = _finished(requests)
-        forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
-        indices = BatchIndices(requests)
-        last = self._decode
-        if last is None:
-            joined = dict.fromkeys(requests, _JOIN_STEPS)
-            return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
-        lately = self._lately(last)
-        joined = {
-            request: lately.get(request, _JOIN_STEPS)
-            for request, before in zip(requests, last.indices.find(requests).tolist(), strict=True)
-            if before < 0 or request in lately
-        }
-        return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
-
-    def _continued(
-        self, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
-    ) -> _DecodeState | None:
-        """The state of a batch with most requests of the last one: only the others are looked up.
-
-        None if a request has finished, the tree is another, or too many requests are new.
-        """
-        last = self._decode
-        if last is None or last.finished is not None or not mirror.follows_root():
-            return None
-        before = last.indices.find(requests)
-        indices = BatchIndices(requests)
-        joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(before < 0).tolist()}
-        lately = self._lately(last)
-        if lately:
-            joined.update(compress(lately.items(), indices.find(list(lately)) >= 0))
-        begin, end, turn = _turn(last.turn, len(requests))
-        changed = [*requests[begin:end], *joined]
-        if 2 * len(changed) > len(requests) or any(map(_FINISHED, changed)):
-            return None
-        handles = gather(last.handles, before)
-        changed_indices = indices.find(changed).tolist()
-        for index, request in zip(changed_indices, changed, strict=True):
-            handles[index] = request.last_node
-        forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[before], changed_indices))
-        state = _decode_state(requests, drafts, indices, handles, None, nodes, forest, joined, turn)
-        return None if any(map(_FINISHED, state.representatives)) else state
-
-    def _lately(self, last: _DecodeState) -> dict[Any, int]:
-        """Requests whose node may differ from the last batch: prefilled, joined or moved lately."""
-        lately = {request: steps - last.age - 1 for request, steps in last.joined.items() if steps > last.age + 1}
-        lately.update(dict.fromkeys((*last.changed, *self._prefilled), _JOIN_STEPS))
-        return lately
 
     def _extend_step(self, batch: Any, mirror: TreeMirror) -> StepPaths | str:
         if not isinstance(batch.prefix_lens, list) or not isinstance(batch.extend_lens, list):
@@ -295,12 +265,9 @@ class BatchTracker:
         as_decode = self.runs_as_decode(batch)
         mode: Mode = "decode" if as_decode else "mixed" if num_decode else "extend"
         # A mixed step changes no node of the requests that decode.
-        self._prefilled.update(requests[: len(requests) - num_decode])
-        self._prefills += len(requests) - num_decode
-        if self._prefills > _MOST_PREFILLED:
-            self._prefilled.clear()
-            self._prefills = 0
-            self._decode = None
+        prefilled = requests[: len(requests) - num_decode]
+        for state in self._states:
+            state.prefilled.update(dict.fromkeys(compress(prefilled, state.indices.find(prefilled) >= 0)))
         if as_decode and num_decode:  # the next decode batch has the same requests
             return self._decode_step(batch, mirror)
         useless = self.why_stock(mode)
@@ -314,6 +281,61 @@ class BatchTracker:
         if as_decode:
             return StepPaths(forest, mode, len(requests), len(requests))
         return StepPaths(forest, mode, len(requests), num_decode, int64_array(batch.extend_lens))
+
+
+def _from_scratch(
+    last: _DecodeState | None, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
+) -> _DecodeState:
+    """The state of a batch, with all requests looked up."""
+    handles = list(map(_LAST_NODE, requests))
+    finished = _finished(requests)
+    forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
+    indices = BatchIndices(requests)
+    if last is None:
+        joined = dict.fromkeys(requests, _JOIN_STEPS)
+        return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
+    lately = _lately(last)
+    joined = {
+        request: lately.get(request, _JOIN_STEPS)
+        for request, before in zip(requests, last.indices.find(requests).tolist(), strict=True)
+        if before < 0 or request in lately
+    }
+    return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
+
+
+def _continued(
+    last: _DecodeState, requests: list[Any], drafts: int | None, prefix_lens: Int64Array, mirror: TreeMirror
+) -> _DecodeState | None:
+    """The state of a batch with most requests of the last one: only the others are looked up.
+
+    None if a request has finished, the tree is another, or too many requests are new.
+    """
+    if last.finished is not None or not mirror.follows_root():
+        return None
+    before = last.indices.find(requests)
+    indices = BatchIndices(requests)
+    joined = {requests[index]: _JOIN_STEPS for index in np.flatnonzero(before < 0).tolist()}
+    lately = _lately(last)
+    if lately:
+        joined.update(compress(lately.items(), indices.find(list(lately)) >= 0))
+    begin, end, turn = _turn(last.turn, len(requests))
+    changed = [*requests[begin:end], *joined]
+    if 2 * len(changed) > len(requests) or any(map(_FINISHED, changed)):
+        return None
+    handles = gather(last.handles, before)
+    changed_indices = indices.find(changed).tolist()
+    for index, request in zip(changed_indices, changed, strict=True):
+        handles[index] = request.last_node
+    forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[before], changed_indices))
+    state = _decode_state(requests, drafts, indices, handles, None, nodes, forest, joined, turn)
+    return None if any(map(_FINISHED, state.representatives)) else state
+
+
+def _lately(last: _DecodeState) -> dict[Any, int]:
+    """Requests whose node may differ from the last batch: prefilled, joined or moved lately."""
+    lately = {request: steps - last.age - 1 for request, steps in last.joined.items() if steps > last.age + 1}
+    lately.update(dict.fromkeys((*last.changed, *last.prefilled), _JOIN_STEPS))
+    return lately
 
 
 def _may_be_packed(mode: Mode) -> None:

@@ -176,9 +176,9 @@ class TestHandover:
         assert forward.forward_mode is ForwardMode.DECODE
         seen: list[Any] = []
         if kind == "hooks":
-            hooks.around_forward(lambda *args: seen.append(hooks.active.take()), TARGET, forward)
+            hooks.around_forward(lambda *args: seen.append(hooks.active.take(forward)), TARGET, forward)
         else:
-            seen.append(hooks.active.take())
+            seen.append(hooks.active.take(forward))
         assert seen[0].step.mode == "decode"
         assert counters.one_token_steps["mixed"] == 1
 

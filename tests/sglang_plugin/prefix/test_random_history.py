@@ -19,12 +19,14 @@ from tests.support.small_scheduler import TREES, SmallScheduler
 class RandomHistory:
     """Random requests over a small alphabet, so that prefixes are shared, split and extended all the time."""
 
-    def __init__(self, kind: str, seed: int, *, one_token_steps: bool, drafts: int) -> None:
+    def __init__(self, kind: str, seed: int, *, one_token_steps: bool, drafts: int, microbatches: int) -> None:
         self.random = random.Random(seed)
         self.one_token_steps = one_token_steps
         self.drafts = drafts
         self.scheduler = SmallScheduler(kind, slots=2500)
-        self.tracker = BatchTracker()
+        self.tracker = BatchTracker(microbatches)
+        self.microbatches = microbatches
+        self.joined: dict[int, int] = {}  # id of a request: its microbatch
         if one_token_steps:
             self.tracker.runs_as_decode = OneTokenSteps(Counters()).applies
         self.seen: list[list[int]] = []
@@ -67,15 +69,29 @@ class RandomHistory:
         scheduler.running += joining
         if self.random.random() < 0.5:  # overlap: the first decode step runs before the prefill's result is processed
             scheduler.decode()
-            check(scheduler, self.tracker, scheduler.decode_batch())
+            self.check_decode()
         for request in joining:
             scheduler.prefill_done(request)
+
+    def check_decode(self) -> None:
+        """A decode step of each microbatch. Requests stay in theirs until they are retracted."""
+        running = self.scheduler.running
+        here = {id(request) for request in running}
+        self.joined = {known: place for known, place in self.joined.items() if known in here}
+        for request in running:
+            self.joined.setdefault(
+                id(request), self.random.randrange(self.microbatches) if self.microbatches > 1 else 0
+            )
+        for place in range(self.microbatches):
+            members = [request for request in running if self.joined[id(request)] == place]
+            if members:
+                check(self.scheduler, self.tracker, self.scheduler.decode_batch(members))
 
     def decode(self) -> None:
         """A decode step, or where drafts are checked one that accepts some of them."""
         if not self.drafts:
             self.scheduler.decode()
-            check(self.scheduler, self.tracker, self.scheduler.decode_batch())
+            self.check_decode()
             return
         check(self.scheduler, self.tracker, self.scheduler.verify_batch(self.drafts))
         for _ in range(self.random.randint(1, self.drafts)):
@@ -90,7 +106,7 @@ class RandomHistory:
             request = self.random.choice(scheduler.running)
             scheduler.finish(request, insert=self.random.random() < 0.8)
             if self.random.random() < 0.3:  # still in the batch that is in flight
-                check(scheduler, self.tracker, scheduler.decode_batch())
+                self.check_decode()
             scheduler.filter()
         elif choice < 0.55 and scheduler.running:
             self.retracted.append(self.random.choice([*scheduler.running, scheduler.running[-1]]))
@@ -121,10 +137,14 @@ class RandomHistory:
 @pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize(
-    ("seed", "one_token_steps", "drafts"), [(0, False, 0), (1, False, 0), (2, True, 0), (3, True, 0), (4, False, 4)]
-)
-def test_sharing_is_exact_after_every_step_of_a_random_history(kind, seed, one_token_steps, drafts, steps):
-    history = RandomHistory(kind, seed, one_token_steps=one_token_steps, drafts=drafts)
+    ("seed", "options"),
+    [
+        (0, {}), (1, {}), (2, {"one_token_steps": True}), (3, {"one_token_steps": True}), (4, {"drafts": 4}),
+        (5, {"microbatches": 2}), (6, {"microbatches": 3}),
+    ],
+)  # fmt: skip
+def test_sharing_is_exact_after_every_step_of_a_random_history(kind, seed, options, steps):
+    history = RandomHistory(kind, seed, **{"one_token_steps": False, "drafts": 0, "microbatches": 1, **options})
     for _ in range(steps):
         history.step()
         assert history.tracker.restarts == 0  # exact because what was known was right, not because it was thrown away

@@ -14,7 +14,6 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_prefix_attn.sglang_plugin.prefix import batch_tracker
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import BatchTracker, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
@@ -82,17 +81,30 @@ class TestKnownSituations:
         gc.collect()
         assert not any(reference() for reference in prefilled)
 
-    def test_many_prefills_without_a_decode_step_forget_the_decode_batch(self, kind, monkeypatch):
-        monkeypatch.setattr(batch_tracker, "_MOST_PREFILLED", 4)
-        scheduler, tracker = self.start(kind, [1] * 50 + [2], [1] * 50 + [3])
-        decoded(scheduler, tracker)
-        for number in range(5):
-            assert tracker._decode is not None
-            request = scheduler.request([1] * 50 + [number + 4])
-            scheduler.match(request)
-            check(scheduler, tracker, scheduler.extend_batch([request]))
-            scheduler.prefill_done(request)
-        assert (tracker._decode, len(tracker._prefilled)) == (None, 0)
+    def test_microbatches_of_a_pipeline_keep_a_step_each(self, kind, monkeypatch):
+        """Requests leave and join one of them; the other is not read again."""
+        scheduler = SmallScheduler(kind)
+        tracker, read = BatchTracker(microbatches=2), []
+        halves = [[scheduler.join([1] * 30 + [half, last]) for last in range(8)] for half in (2, 3)]
+
+        def steps() -> list[StepPaths]:
+            scheduler.decode()
+            return [check(scheduler, tracker, scheduler.decode_batch(half)) for half in halves]
+
+        for _ in range(6):  # until none counts as new
+            first = steps()
+        forest = TreeMirror.forest
+        monkeypatch.setattr(TreeMirror, "forest", lambda *args: read.append(len(args[1])) or forest(*args))
+        assert steps() == first
+        assert read == []
+        scheduler.finish(halves[0].pop(3))
+        scheduler.filter()
+        halves[0].append(scheduler.join([1] * 30 + [2, 9]))
+        assert steps()[1] is first[1]
+        assert read == [8]
+        halves[0] = [scheduler.join([1] * 30 + [4, last]) for last in range(3)]  # all others have left it
+        assert steps()[1] is first[1]
+        assert tracker.restarts == 0
 
     def test_a_finished_request_that_stays_in_the_batch_shares_nothing_some_steps_later(self, kind: str) -> None:
         scheduler, tracker = self.start(kind, *([1] * 30 + [i] for i in (2, 3, 4)))
