@@ -118,7 +118,8 @@ class PinLedger:
         if self._pinned + cost > self.budget:
             raise PinBudgetError(
                 f"pinning {len(tokens)} tokens needs {cost} more tokens, but {self._pinned} of the budget of "
-                f"{self.budget} are pinned already; release pins, pin a shorter prefix or raise the budget"
+                f"{self.budget} are pinned already; release pins, pin a shorter prefix or raise the budget",
+                renews=before is not None,
             )
         expires = None if ttl_steps is None else self.step + ttl_steps
         if before is not None and len(before.tokens) == len(tokens):

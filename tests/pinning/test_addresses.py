@@ -79,9 +79,12 @@ def test_a_pin_that_one_copy_refuses_is_pinned_on_none(released: list[dict[str, 
     assert manager.commands[1:] == [{"command": "release", "id": 77}]
 
 
-def test_a_pin_that_one_copy_refuses_to_renew_stays_on_the_others() -> None:
-    refusal = answer(error={"kind": "budget", "message": "too much"}, data_parallel_rank=0)
-    renewal = answer(pin={"id": 77}, renewed=True, data_parallel_rank=1)
+@pytest.mark.parametrize("had", [0, 1])
+def test_a_pin_that_a_copy_had_stays_where_another_refuses(had: int) -> None:
+    """Also on the copy that refuses: memory may have shortened the pin there and ended it on the others."""
+    had_before: list[dict[str, Any]] = [{"renewed": True} if copy == had else {} for copy in range(2)]
+    refusal = answer(error={"kind": "budget", "message": "too much"}, data_parallel_rank=0, **had_before[0])
+    renewal = answer(pin={"id": 77}, data_parallel_rank=1, **had_before[1])
     manager = Manager(refusal, renewal, answer(pin={"id": 77}, data_parallel_rank=2))
     response = client(manager).post(pinning_client.PATH, json={"token_ids": [1]})
     assert response.status_code == 409

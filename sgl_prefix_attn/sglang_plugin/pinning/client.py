@@ -155,9 +155,8 @@ async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -
     """Releases a new pin on the copies that made it after others refused; returns a sentence on the outcome."""
     if not isinstance(command, PinCommand):
         return "the others did as asked"
-    done = [answer for answer in answers if "error" not in answer]
-    (pin_id,) = {answer["pin"]["id"] for answer in done}
-    if any(answer.get(RENEWED_KEY) for answer in done):
+    (pin_id,) = {answer["pin"]["id"] for answer in answers if "error" not in answer}
+    if any(answer.get(RENEWED_KEY) for answer in answers):  # a release would also end the pin of who refused
         return f"the others keep pin {pin_id}, which was pinned before"
     failed = [
         answer["error"]["message"]

@@ -114,7 +114,7 @@ def answer(request_id: str, manager: PinningManager | None) -> dict[str, Any]:
     try:
         return _execute(command, manager)
     except PinBudgetError as error:
-        return _error("budget", str(error))
+        return {**_error("budget", str(error)), **({RENEWED_KEY: True} if error.renews else {})}
     except UnknownPinError as error:
         return _error("unknown", str(error))
     except ValueError as error:
