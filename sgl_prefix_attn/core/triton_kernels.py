@@ -74,8 +74,9 @@ def prepare_step(
             lowest = tl.minimum(lowest, tl.min(tl.where(valid, position, _FURTHEST), axis=0))
         kv_begin = tl.load(item_words + _KV_BEGIN)
         kv_end = tl.load(item_words + _KV_END)
-        if kv_end == _OPEN_END:
-            kv_end = _position_of(words, seq_lens, past - 1, past > first) + 1
+        # A step that was planned by bounds of its lengths may end before some of its splits do, or begin.
+        reached = _position_of(words, seq_lens, past - 1, past > first) + 1
+        kv_end = tl.maximum(tl.where(kv_end == _OPEN_END, reached, tl.minimum(kv_end, reached)), kv_begin)
         slots_at = tl.load(words + tl.load(words + _ITEM_SLOTS_AT) + item)
         record = records + item * _RECORD_WORDS
         tl.store(record + _QUERIES_FROM, first)
@@ -190,8 +191,9 @@ def _attend_rows(
     first_key = kv_begin
     if HAS_WINDOW:
         first_key = tl.maximum(first_key, tl.load(record + _LOWEST_POSITION) - window_left)
-    key_head = k + kv_head * k_head_stride + dim[None, :]
-    value_head = v + kv_head * v_head_stride + dim[None, :]
+    wide_head = kv_head.to(tl.int64)  # pools of separate heads have strides of gigabytes
+    key_head = k + wide_head * k_head_stride + dim[None, :]
+    value_head = v + wide_head * v_head_stride + dim[None, :]
     to_base_2 = scale * _LOG2E
     for begin in range(first_key, kv_end, KEYS):
         key = begin + tl.arange(0, KEYS)

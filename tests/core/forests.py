@@ -82,12 +82,14 @@ def materialise(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.float32,
+    context: int = 0,
 ) -> KvPool:
     """Gives every node and every private position slots from one random permutation, and fills them with noise.
 
+    context: least length of rows. Behind its tokens a row has a slot of NaN.
     Rows are stored with gaps between heads and between slots, so that strides matter.
     """
-    num_requests, context, spare_rows, spare_slots = len(paths), int(seq_lens.max()) + 5, 3, 7
+    num_requests, context, spare_rows, spare_slots = len(paths), max(context, int(seq_lens.max())) + 5, 3, 7
     lengths = {node: end - begin for path in paths for node, begin, end in path}
     private = int(seq_lens.sum()) - sum(path[-1][2] for path in paths if path)
     used = sum(lengths.values()) + private

@@ -62,7 +62,8 @@ def make_case(
 ) -> Case:
     """A random ragged batch, or `batch`, with its plan and the right answer.
 
-    kv_dtype: None for dtype. bandwidth: of the device that is planned for, in bytes per second; None for its own.
+    kv_dtype: None for dtype. grown: tokens by which requests are longer than planned, or shorter. bandwidth: of the
+    device that is planned for, in bytes per second; None for its own.
     trees: new tokens are random trees of drafts, with at most 64 tokens a request.
     """
     rng = np.random.default_rng(seed)
@@ -72,7 +73,10 @@ def make_case(
     q_heads, kv_heads = heads
     stored = kv_dtype or dtype
     shape = ModelShape(q_heads, kv_heads, head_dim, kv_bytes=stored.itemsize)
-    pool = materialise(rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored)
+    pool = materialise(
+        rng, paths, planned_lens + grown, kv_heads=kv_heads, head_dim=head_dim, dtype=stored,
+        context=int(planned_lens.max()),
+    )  # fmt: skip
     q = torch.from_numpy(rng.standard_normal((int(query_lens.sum()), q_heads, head_dim))).to(dtype)
     forest = PrefixForest.from_paths(paths, prefix_lens=(planned_lens - query_lens).tolist())
     device = DeviceModel.gpu(num_sms, head_dim=head_dim, group=q_heads // kv_heads)

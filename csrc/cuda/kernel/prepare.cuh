@@ -26,7 +26,10 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   for (int32_t index = ptx::cta_index(); index < plan.header.num_items; index += ptx::grid_size()) {
     const WorkItem item = plan.item(index);
     const int32_t last = item.query_begin + item.query_count - 1;
-    const int32_t end = item.kv_end == kOpenEnd ? position_of(last) + 1 : item.kv_end;
+    // A step that was planned by bounds of its lengths may end before some of its splits do, or begin.
+    const int32_t reached = position_of(last) + 1;
+    int32_t end = item.kv_end == kOpenEnd || item.kv_end > reached ? reached : item.kv_end;
+    end = end < item.kv_begin ? item.kv_begin : end;
     if (thread < 32) {
       int32_t lowest = INT32_MAX, highest = INT32_MIN;
       for (int32_t query = item.query_begin + thread; query <= last; query += 32) {
