@@ -177,12 +177,13 @@ def packed_attention(
     if workspace is None:
         workspace = PartialWorkspace()
     if device.type != "cpu":
-        workspace.steps.run(
-            q, k_cache, v_cache, out, plan,
-            req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
-            scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap, window_left=max(window_left, -1),
-            sinks=sinks, visible=visible,
-        )  # fmt: skip
+        with torch.cuda.device(device):  # kernels run on the current one
+            workspace.steps.run(
+                q, k_cache, v_cache, out, plan,
+                req_to_token=req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens,
+                scale=scale * k_scale, v_scale=v_scale, lse=lse, logit_cap=logit_cap,
+                window_left=max(window_left, -1), sinks=sinks, visible=visible,
+            )  # fmt: skip
         return out
     if threads is None:
         threads = torch.get_num_threads()

@@ -150,7 +150,7 @@ class StepBuffers:
         staging.numpy()[: len(words)] = words
         self._words[: len(words)].copy_(staging[: len(words)], non_blocking=True)
         if copied is not None:
-            copied.record()
+            copied.record(torch.cuda.current_stream(self.device))
 
     def _check_tables(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """ValueError unless the scheduler's tables are of the types and on the device that `prepare` reads."""

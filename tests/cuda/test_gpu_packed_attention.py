@@ -33,9 +33,9 @@ def run(case: Case, device: torch.device, **options: Any) -> tuple[torch.Tensor,
     return out.cpu(), lse.cpu()
 
 
-def check_same(case: Case, **options: Any) -> None:
+def check_same(case: Case, device: torch.device = GPU, **options: Any) -> None:
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[case.q.dtype]
-    out, lse = run(case, GPU, **options)
+    out, lse = run(case, device, **options)
     expected, expected_lse = run(case, torch.device("cpu"))
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
@@ -68,6 +68,12 @@ def test_same_as_on_the_cpu(kernels: str, head_dim: int, dtype: torch.dtype, kv_
         if kv_dtype is not None:
             case.variant.update(k_scale=0.4, v_scale=1.5)
         check_same(case, workspace=workspace)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one(kernels: str) -> None:
+    check_same(make_case(1, head_dim=128, requests=20), torch.device("cuda", 1))
+    assert torch.cuda.current_device() == 0
 
 
 def test_same_variants(kernels: str) -> None:
