@@ -1,4 +1,4 @@
-"""Chunked prefill, mixed chunks, no overlap, larger pages: the schedule changes, the tokens do not."""
+"""Chunked prefill, mixed chunks, no overlap, a pipeline, larger pages: the schedule changes, the tokens do not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import pytest
 from sgl_prefix_attn.demo.client import replay
 from sgl_prefix_attn.demo.workload import Vocabulary
 from tests.e2e import workloads
-from tests.e2e.conftest import BACKEND, Expected, Launch, packing, replay_cached, replay_while_decoding, tokens_of
+from tests.e2e.conftest import (
+    BACKEND,
+    Expected,
+    Launch,
+    packing,
+    replay_cached,
+    replay_while_decoding,
+    state_of,
+    tokens_of,
+)  # fmt: skip
+from tests.support.ranks import TWO_RANKS
 
 pytestmark = pytest.mark.e2e
 
@@ -40,6 +50,17 @@ def test_mixed_chunk(launch: Launch, expected: Expected, vocabulary: Vocabulary,
     with launch(BACKEND, *MIXED_CHUNK, *schedule) as server, packing(server, "decode", "mixed"):
         answers = replay_while_decoding(server.url, decoding, arriving)
     assert tokens_of(answers) == expected(decoding + arriving)
+
+
+def test_a_pipeline(launch: Launch, expected: Expected, vocabulary: Vocabulary) -> None:
+    """Its microbatches take turns. Each keeps its plan."""
+    requests = workloads.diverging(vocabulary)
+    with launch(BACKEND, "--pp-size", "2", environment=TWO_RANKS) as server:
+        with packing(server, "decode"):
+            answers = replay(server.url, requests)
+        counters = state_of(server)["counters"]
+    assert tokens_of(answers) == expected(requests)
+    assert counters["plans_reused"] > counters["plans_made"]
 
 
 @pytest.mark.slow

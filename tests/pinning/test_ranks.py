@@ -29,17 +29,12 @@ from sgl_prefix_attn.offline.prompts import Prompts
 from tests.pinning import rank_recorder
 from tests.pinning.test_server import ask
 from tests.support import forked_server
+from tests.support.ranks import TWO_RANKS
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL = 2048
-RANKS = {
-    # One entry a rank: SGLang wants cores named if there are more ranks than NUMA nodes.
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
-    # With more than one rank SGLang compiles the look-up of embeddings, which takes longer than all else here.
-    "TORCHDYNAMO_DISABLE": "1",
-}
 OURS = {
     "PREFIXPACK_GROUP_SCHEDULING": "1",
     "PREFIXPACK_PIN_BUDGET_PERCENT": "100",
@@ -72,7 +67,7 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
         sizes = ("--context-length", "2048", "--max-total-tokens", str(POOL), "--max-running-requests", "12")
         return ServerOptions(
             model=str(tiny_model()), backend=backend, extra=("--tp-size", "2", *sizes),
-            environment={**RANKS, **environment}, start_seconds=600, log_folder=folder, starter=starter,
+            environment={**TWO_RANKS, **environment}, start_seconds=600, log_folder=folder, starter=starter,
         )  # fmt: skip
 
     recorded = {**OURS, "PYTHONPATH": path, rank_recorder.FOLDER: str(folder)}
