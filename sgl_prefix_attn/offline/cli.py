@@ -145,6 +145,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         ordered=args.ordered,
         window=args.window,
         grouped=not args.no_grouping,
+        overwrite=args.overwrite,
     )
 
 

@@ -11,7 +11,7 @@ import itertools
 import os
 import reprlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,8 @@ class Journal:
     Args:
         source: the input file.
         errors: the errors file of this run; a later run may replace it.
+        kept: files that only the job that they belong to may replace: a new job is refused if one exists, and a job
+            that goes on if its errors file is one that it has not had yet.
 
     Attributes:
         finished: lines of the input that are finished.
@@ -58,18 +60,17 @@ class Journal:
 
     Raises:
         JournalError: the journal belongs to another run, is damaged, or is in use by a running process.
+        FileExistsError: one of `kept` exists and does not belong to this job.
     """
 
-    def __init__(self, path: Path, source: Path, model: str, errors: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, source: Path, model: str, errors: Path | None = None, kept: Sequence[Path] = ()
+    ) -> None:
         self.path = path
         self._errors = None if errors is None else _name(errors)
+        self._kept = kept
         self.finished: set[int] = set()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise JournalError(f"{path}: another process is running this batch") from None
+        self._fd = self._locked()
         self.created = 0
         try:
             self._open(_digest(source), model)
@@ -106,6 +107,21 @@ class Journal:
         """Deletes the file. Call it when all results have been written to the output."""
         self.path.unlink(missing_ok=True)
 
+    def _locked(self) -> int:
+        """The open file, with the lock on what is at `path`."""
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    return fd
+            except BlockingIOError:
+                os.close(fd)
+                raise JournalError(f"{self.path}: another process is running this batch") from None
+            except FileNotFoundError:
+                pass
+            os.close(fd)  # of a run that ended in between and deleted it: its lock would keep nobody out
+
     def _write(self, data: bytes) -> None:
         try:
             while data:
@@ -116,6 +132,11 @@ class Journal:
 
     def _open(self, digest: str, model: str) -> None:
         if self._cut_torn_line() == 0:
+            try:
+                _refuse_existing(self._kept)
+            except FileExistsError:
+                self.remove()  # or the next run would take the existing files for its own
+                raise
             self._start(digest, model)
             return
         with self.path.open("rb") as file:
@@ -130,6 +151,7 @@ class Journal:
             # A run without results, because of an error in its input or model, has nothing to lose.
             empty = not first and header.get("version") == _VERSION and "input_sha256" in header
             if empty and (wrong is not None or header.get("errors") != self._errors):
+                _refuse_existing(path for path in self._kept if wrong is not None or _name(path) == self._errors)
                 os.ftruncate(self._fd, 0)
                 self._start(digest, model)
                 return
@@ -149,6 +171,7 @@ class Journal:
                 self._field(entry, "record", dict, number)
                 self.finished.add(self._field(entry, "line", int, number))
         if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
+            _refuse_existing(path for path in self._kept if _name(path) == self._errors)
             self._write(orjson.dumps({"errors": self._errors}) + b"\n")
 
     def _start(self, digest: str, model: str) -> None:
@@ -193,6 +216,12 @@ class Journal:
         if end < size:
             os.ftruncate(self._fd, end)
         return end
+
+
+def _refuse_existing(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.exists():
+            raise FileExistsError(f"{path} exists; --overwrite replaces it")
 
 
 def may_replace(journal: Path, errors: Path) -> bool:

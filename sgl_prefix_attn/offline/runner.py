@@ -33,7 +33,8 @@ class BatchOptions:
 
     model: name for the output and the tokenizer. ordered: output in the order of the input, else as requests finish.
     window: requests an engine has at once; more let it fill its batch, fewer let estimates of output lengths come
-    in time to order the rest. grouped: False leaves order and admission to SGLang (for comparison).
+    in time to order the rest. grouped: False leaves order and admission to SGLang (for comparison). overwrite: a new
+    job may replace an existing output and errors file.
     """
 
     source: Path
@@ -44,6 +45,7 @@ class BatchOptions:
     ordered: bool = False
     window: int = 512
     grouped: bool = True
+    overwrite: bool = False
 
     @property
     def journal(self) -> Path:
@@ -95,12 +97,14 @@ def run_batch(
         start: starts the engines.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or exists and is not this job's.
         JournalError: the journal cannot be used.
         EngineError: an engine ended; what had finished is in the journal.
     """
     progress = progress or Progress(enabled=False)
-    journal = Journal(options.journal, options.source, options.model, options.errors)
+    # The files may be those of a run that ended since the arguments were checked.
+    kept = () if options.overwrite else (options.output, options.errors)
+    journal = Journal(options.journal, options.source, options.model, options.errors, kept)
     try:
         lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -18,8 +19,8 @@ def source(tmp_path):
     return path
 
 
-def open_journal(source, model="model", errors=None) -> Journal:
-    return Journal(source.with_name("journal"), source, model, errors)
+def open_journal(source, model="model", errors=None, kept=()) -> Journal:
+    return Journal(source.with_name("journal"), source, model, errors, kept)
 
 
 def results(*lines: int) -> list[Finished]:
@@ -173,6 +174,48 @@ def test_two_runs_at_once_are_refused(source):
         open_journal(source)
     journal.close()
     open_journal(source).close()
+
+
+def test_a_new_job_is_refused_files_that_exist_and_leaves_no_journal(source, tmp_path):
+    kept = (tmp_path / "out", tmp_path / "errors")
+    for path in kept:
+        path.touch()
+        for _ in range(2):
+            with pytest.raises(FileExistsError, match=rf"{path.name} exists; --overwrite replaces it"):
+                open_journal(source, errors=kept[1], kept=kept)
+            assert not source.with_name("journal").exists()
+        path.unlink()
+    open_journal(source, errors=kept[1], kept=kept).close()
+    for path in kept:
+        path.touch()
+    open_journal(source, errors=kept[1], kept=kept).close()  # the job's own
+    with pytest.raises(FileExistsError, match="out exists"):
+        open_journal(source, "another model", errors=kept[1], kept=kept)
+    for lines in ((), (1,)):  # a journal without results, and one with a result
+        run(source, *lines, errors=kept[1])
+        other = tmp_path / "other"
+        other.touch()
+        with pytest.raises(FileExistsError, match="other exists"):
+            open_journal(source, errors=other, kept=(kept[0], other))
+        other.unlink()
+        open_journal(source, errors=other, kept=(kept[0], other)).close()
+
+
+def test_a_journal_that_its_run_deletes_before_the_lock_is_taken_is_not_used(source, monkeypatch):
+    first = open_journal(source)
+    first.append(results(1))
+    flock, ends = fcntl.flock, [first.close, first.remove]
+
+    def late(fd: int, operation: int) -> None:
+        while ends:
+            ends.pop()()
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = open_journal(source)
+    assert second.finished == set()
+    assert second.path.stat().st_size > 0
+    second.close()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

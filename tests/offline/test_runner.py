@@ -107,6 +107,17 @@ def test_an_empty_batch_has_an_empty_output(tmp_path):
     assert batches.read(tmp_path / "out.jsonl") == []
 
 
+def test_the_output_of_a_run_that_ended_since_the_arguments_were_checked_is_kept(tmp_path):
+    first, second = (batches.write(tmp_path / f"{n}.jsonl", [batches.line(n, [n])]) for n in (1, 2))
+    output = tmp_path / "out.jsonl"
+    run(first, output)
+    with pytest.raises(FileExistsError, match=r"out\.jsonl exists; --overwrite replaces it"):
+        run(second, output)
+    assert [entry["custom_id"] for entry in batches.read(output)] == ["request-1"]
+    run(second, output, overwrite=True)
+    assert [entry["custom_id"] for entry in batches.read(output)] == ["request-2"]
+
+
 def test_when_an_engine_dies_the_next_run_goes_on(tmp_path):
     lines = [*batches.grouped(100), batches.line(100, [fake_engine.DEADLY_TOKEN])]
     source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
