@@ -1,13 +1,13 @@
 """The checkpoint of a batch run: an append-only file of finished requests, each written to disk before it counts.
 
-A killed run leaves at most one incomplete line at the end. The next run cuts it off when it opens the file.
+A killed run leaves at most one incomplete line at the end. The next run cuts it off, once the rest has been
+found to be a journal: a file of the user's own stays as it is.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import itertools
 import os
 import reprlib
 import time
@@ -20,6 +20,8 @@ import orjson
 
 _VERSION = 1
 FieldT = TypeVar("FieldT")
+# Start of every header.
+_HEADER = b'{"version":1,"input_sha256":"'
 # Start of the line that a run with another errors file than the header's writes.
 _ERRORS = b'{"errors":'
 
@@ -131,7 +133,12 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _open(self, digest: str, model: str) -> None:
-        if self._cut_torn_line() == 0:
+        end = self._whole_lines()
+        if end == 0:
+            torn = os.pread(self._fd, len(_HEADER), 0)
+            if not _HEADER.startswith(torn):
+                raise self._damaged(1, "no journal of a batch")
+            os.ftruncate(self._fd, 0)
             try:
                 _refuse_existing(self._kept)
             except FileExistsError:
@@ -147,9 +154,8 @@ class Journal:
                 ("model", model, f"with the model {header.get('model')!r}, not {model!r}"),
             )
             wrong = next((what for key, value, what in expected if header.get(key) != value), None)
-            first = file.readline()
             # A run without results, because of an error in its input or model, has nothing to lose.
-            empty = not first and header.get("version") == _VERSION and "input_sha256" in header
+            empty = file.tell() == end and header.get("version") == _VERSION and "input_sha256" in header
             if empty and (wrong is not None or header.get("errors") != self._errors):
                 _refuse_existing(path for path in self._kept if wrong is not None or _name(path) == self._errors)
                 os.ftruncate(self._fd, 0)
@@ -162,7 +168,9 @@ class Journal:
             self.created = self._field(header, "created", int, 1)
             if "errors" in header:
                 self._field(header, "errors", str, 1)
-            for number, text in enumerate(itertools.chain([first] if first else [], file), 2):
+            for number, text in enumerate(file, 2):
+                if not text.endswith(b"\n"):
+                    break
                 entry = self._parsed(text, number)
                 if _is_errors_line(text):
                     self._field(entry, "errors", str, number)
@@ -170,6 +178,7 @@ class Journal:
                 self._field(entry, "ok", bool, number)
                 self._field(entry, "record", dict, number)
                 self.finished.add(self._field(entry, "line", int, number))
+        os.ftruncate(self._fd, end)
         if self._errors is not None and self._errors not in (_errors_files(self.path) or [self._errors]):
             _refuse_existing(path for path in self._kept if _name(path) == self._errors)
             self._write(orjson.dumps({"errors": self._errors}) + b"\n")
@@ -200,22 +209,19 @@ class Journal:
         return value
 
     def _damaged(self, number: int, reason: str) -> JournalError:
-        return JournalError(f"{self.path}, line {number}: not readable ({reason}); delete the file to start anew")
+        what = f"{self.path}, line {number}: not readable ({reason})"
+        return JournalError(f"{what}; delete the file to start anew, or choose another output")
 
-    def _cut_torn_line(self) -> int:
-        """Cuts off the bytes after the last line end; returns the length of the rest."""
-        size = os.fstat(self._fd).st_size
-        end, block = size, 1 << 16
+    def _whole_lines(self) -> int:
+        """Bytes up to the last line end; a torn line may come after it."""
+        end, block = os.fstat(self._fd).st_size, 1 << 16
         while end > 0:
             start = max(0, end - block)
             newline = os.pread(self._fd, end - start, start).rfind(b"\n")
             if newline >= 0:
-                end = start + newline + 1
-                break
+                return start + newline + 1
             end = start
-        if end < size:
-            os.ftruncate(self._fd, end)
-        return end
+        return 0
 
 
 def _refuse_existing(paths: Iterable[Path]) -> None:

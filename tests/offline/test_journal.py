@@ -119,12 +119,23 @@ def test_a_journal_that_says_nothing_of_errors_files_stays_usable(source, tmp_pa
     assert may_replace(journal, tmp_path / "others")
 
 
-def test_a_file_that_is_no_journal_is_not_rewritten(source):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 1}\n', "was written for another input file"),
+        ('{"version": 1}\n{"torn', "was written for another input file"),
+        ("Monday: loss 2.1", "line 1: not readable"),
+        ("Monday: loss 2.1\nTuesday: loss 2.0", "line 1: not readable"),
+        ('{"version": 2, "of": "another program"', "line 1: not readable"),
+        ("[1]\n[2", "line 1: not readable"),
+    ],
+)
+def test_a_file_that_is_no_journal_is_not_rewritten(source, text, message):
     path = source.with_name("journal")
-    path.write_text('{"version": 1}\n')
-    with pytest.raises(JournalError, match="was written for another input file"):
+    path.write_text(text)
+    with pytest.raises(JournalError, match=message):
         open_journal(source)
-    assert path.read_text() == '{"version": 1}\n'
+    assert path.read_text() == text
 
 
 def test_damage_in_the_middle_is_refused_not_skipped(source):
