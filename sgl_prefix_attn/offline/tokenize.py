@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from sgl_prefix_attn.offline.batch_file import BatchRequest, ChatBody, LineError
 
@@ -41,7 +44,11 @@ class PromptEncoder:
             tokens = list(self._tokenizer.encode(body.prompt))
         else:
             try:
-                text = self._tokenizer.apply_chat_template(body.messages, tokenize=False, add_generation_prompt=True)
+                messages = [_for_template(message) for message in body.messages]
+            except ValueError as error:
+                return self._error(request, str(error))
+            try:
+                text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
                 tokens = list(self._tokenizer.encode(text, add_special_tokens=False))
             except Exception as error:  # a chat template is a program of the model's authors and can raise anything
                 return self._error(request, f"the model's chat template cannot render the messages: {error}")
@@ -50,6 +57,33 @@ class PromptEncoder:
     @staticmethod
     def _error(request: BatchRequest, message: str) -> LineError:
         return LineError(request.line, "invalid_prompt", message, request.custom_id)
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as SGLang's server gives it to the chat template: no null, arguments of tool calls as objects.
+
+    Raises:
+        ValueError: the arguments of a tool call are text, but not of a JSON object.
+    """
+    filled = {**message, "content": message["content"] or ""}
+    kept = {name: value for name, value in filled.items() if value is not None}
+    calls = kept.get("tool_calls")
+    if message["role"] == "assistant" and isinstance(calls, list):
+        kept["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return kept
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"function.arguments of a tool call = {reprlib.repr(text)}: expected a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def load_tokenizer(model: str) -> Any | None:

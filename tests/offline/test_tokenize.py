@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,15 +22,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory) -> PromptEncoder:
-    folder = tmp_path_factory.mktemp("model")
+def save_tokenizer(folder: Path, template: str | None) -> str:
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE).save_pretrained(
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template).save_pretrained(
         folder
     )
-    return PromptEncoder(str(folder))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> PromptEncoder:
+    return PromptEncoder(save_tokenizer(tmp_path_factory.mktemp("model"), TEMPLATE))
 
 
 def message(content: object, role: str = "user") -> dict[str, object]:
@@ -54,6 +58,41 @@ def test_prompts_become_token_ids(encoder, body, tokens):
     assert encoder.has_tokenizer
     url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
     assert encoder.encode(request(url, **body)) == tokens
+
+
+def calls(*arguments: object) -> list[dict[str, object]]:
+    """A chat with one tool call for each of the arguments."""
+    called = [{"id": "c", "type": "function", "function": {"name": "world", "arguments": a}} for a in arguments]
+    return [
+        {"role": "user", "content": "hello", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": called},
+        {"role": "tool", "tool_call_id": "c", "content": "again"},
+    ]
+
+
+def test_tool_calls_are_rendered_as_by_sglangs_server(tmp_path):
+    serving = pytest.importorskip("sglang.srt.entrypoints.openai.serving_chat")
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    encoder = PromptEncoder(save_tokenizer(tmp_path, template))
+    rendered = []
+    encoder._tokenizer.encode = lambda text, **_: rendered.append(text) or [1]
+    messages = calls('{"city": "Rome"}', {"city": "Paris"})
+    assert encoder.encode(request("/v1/chat/completions", messages=messages)) == [1]
+    given = []
+    for entry in messages:
+        serving.normalize_assistant_tool_call_arguments(entry)
+        entry["content"] = entry["content"] or ""
+        given.append(serving.process_content_for_template_format(entry, "string", [], [], [], []))
+    assert rendered == [encoder._tokenizer.apply_chat_template(given, tokenize=False)]
+    assert "Rome" in rendered[0]
+    assert "null" not in rendered[0]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", ""])
+def test_arguments_of_a_tool_call_that_are_no_object_are_an_error_of_the_line(encoder, arguments):
+    error = encoder.encode(request("/v1/chat/completions", messages=calls(arguments)))
+    assert isinstance(error, LineError)
+    assert f"function.arguments of a tool call = {arguments!r}: expected a JSON object" in error.message
 
 
 def test_a_template_that_refuses_is_an_error_of_the_line(encoder):
