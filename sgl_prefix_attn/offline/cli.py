@@ -8,7 +8,6 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from sgl_prefix_attn.offline.journal import JournalError, may_replace, unfinishe
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
+from sgl_prefix_attn.offline.server_options import gpus_per_engine, read_options
 from sgl_prefix_attn.offline.temporary import temporary_folder
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from sgl_prefix_attn.settings import variable_name
@@ -87,10 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, logs: Path) -> int:
     options = _options(args, logs)
     start = _start(args, options)
-    try:
-        encoder = PromptEncoder(args.model)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {args.model}: no model folder, and no model of that name: {error}") from error
+    encoder = _encoder(options)
     if not encoder.has_tokenizer:
         options = _without_tokenizer(options)
     from sgl_prefix_attn.sglang_plugin.offline import engine_process
@@ -101,11 +98,28 @@ def _run(args: argparse.Namespace, logs: Path) -> int:
     return 1 if summary.failed else 0
 
 
+def _encoder(options: BatchOptions) -> PromptEncoder:
+    """The tokenizer and chat template that the engines' arguments name."""
+    server = read_options(options.engines[0].arguments)
+    try:
+        return PromptEncoder(
+            server.tokenizer_path or server.model_path,
+            server.chat_template,
+            server.hf_chat_template_name,
+            trust_remote_code=server.trust_remote_code,
+            revision=server.revision,
+            use_fast=server.tokenizer_mode != "slow",
+        )
+    except (OSError, ValueError) as error:
+        option = "--tokenizer-path" if server.tokenizer_path else "--model"
+        raise UsageError(f"tokenizer of {option} {server.tokenizer_path or server.model_path}: {error}") from error
+
+
 def _start(args: argparse.Namespace, options: BatchOptions) -> StartEngines:
     """The function that starts the engines, on this machine or on a Ray cluster."""
     if args.ray is None:
         return EnginePool
-    gpus = _gpus_per_engine(options.engines[0].arguments) if _device(args) == "cuda" else 0
+    gpus = gpus_per_engine(read_options(options.engines[0].arguments)) if _device(args) == "cuda" else 0
     return functools.partial(RayEnginePool, connect(args.ray), gpus=gpus)
 
 
@@ -126,12 +140,13 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         environment = (("SGLANG_USE_CPU_ENGINE", "1"), ("OMP_NUM_THREADS", "1"))
     if args.no_grouping:
         environment += ((variable_name("group_scheduling"), "0"),)
+    server = read_options(arguments)
     engines = []
     for number in range(args.engines):
         log = logs / f"engine-{number}.log"
         log.unlink(missing_ok=True)
         more = (
-            ("--base-gpu-id", str(number * _gpus_per_engine(arguments)))
+            ("--base-gpu-id", str(server.base_gpu_id + number * gpus_per_engine(server) * server.gpu_id_step))
             if device == "cuda" and args.engines > 1 and args.ray is None  # Ray assigns the GPUs
             else ()
         )
@@ -186,17 +201,6 @@ def _server_arguments(text: str, device: str) -> list[str]:
         if not any(argument == name or argument.startswith(f"{name}=") for argument in given):
             given += [name, value]
     return given
-
-
-def _gpus_per_engine(arguments: Sequence[str]) -> int:
-    """Tensor times pipeline parallel size."""
-    gpus = 1
-    for names in (("--tp-size", "--tp", "--tensor-parallel-size"), ("--pp-size", "--pp", "--pipeline-parallel-size")):
-        for place, argument in enumerate(arguments):
-            name, _, value = argument.partition("=")
-            if name in names:
-                gpus *= int(value or arguments[place + 1])
-    return gpus
 
 
 def _without_tokenizer(options: BatchOptions) -> BatchOptions:

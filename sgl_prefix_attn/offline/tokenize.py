@@ -18,14 +18,28 @@ class PromptEncoder:
     """Encodes prompts.
 
     Args:
-        model: folder or name of the model.
+        model: folder or name of the model, or of its tokenizer.
+        chat_template: a Jinja file with a chat template in place of the tokenizer's own.
+        template_name: which one of several chat templates of the tokenizer; None: the first.
+        loading: more arguments for `load_tokenizer`.
 
     Raises:
-        OSError, ValueError: transformers cannot load the tokenizer that is there.
+        OSError, ValueError: transformers cannot load the tokenizer that is there, or there is no such template.
     """
 
-    def __init__(self, model: str) -> None:
-        self._tokenizer = load_tokenizer(model)
+    def __init__(
+        self, model: str, chat_template: str | None = None, template_name: str | None = None, **loading: Any
+    ) -> None:
+        self._tokenizer = tokenizer = load_tokenizer(model, **loading)
+        if chat_template is not None:
+            template = _read_template(chat_template)
+            if tokenizer is None:
+                raise ValueError(f"--chat-template {chat_template}: {model} has no tokenizer; leave the option away")
+            tokenizer.chat_template = template
+        elif tokenizer is not None and isinstance(templates := getattr(tokenizer, "chat_template", None), dict):
+            if template_name is not None and template_name not in templates:
+                raise ValueError(f"--hf-chat-template-name {template_name}: expected one of {', '.join(templates)}")
+            tokenizer.chat_template = templates[template_name or next(iter(templates))]
 
     @property
     def has_tokenizer(self) -> bool:
@@ -86,11 +100,25 @@ def _with_parsed_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def load_tokenizer(model: str) -> Any | None:
-    """The model's tokenizer, or None for a model folder without one."""
+def _read_template(path: str) -> str:
+    """A file of --chat-template, as SGLang reads it."""
+    if not path.endswith(".jinja") or not Path(path).is_file():
+        raise ValueError(
+            f"--chat-template {path}: no file that ends with .jinja; prompts are rendered by Jinja templates only, not "
+            "by SGLang's conversation templates. Write the template to such a file, or leave the option away"
+        )
+    return Path(path).read_text(encoding="utf-8").strip("\n").replace("\\n", "\n")
+
+
+def load_tokenizer(model: str, **loading: Any) -> Any | None:
+    """The model's tokenizer, or None for a model folder without one.
+
+    Args:
+        loading: arguments for transformers.
+    """
     folder = Path(model)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, **loading)

@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path, template: str | None) -> str:
+def save_tokenizer(folder: Path, template: str | dict[str, str] | None) -> str:
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template).save_pretrained(
@@ -111,3 +111,40 @@ def test_without_a_tokenizer_only_token_ids(tmp_path):
         request("/v1/chat/completions", messages=[{"role": "user", "content": "x"}]),
     ):
         assert "the model has no tokenizer" in encoder.encode(entry).message
+
+
+def chat_tokens(encoder: PromptEncoder) -> list[int]:
+    return encoder.encode(request("/v1/chat/completions", messages=[message("hello")]))
+
+
+@pytest.mark.parametrize("own", [None, TEMPLATE])
+def test_a_chat_template_of_a_file_goes_before_the_models_own(tmp_path, own):
+    folder, template = save_tokenizer(tmp_path / "model", own), tmp_path / "other.jinja"
+    template.write_text("\n{% for m in messages %}{{ m.content }}\\nagain{% endfor %}\n")
+    assert chat_tokens(PromptEncoder(folder, str(template))) == [3, 5]
+
+
+@pytest.mark.parametrize("name", ["chatml", "none.jinja", "template.json"])
+def test_templates_that_are_no_jinja_file_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for other in ("chatml", "template.json"):
+        (tmp_path / other).touch()
+    with pytest.raises(
+        ValueError, match=rf"--chat-template {name}: no file that ends with .jinja; .* leave the option"
+    ):
+        PromptEncoder(save_tokenizer(tmp_path / "model", TEMPLATE), name)
+
+
+def test_a_chat_template_needs_a_tokenizer(tmp_path):
+    template = tmp_path / "a.jinja"
+    template.write_text(TEMPLATE)
+    with pytest.raises(ValueError, match="has no tokenizer; leave the option away"):
+        PromptEncoder(str(tmp_path), str(template))
+
+
+def test_one_of_several_chat_templates_is_chosen_by_name(tmp_path):
+    folder = save_tokenizer(tmp_path, {"default": "hello", "second": "world"})
+    assert chat_tokens(PromptEncoder(folder)) == [3]
+    assert chat_tokens(PromptEncoder(folder, template_name="second")) == [4]
+    with pytest.raises(ValueError, match="--hf-chat-template-name third: expected one of default, second"):
+        PromptEncoder(folder, template_name="third")
