@@ -99,6 +99,23 @@ def test_requests_that_never_have_room_do_not_wait_for_each_other(monkeypatch):
     assert all(outcome.error.endswith("raise --max-queued-requests") for outcome in found)
 
 
+@pytest.mark.parametrize("page", [1, 2, 16, 64])
+def test_sglang_cuts_off_nothing_of_what_there_is_room_for(page):
+    pool = 64 * 100
+    room = engine_process._room(10**6, {"max_total_num_tokens": pool, "page_size": page})
+    assert room >= pool - 2 * page - 6
+    for prompt in range(1, room):
+        paged = -(-prompt // page) * page
+        # Scheduler.init_req_max_new_tokens of SGLang 0.5.20
+        assert room - prompt <= min(pool - 1 - prompt - 1, pool - paged - page - 1)
+
+
+def test_room_is_that_of_the_context_or_of_the_pool():
+    assert engine_process._room(100, {"max_total_num_tokens": 1000, "page_size": 64}) == 94
+    assert engine_process._room(1000, {"max_total_num_tokens": 100, "page_size": 1}) == 94
+    assert engine_process._room(1000, {"max_total_num_tokens": 100, "page_size": None}) == 94
+
+
 @pytest.mark.parametrize(
     ("manager", "size"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,12 +32,18 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
     load_plugins()  # `prefixpack` has to be known before the arguments are parsed
     engine = Engine(server_args=prepare_server_args(list(arguments.arguments)))
     try:
-        pool = int(engine.get_server_info()["max_total_num_tokens"])
-        room = min(int(engine.tokenizer_manager.context_len), pool) - _KEPT_BACK
+        room = _room(int(engine.tokenizer_manager.context_len), engine.get_server_info())
         connection.send(Ready(room, _vocab_size(engine)))
         engine.loop.run_until_complete(_serve(engine, connection))
     finally:
         engine.shutdown()
+
+
+def _room(context: int, server: Mapping[str, Any]) -> int:
+    """Most tokens of a prompt and its output."""
+    # SGLang rounds the prompt up to whole pages, and keeps one more page: what does not fit is cut or never admitted.
+    rounded = 2 * (int(server.get("page_size") or 1) - 1)
+    return min(context, int(server["max_total_num_tokens"]) - rounded) - _KEPT_BACK
 
 
 def _vocab_size(engine: Any) -> int | None:
