@@ -19,7 +19,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a request. `cached_tokens`: prompt tokens from the cache, counted once for all choices."""
+    """The result of a request. `cached_tokens`: prompt tokens that the first choice found in the cache."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int

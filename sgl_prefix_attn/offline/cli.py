@@ -225,7 +225,10 @@ def _report(summary: BatchSummary, options: BatchOptions) -> str:
         lines.append(f"{summary.failed} failed: {options.errors}")
     if summary.output_tokens:
         lines.append(
-            f"{summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s; "
-            f"{summary.saving:.1%} of prompt tokens came from the cache, {summary.possible_saving:.1%} are shared"
+            f"{summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s"
         )
+        if summary.single_tokens:
+            lines[-1] += (
+                f"; {summary.saving:.1%} of prompt tokens came from the cache, {summary.possible_saving:.1%} are shared"
+            )
     return "\n".join(lines)

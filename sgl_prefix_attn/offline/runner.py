@@ -54,12 +54,17 @@ class BatchOptions:
 
 @dataclass
 class BatchSummary:
-    """What a run did. Tokens and seconds (first request to last answer) are of this run, requests of the whole job."""
+    """What a run did. Tokens and seconds (first request to last answer) are of this run, requests of the whole job.
+
+    cached_tokens, shared_tokens: of requests with one sample, which have `single_tokens` in their prompts. SGLang runs
+    the prompt of several samples once before them, and then reports it as cached.
+    """
 
     requests: int = 0
     failed: int = 0
     resumed: int = 0
     prompt_tokens: int = 0
+    single_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     shared_tokens: int = 0
@@ -68,12 +73,12 @@ class BatchSummary:
     @property
     def saving(self) -> float:
         """Share of prompt tokens that was not computed (equation 2)."""
-        return self.cached_tokens / max(1, self.prompt_tokens)
+        return self.cached_tokens / max(1, self.single_tokens)
 
     @property
     def possible_saving(self) -> float:
         """The same if every shared token had been computed once."""
-        return self.shared_tokens / max(1, self.prompt_tokens)
+        return self.shared_tokens / max(1, self.single_tokens)
 
 
 @dataclass
@@ -211,7 +216,7 @@ def _run(
     plan: Plan, pool: Engines, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
 ) -> None:
     work = plan.work
-    summary.shared_tokens = int(plan.tree.shared.sum(dtype=np.int64))
+    summary.shared_tokens = int(plan.tree.shared[work.samples[plan.tree.order] == 1].sum(dtype=np.int64))
     progress.start(len(work.requests) + len(journal.finished), len(journal.finished))
     left = len(work.requests)
     while left:
@@ -227,7 +232,9 @@ def _run(
                 plan.learn(outcome.number, outcome.answer.output_tokens)
                 summary.output_tokens += outcome.answer.output_tokens
                 summary.prompt_tokens += outcome.answer.prompt_tokens
-                summary.cached_tokens += outcome.answer.cached_tokens
+                if work.requests[outcome.number].body.n == 1:
+                    summary.single_tokens += outcome.answer.prompt_tokens
+                    summary.cached_tokens += outcome.answer.cached_tokens
         summary.seconds = progress.seconds
         progress.advance(len(outcomes), summary.prompt_tokens, summary.output_tokens, summary.saving)
 

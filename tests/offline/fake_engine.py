@@ -64,7 +64,8 @@ def main(connection: Connection, arguments: EngineArguments) -> None:
                 Choice(tokens_for([*prompt, s], task.sampling["max_new_tokens"]), None, "length")
                 for s in range(samples)
             ]
-            connection.send(Outcome(task.number, Answer(tuple(choices), len(prompt))))
+            cached = len(prompt) - 1 if samples > 1 else 0  # as SGLang reports it
+            connection.send(Outcome(task.number, Answer(tuple(choices), len(prompt), cached)))
 
 
 def options(source: Path, output: Path, engines: int = 1, seconds: float = 0.0, **more: object) -> BatchOptions:

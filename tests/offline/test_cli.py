@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -16,12 +15,9 @@ from pathlib import Path
 import pytest
 
 from sgl_prefix_attn.offline import cli
-from sgl_prefix_attn.offline.batch_file import read_batch
 from sgl_prefix_attn.offline.journal import Journal
 from sgl_prefix_attn.offline.runner import journal_of
-from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from tests.offline import batches
-from tests.offline.test_tokenize import TEMPLATE, chat_tokens, save_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -181,47 +177,3 @@ def test_an_engine_takes_gpus_of_a_ray_cluster_for_all_its_ranks(source, tmp_pat
 def test_a_size_that_is_no_number_is_an_unusable_argument(source, tmp_path, capsys):
     assert cli.run(parsed(source, tmp_path / "o", "--server-args", "--tp-size two")) == 2
     assert "--server-args: argument --tp-size/--tp" in capsys.readouterr().err
-
-
-def encoder_for(source: Path, model: Path, text: str) -> PromptEncoder:
-    args = parsed(source, source.with_name("o"), f"--server-args={text}")
-    args.model = str(model)
-    return cli._encoder(cli._options(args, source.parent))
-
-
-def test_the_tokenizer_is_that_of_the_server_arguments(source, tmp_path):
-    weights, template = tmp_path / "weights", tmp_path / "other.jinja"
-    weights.mkdir()
-    template.write_text("world")
-    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    assert not encoder_for(source, weights, "").has_tokenizer
-    encoder = encoder_for(source, weights, f"--tokenizer-path {folder} --chat-template={template}")
-    assert chat_tokens(encoder) == [4]
-    with pytest.raises(cli.UsageError, match=r"--chat-template chatml: no file that ends with \.jinja"):
-        encoder_for(source, weights, f"--tokenizer-path {folder} --chat-template chatml")
-
-
-TOKENIZER_WITH_CODE = """
-from transformers import PreTrainedTokenizer
-
-class Letters(PreTrainedTokenizer):
-    vocab_size = 256
-    def get_vocab(self): return {chr(number): number for number in range(256)}
-    def _tokenize(self, text, **_): return list(text)
-    def _convert_token_to_id(self, token): return ord(token)
-    def _convert_id_to_token(self, number): return chr(number)
-"""
-
-
-def test_a_tokenizer_that_is_code_is_loaded_if_its_code_is_trusted(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "letters.py").write_text(TOKENIZER_WITH_CODE)
-    entries = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(entries))
-    (model / "config.json").write_text('{"model_type": "llama"}')
-    (request,) = read_batch(batches.write(tmp_path / "text.jsonl", [batches.line(0, "hi")]))
-    assert encoder_for(source, model, "--trust-remote-code").encode(request) == [104, 105]
-    with pytest.raises(cli.UsageError, match="trust_remote_code"):
-        encoder_for(source, model, "")

@@ -46,6 +46,17 @@ def test_as_they_finish_unless_ordered(tmp_path):
     assert [by_id[result["custom_id"]] for result in batches.read(tmp_path / "out.jsonl")] == done
 
 
+def test_the_saving_is_that_of_requests_with_one_sample(tmp_path):
+    shared = list(range(100))
+    lines = [batches.line(n, [*shared, 100 + n], n=1 + n % 2) for n in range(8)]
+    summary = run(batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert (summary.prompt_tokens, summary.single_tokens) == (8 * 101, 4 * 101)
+    assert summary.saving == 0  # the engine without a model has no cache
+    assert 3 * 100 <= summary.shared_tokens <= 4 * 100
+    only = run(batches.write(tmp_path / "n.jsonl", lines[1::2]), tmp_path / "n.out.jsonl")
+    assert (only.prompt_tokens, only.saving, only.possible_saving) == (4 * 101, 0, 0)
+
+
 def test_bad_lines_stand_aside_and_the_rest_runs(tmp_path):
     lines = [
         batches.line(0, [1, 2]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sgl_prefix_attn.offline import cli
 from sgl_prefix_attn.offline.batch_file import LineError, parse_line
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
+from tests.offline import batches
 
 WORDS = {word: number for number, word in enumerate(["<unk>", "<user>", "<assistant>", "hello", "world", "again"])}
 TEMPLATE = (
@@ -148,3 +151,50 @@ def test_one_of_several_chat_templates_is_chosen_by_name(tmp_path):
     assert chat_tokens(PromptEncoder(folder, template_name="second")) == [4]
     with pytest.raises(ValueError, match="--hf-chat-template-name third: expected one of default, second"):
         PromptEncoder(folder, template_name="third")
+
+
+def encoder_for(folder: Path, model: Path, text: str) -> PromptEncoder:
+    """The encoder of a batch command with these server arguments."""
+    source = batches.write(folder / "in.jsonl", [])
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    arguments = [str(source), str(folder / "out"), "--model", str(model), "--device", "cpu", f"--server-args={text}"]
+    return cli._encoder(cli._options(parser.parse_args(arguments), folder))
+
+
+def test_the_tokenizer_is_that_of_the_server_arguments(tmp_path):
+    weights, template = tmp_path / "weights", tmp_path / "other.jinja"
+    weights.mkdir()
+    template.write_text("world")
+    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    assert not encoder_for(tmp_path, weights, "").has_tokenizer
+    encoder = encoder_for(tmp_path, weights, f"--tokenizer-path {folder} --chat-template={template}")
+    assert chat_tokens(encoder) == [4]
+    with pytest.raises(cli.UsageError, match=r"--chat-template chatml: no file that ends with \.jinja"):
+        encoder_for(tmp_path, weights, f"--tokenizer-path {folder} --chat-template chatml")
+
+
+TOKENIZER_WITH_CODE = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_size = 256
+    def get_vocab(self): return {chr(number): number for number in range(256)}
+    def _tokenize(self, text, **_): return list(text)
+    def _convert_token_to_id(self, token): return ord(token)
+    def _convert_id_to_token(self, number): return chr(number)
+"""
+
+
+def test_a_tokenizer_that_is_code_is_loaded_if_its_code_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "letters.py").write_text(TOKENIZER_WITH_CODE)
+    entries = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(entries))
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    encoder = encoder_for(tmp_path, model, "--trust-remote-code")
+    assert encoder.encode(request("/v1/completions", prompt="hi")) == [104, 105]
+    with pytest.raises(cli.UsageError, match="trust_remote_code"):
+        encoder_for(tmp_path, model, "")
