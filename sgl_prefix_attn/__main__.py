@@ -28,7 +28,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _with_values(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="sgl-prefix-attn" if os.path.basename(sys.argv[0]) == "sgl-prefix-attn" else "python -m sgl_prefix_attn",
         description="Shared-prefix attention for SGLang: tools around `--attention-backend prefixpack`.",
@@ -61,6 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """The arguments, with `--server-args --flag` as one: argparse would take the flag for an option of ours."""
+    arguments: list[str] = []
+    for argument in argv:
+        if arguments and arguments[-1] == "--server-args":
+            arguments[-1] += f"={argument}"
+        else:
+            arguments.append(argument)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -28,6 +28,15 @@ def test_version() -> None:
     assert command("--version").stdout.strip() == __version__
 
 
+def test_server_arguments_may_be_one_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--server-args", "--tp-size=x"], ["--server-args=--tp-size=x"], ["--server-args", "--tp-size x"]):
+        source = tmp_path / "in.jsonl"
+        source.touch()
+        files = [str(source), str(tmp_path / "out"), "--model", "m", "--device", "cpu"]
+        assert main(["batch", *files, *words]) == 2
+        assert "--server-args: argument --tp-size" in capsys.readouterr().err
+
+
 def test_settings_need_neither_torch_nor_the_native_module() -> None:
     code = (
         "import sys; from sgl_prefix_attn.__main__ import main; main(['settings']); "

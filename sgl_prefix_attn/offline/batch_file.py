@@ -6,6 +6,7 @@ Prompts of completions may be token ids. Beyond OpenAI's fields those of SGLang 
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import reprlib
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
 # OpenAI's range. SGLang's scheduler crashes on a bias beyond 32-bit floats and on infinite logits.
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
+_MOST_PROBLEMS = 5  # of a line that its error tells; a prompt may have one for each token
 _LEAST_PENALTY = 1e-6  # divisor of logits; SGLang accepts any number above 0
 
 
@@ -65,7 +67,7 @@ class _Body(BaseModel):
     logit_bias: dict[str, Bias] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    stream: Literal[False, None] = None
+    stream: Literal[False] = False
     # SGLang's
     top_k: Annotated[StrictInt, Field(ge=-1, le=_INT32_MAX)] | None = None
     min_p: StrictFloat | None = Field(None, ge=0, le=1)
@@ -73,6 +75,13 @@ class _Body(BaseModel):
     min_tokens: StrictInt = Field(0, ge=0, le=_INT32_MAX)
     ignore_eos: StrictBool = False
     stop_token_ids: list[TokenId] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Without the optional fields that are null, as OpenAI's schema has it."""
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
 
     def sampling(self) -> dict[str, Any]:
         """SGLang's sampling parameters, without max_new_tokens."""
@@ -100,7 +109,7 @@ class CompletionBody(_Body):
 
     prompt: StrictStr | Annotated[list[TokenId], Field(min_length=1)]
     max_tokens: Count = DEFAULT_COMPLETION_TOKENS
-    echo: Literal[False, None] = None
+    echo: Literal[False] = False
     logprobs: Literal[0, None] = None
 
     @property
@@ -183,6 +192,8 @@ def read_batch(path: Path) -> Iterator[BatchRequest | LineError]:
     first_line: dict[str, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
+            if number == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
             if not text.strip():
                 continue
             entry = parse_line(number, text)
@@ -236,9 +247,10 @@ def _invalid(
             problems.append(detail["msg"].removeprefix("Value error, "))
         else:
             problems.append(f"{name} = {_shortened(detail['input'])}: {detail['msg']}")
-    return LineError(
-        number, "unknown_field" if unknown else "invalid_request", "; ".join(dict.fromkeys(problems)), custom_id
-    )
+    told = [_cut(problem, 300) for problem in dict.fromkeys(problems)]
+    if len(told) > _MOST_PROBLEMS:
+        told[_MOST_PROBLEMS:] = [f"and {len(told) - _MOST_PROBLEMS} more"]
+    return LineError(number, "unknown_field" if unknown else "invalid_request", "; ".join(told), custom_id)
 
 
 def _shortened(value: Any, limit: int = 60) -> str:
@@ -246,4 +258,8 @@ def _shortened(value: Any, limit: int = 60) -> str:
         text = repr(value)
     except RecursionError:  # JSON can be nested deeper than Python can print
         text = reprlib.repr(value)
+    return _cut(text, limit)
+
+
+def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."

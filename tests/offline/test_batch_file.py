@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 
 import pytest
@@ -127,6 +128,32 @@ def test_sampling_parameters_have_sglangs_names():
 def test_an_assistants_message_with_tool_calls_needs_no_content():
     entry = with_content(None, role="assistant", tool_calls=[{"id": "a"}])
     assert parsed(entry).body.messages == entry["body"]["messages"]
+
+
+@pytest.mark.parametrize("entry", [GOOD, CHAT])
+def test_null_is_as_good_as_no_field(entry):
+    fields = type(parsed(entry).body).model_fields
+    required = {name: value for name, value in entry["body"].items() if fields[name].is_required()}
+    nulls = {name: None for name, field in fields.items() if not field.is_required()}
+    assert {"temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "min_tokens"} <= set(nulls)
+    assert parsed({**entry, "body": {**required, **nulls}}).body == parsed({**entry, "body": required}).body
+
+
+def test_the_error_of_a_line_is_short_whatever_is_wrong_with_it():
+    found = parse_line(1, json.dumps(with_body(GOOD, prompt=[5, *[-100] * 2000])).encode())
+    assert isinstance(found, LineError)
+    assert "body.prompt.1 = -100" in found.message
+    assert "; and 1996 more" in found.message
+    many = parse_line(1, json.dumps(with_body(GOOD, **{f"{n}" * 100_000: 1 for n in range(9)})).encode())
+    assert isinstance(many, LineError)
+    assert max(len(found.message), len(many.message)) < 2000
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(codecs.BOM_UTF8 + json.dumps(GOOD).encode() + b"\n")
+    (entry,) = read_batch(source)
+    assert isinstance(entry, BatchRequest)
 
 
 def test_limits():
