@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool, StartEngines
-from sgl_prefix_attn.offline.journal import JournalError, may_replace, unfinished
+from sgl_prefix_attn.offline.journal import JournalError, has_results, may_replace, unfinished
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.ray_engines import RayEnginePool, RayMissingError, connect
 from sgl_prefix_attn.offline.runner import BatchOptions, BatchSummary, journal_of, run_batch
@@ -73,15 +73,19 @@ def run(args: argparse.Namespace) -> int:
             return _run(args, args.log)
         with temporary_folder("prefixpack-batch-") as logs:
             return _run(args, logs)
-    except (UsageError, RayMissingError, OSError, ValueError) as error:
+    except (UsageError, RayMissingError, FileExistsError) as error:
         print(f"batch: {error}", file=sys.stderr)
-        if not isinstance(error, OSError) or error.errno not in _MACHINE_ERRORS:
-            return 2
-        print("batch: what had finished is in the journal; run the same command again to go on", file=sys.stderr)
-        return 1
-    except (JournalError, EngineError) as error:
+        return 2
+    except JournalError as error:
         print(f"batch: {error}", file=sys.stderr)
         return 1
+    except (EngineError, OSError, ValueError) as error:
+        print(f"batch: {error}", file=sys.stderr)
+        journal = journal_of(args.output)
+        if has_results(journal):
+            print(f"batch: what had finished is in {journal}; run the same command again to go on", file=sys.stderr)
+        machine = isinstance(error, EngineError) or (isinstance(error, OSError) and error.errno in _MACHINE_ERRORS)
+        return 1 if machine else 2
 
 
 def _run(args: argparse.Namespace, logs: Path) -> int:
@@ -144,7 +148,6 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
     engines = []
     for number in range(args.engines):
         log = logs / f"engine-{number}.log"
-        log.unlink(missing_ok=True)
         more = (
             ("--base-gpu-id", str(server.base_gpu_id + number * gpus_per_engine(server) * server.gpu_id_step))
             if device == "cuda" and args.engines > 1 and args.ray is None  # Ray assigns the GPUs

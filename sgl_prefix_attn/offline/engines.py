@@ -126,6 +126,8 @@ class EnginePool:
     def __init__(self, main: EngineMain, engines: Sequence[EngineArguments]) -> None:
         context = multiprocessing.get_context("spawn")
         self._engines: list[_Engine] = []
+        for log in {arguments.log for arguments in engines if arguments.log is not None}:
+            log.unlink(missing_ok=True)  # of an earlier run
         for arguments in engines:
             ours, theirs = context.Pipe()
             process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))

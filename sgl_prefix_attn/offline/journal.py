@@ -74,6 +74,8 @@ class Journal:
         self.finished: set[int] = set()
         self._fd = self._locked()
         self.created = 0
+        if os.path.isdir(model):
+            model = os.path.normpath(model)  # with a slash at its end it is the same
         try:
             self._open(_digest(source), model)
         except BaseException:
@@ -122,6 +124,10 @@ class Journal:
                 raise JournalError(f"{self.path}: another process is running this batch") from None
             except FileNotFoundError:
                 pass
+            except OSError as error:
+                os.close(fd)
+                what = f"{self.path}: this file system cannot lock files ({error.strerror})"
+                raise JournalError(f"{what}; choose an output on another one") from error
             os.close(fd)  # of a run that ended in between and deleted it: its lock would keep nobody out
 
     def _write(self, data: bytes) -> None:
@@ -238,6 +244,15 @@ def may_replace(journal: Path, errors: Path) -> bool:
     return files is None or _name(errors) in files
 
 
+def has_results(journal: Path) -> bool:
+    """Whether a journal has finished requests."""
+    try:
+        with journal.open("rb") as file:
+            return any(text.startswith(b'{"line":') and text.endswith(b"\n") for text in file)
+    except OSError:
+        return False
+
+
 def _errors_files(journal: Path) -> list[str] | None:
     """The errors files of a job's runs; None if the journal names none."""
     with journal.open("rb") as file:
@@ -259,6 +274,14 @@ def _name(path: Path) -> str:
 def unfinished(path: Path) -> Path:
     """The name of a file while `write_lines` writes it."""
     return path.with_name(path.name + ".unfinished")
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError if `write_lines` cannot write the file."""
+    scratch = unfinished(path)
+    with scratch.open("ab"):
+        pass
+    scratch.unlink()
 
 
 def write_lines(path: Path, lines: Iterator[bytes]) -> int:

@@ -14,7 +14,7 @@ import orjson
 from sgl_prefix_attn.offline.answers import failure, success
 from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, Outcome, StartEngines
-from sgl_prefix_attn.offline.journal import Finished, Journal, write_lines
+from sgl_prefix_attn.offline.journal import Finished, Journal, check_writable, write_lines
 from sgl_prefix_attn.offline.plan import Plan, Work
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.prompts import Int32Array, PromptsBuilder
@@ -111,6 +111,7 @@ def run_batch(
     kept = () if options.overwrite else (options.output, options.errors)
     journal = Journal(options.journal, options.source, options.model, options.errors, kept)
     try:
+        _check_writable(options, journal)
         lines = _read(options.source)
         summary = BatchSummary(requests=len(lines.usable) + len(lines.errors), resumed=len(journal.finished))
         remaining = [request for request in lines.usable if request.line not in journal.finished]
@@ -132,6 +133,17 @@ def run_batch(
     finally:
         journal.close()
     return summary
+
+
+def _check_writable(options: BatchOptions, journal: Journal) -> None:
+    """Raises OSError if output and errors could not be written once all has run."""
+    try:
+        for path in (options.output, options.errors):
+            check_writable(path)
+    except OSError:
+        if not journal.finished:
+            journal.remove()
+        raise
 
 
 def _read(source: Path) -> _Lines:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from sgl_prefix_attn.offline import cli
-from sgl_prefix_attn.offline.journal import Journal
+from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.journal import Finished, Journal
 from sgl_prefix_attn.offline.runner import journal_of
 from tests.offline import batches
 
@@ -60,23 +61,49 @@ def test_a_killed_process_leaves_no_temporary_folder(temporary):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EACCES, 2)])
-def test_a_full_disk_is_not_an_unusable_argument(number, status, source, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.journal"), 1),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "out.journal"), 1),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES), "out.journal"), 2),
+        (EngineError("engine 0 ended with status 3"), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("results", [[], [Finished(1, True, {})]], ids=["no result", "a result"])
+def test_a_failure_says_that_the_journal_has_the_results(error, status, results, source, tmp_path, capsys, monkeypatch):
     def run_batch(*_):
-        raise OSError(number, os.strerror(number), "out.journal")
+        raise error
 
     monkeypatch.setattr(cli, "run_batch", run_batch)
     args = parsed(source, tmp_path / "out.jsonl", "--quiet")
     args.model = str(tmp_path)  # a model folder without a tokenizer
+    journal = Journal(journal_of(args.output), source, "m")
+    journal.append(results)
+    journal.close()
     assert cli.run(args) == status
     message = capsys.readouterr().err
-    assert f"{os.strerror(number)}: 'out.journal'" in message
-    assert ("run the same command again to go on" in message) == (status == 1)
+    assert str(error) in message
+    more = f"what had finished is in {journal.path}; run the same command again to go on"
+    assert (more in message) == bool(results)
 
 
 def test_without_grouping_no_scheduler_has_our_hooks(source, tmp_path):
     (engine,) = cli._options(parsed(source, tmp_path / "o", "--no-grouping"), tmp_path).engines
     assert dict(engine.environment)["PREFIXPACK_GROUP_SCHEDULING"] == "0"
+
+
+def test_only_engines_that_start_replace_the_log(source, tmp_path):
+    log = tmp_path / "logs" / "engine-0.log"
+    log.parent.mkdir()
+    log.write_text("of a run that still runs")
+    args = parsed(source, tmp_path / "out", "--log", log.parent)
+    args.model = str(tmp_path)
+    running = Journal(journal_of(args.output), source, args.model)
+    assert cli.run(args) == 1  # refused
+    running.close()
+    assert log.read_text() == "of a run that still runs"
 
 
 def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):

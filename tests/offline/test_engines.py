@@ -43,6 +43,20 @@ def one_answer(connection: Connection, arguments: EngineArguments) -> None:
     connection.send(Outcome(first.number, Answer((), 1)))
 
 
+def prints(connection: Connection, arguments: EngineArguments) -> None:
+    print("of this run", flush=True)
+    connection.send(Ready(room=0))
+    connection.recv()
+
+
+def test_the_log_is_of_this_run_alone(tmp_path) -> None:
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    with EnginePool(prints, [EngineArguments((), log=log)] * 2) as pool:
+        pool.wait_ready()
+    assert log.read_text() == "of this run\n" * 2
+
+
 def test_what_an_engine_finished_before_it_was_gone_is_returned_first() -> None:
     with EnginePool(one_answer, [EngineArguments(())]) as pool:
         pool.wait_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -86,6 +87,24 @@ def test_a_changed_input_or_model_is_refused(source):
         open_journal(source, "other")
     source.write_text("another input\n")
     with pytest.raises(JournalError, match="for another input file, or the file was changed; delete it"):
+        open_journal(source)
+
+
+def test_a_model_folder_is_the_same_with_a_slash(source, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    journal = open_journal(source, f"{folder}/")
+    journal.append(results(1))
+    journal.close()
+    assert open_journal(source, str(folder)).finished == {1}
+
+
+def test_a_file_system_without_locks_is_an_error_that_names_the_journal(source, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(JournalError, match=r"journal: this file system cannot lock files \(Function not implemented\)"):
         open_journal(source)
 
 

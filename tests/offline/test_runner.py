@@ -145,6 +145,16 @@ def test_when_an_engine_dies_the_next_run_goes_on(tmp_path):
     assert len(batches.read(output)) == 101
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.errors"])
+def test_a_file_that_cannot_be_written_is_found_before_engines_start(tmp_path, name):
+    source = batches.write(tmp_path / "in.jsonl", [batches.line(0, [1])])
+    (tmp_path / f"{name}.unfinished").mkdir()
+    with pytest.raises(OSError, match=rf"{name}\.unfinished"):
+        run(source, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl.executed").exists()
+    assert not journal_of(tmp_path / "out.jsonl").exists()
+
+
 def test_a_line_that_an_earlier_version_ran_is_no_error_as_well(tmp_path):
     lines = [batches.line(0, [1]), batches.line(1, [2], max_tokens=0)]
     source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
