@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -39,6 +41,7 @@ class Change:
         unset: environment variables, and the settings of these names, to remove.
         without: launch arguments to leave out, with their values; a name that ends with `-` stands for all that
             start with it.
+        by_hand: whether following it does not remove the reason, as for an option in a configuration file.
     """
 
     text: str
@@ -46,6 +49,7 @@ class Change:
     variables: tuple[tuple[str, str], ...] = ()
     unset: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    by_hand: bool = False
 
     @property
     def can_be_followed(self) -> bool:
@@ -55,7 +59,8 @@ class Change:
     def followed(self, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Launch arguments and environment after the change."""
         kept = {name: value for name, value in environ.items() if name not in self.unset}
-        return arguments_without(arguments, self.without), kept | dict(self.variables)
+        without = [*self.without, *_spellings(arguments, self.without)] if self.without else []
+        return arguments_without(arguments, without), kept | dict(self.variables)
 
     def as_dict(self) -> dict[str, Any]:
         """The change as JSON-able values."""
@@ -188,6 +193,31 @@ def change_for(reason: str, heads_of_all_ranks: bool = False) -> Change:
     if known is None:
         known = Change(what_to_do(reason))
     return Change(known.text, reason, known.variables, known.unset, known.without)
+
+
+def _spellings(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Options among launch arguments that SGLang's parser takes for `names`: aliases and abbreviations."""
+    targets = _targets_of_options()
+    wanted = {targets.get(name, name) for name in names}
+    found = []
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option.startswith("--"):
+            exact = {targets[option]} if option in targets else set()
+            meant = exact or {target for known, target in targets.items() if known.startswith(option)}
+            if meant and meant <= wanted:
+                found.append(option)
+    return found
+
+
+@functools.cache
+def _targets_of_options() -> dict[str, str]:
+    """Where SGLang's parser stores the value of each option; aliases have the same place."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return {option: action.dest for action in parser._actions for option in action.option_strings}
 
 
 def arguments_without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -28,6 +28,10 @@ _WAYS = {
     "wrap": "wrap mode",
     "off": "prefixpack does not run",
 }
+_BY_HAND = (
+    "     By hand, for example in the file of --config or PREFIXPACK_CONFIG: changes of the given arguments and\n"
+    "     variables are not enough."
+)
 _EXAMPLES = """examples:
   %(prog)s --model-path Qwen/Qwen3-8B
       with the variables of this shell, as for python -m sglang.launch_server --model-path Qwen/Qwen3-8B
@@ -161,7 +165,9 @@ def as_text(
         lines.append("Layers in packed steps")
         lines += [f"  {layers}: {' '.join(_line(answer).split())}" for layers, answer in found.layers]
     if found.changes:
-        lines += ["What to change", *(f"  {number}. {c.text}" for number, c in enumerate(found.changes, 1))]
+        lines.append("What to change")
+        for number, change in enumerate(found.changes, 1):
+            lines += [f"  {number}. {change.text}", *([_BY_HAND] if change.by_hand else [])]
     if found.after is not None:
         packed = [_STEPS[mode] for mode, answer in found.after.steps.items() if answer.reason is None]
         lines.append(f"  Then packed: {', '.join(packed) or 'nothing'}.")

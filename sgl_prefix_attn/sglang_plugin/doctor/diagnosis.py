@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,14 +100,16 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
     """
     arguments, environ = list(arguments), dict(environ)  # a copy, since `environ` may be os.environ itself
     first = last = _diagnose_once(arguments, environ)
-    seen: set[str] = set()
     while len(first.changes) < _MOST_CHANGES:
         speculates = last.steps["verify"].reason != advice.NO_SUCH_STEPS
         reason = last.steps["verify" if speculates else "decode"].reason
-        if reason is None or reason in seen or reason == advice.NO_SUCH_STEPS:
+        if reason is None or reason == advice.NO_SUCH_STEPS:
             break
-        seen.add(reason)
         change = advice.change_for(reason, last.heads_of_all_ranks)
+        if change in first.changes:  # followed already: what it is about is in a file, or in no argument that is given
+            first.changes[first.changes.index(change)] = replace(change, by_hand=True)
+            last = first
+            break
         first.changes.append(change)
         if not change.can_be_followed:
             break

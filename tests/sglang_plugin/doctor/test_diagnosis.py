@@ -112,6 +112,38 @@ def test_what_refuses_decode_and_what_the_changes_lead_to(models, arguments, var
     assert (found.after is not None and found.after.steps["decode"].reason is None) == helps
 
 
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [
+        (["--disable-radix", "--port", "1"], ["--port", "1"]),
+        (["--decode-context-parallel-size", "2", "--tp", "2"], ["--tp", "2"]),
+        (["--decode-context=2"], []),
+        (["--dcp-size", "2", "--dp", "2", "--disable"], ["--dp", "2", "--disable"]),  # stands for several options
+    ],
+)
+def test_aliases_and_abbreviations_are_left_out(arguments: list[str], left_out: list[str]) -> None:
+    for reason in (reasons.NO_RADIX_CACHE, reasons.DECODE_CONTEXT_PARALLEL):
+        arguments, _ = advice.CHANGES[reason].followed(arguments, {})
+    assert arguments == left_out
+    assert advice.HEADS_OF_ALL_RANKS.followed(["--dp", "2", "--tp", "2"], {})[0] == ["--tp", "2"]
+
+
+@pytest.mark.parametrize("also", [[], ["--disable-radix"]])
+def test_what_a_config_file_sets_is_changed_by_hand(models, also, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PREFIXPACK_WRAP", "1")
+    config = tmp_path / "c.yaml"
+    config.write_text(f"model-path: {models['llama']}\ndevice: cpu\ndtype: float32\ndisable-radix-cache: true\n")
+    assert main(["doctor", "--config", str(config), *also]) == 1
+    text = capsys.readouterr().out
+    assert "  1. Leave out --disable-radix-cache; " in text
+    assert "     By hand, for example in the file of --config " in text
+    assert "Then packed" not in text
+    assert "Launch:" not in text
+    assert main(["doctor", "--json", "--config", str(config), *also]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert ([change["by_hand"] for change in found["changes"]], found["after_changes"]) == ([True], None)
+
+
 @pytest.mark.parametrize("arguments", [["--disaggregation-mode", "prefill"], ["--is-embedding"]])
 @pytest.mark.parametrize("way", [["--attention-backend", "torch_native"], ["--attention-backend", "prefixpack"]])
 def test_a_server_that_only_prefills(models: dict[str, Path], arguments: list[str], way: list[str]) -> None:
