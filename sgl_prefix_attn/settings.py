@@ -127,6 +127,7 @@ class Settings(BaseModel):
     )
     route_profile: str | None = Field(
         None,
+        min_length=1,
         description="Profile that route = auto predicts with, written by `python -m sgl_prefix_attn calibrate`. "
         "Unset: the package's profile for the GPU and KV type, if there is one (H200, H100 SXM).",
         json_schema_extra={"accepts": "the path of a JSON file, or none"},

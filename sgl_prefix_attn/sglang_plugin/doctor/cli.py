@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return _unusable("SGLang is not installed in this environment")
     if not any(argument.split("=")[0] in ("--model-path", "--model", "--config") for argument in arguments):
         return _unusable("no --model-path among the launch arguments; see --help")
+    from sgl_prefix_attn.routing.profile import ProfileError
     from sgl_prefix_attn.sglang_plugin.compat import versions
 
     version, printed = versions.installed_version(), io.StringIO()
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
         with contextlib.redirect_stderr(printed):  # else SGLang prints all of its options beside the mistake
             found = diagnosis.diagnose(arguments, environ)
-    except (SettingsError, versions.UnsupportedSglangError) as error:
+    except (SettingsError, ProfileError, versions.UnsupportedSglangError) as error:
         return _unusable(str(error))
     except SystemExit as stop:  # of SGLang's parser
         if not stop.code:

@@ -95,6 +95,7 @@ def diagnose(arguments: Sequence[str], environ: Mapping[str, str]) -> Diagnosis:
 
     Raises:
         SettingsError: settings that cannot be used.
+        ProfileError: the profile that route_profile names cannot be used.
         OSError, ValueError, RuntimeError: what SGLang has against the arguments.
         SystemExit: arguments that SGLang does not know; it has printed which.
     """
@@ -124,6 +125,8 @@ def _diagnose_once(arguments: Sequence[str], environ: Mapping[str, str]) -> Diag
 
     settings = load_settings(environ)
     with _environment(environ):
+        if settings.route_profile is not None and settings.policy.predicts:
+            ProfileStore.read(settings.route_profile)  # a server that cannot read it runs stock
         entry.register_name(settings)
         server_args = prepare_server_args(list(arguments))
         if hasattr(server_args, "resolve_once"):  # 0.5.20 and later resolve when the server starts

@@ -211,6 +211,10 @@ def test_trtllm_mha_is_judged_as_at_a_start_and_its_packed_steps_are_marked(mode
     assert (decode.reason, decode.note) == (reason, trtllm_mha.TESTED if reason is None else "")
 
 
+def test_a_profile_that_no_policy_predicts_with_is_not_read(models: dict[str, Path]) -> None:
+    assert diagnosis(models["llama"], *NAME, PREFIXPACK_ROUTE="packed", PREFIXPACK_ROUTE_PROFILE="/nowhere").packs
+
+
 def test_verify_steps_take_the_place_of_decode_steps(models: dict[str, Path]) -> None:
     speculation = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
     found = diagnosis(models["llama"], *speculation, **WRAP)
@@ -359,12 +363,14 @@ class TestCommand:
             ([], {}, "no --model-path among the launch arguments"),
             (["--model-path", "/nowhere", *CPU], {}, "SGLang does not accept the arguments"),
             (["--model-path", "/nowhere", "--no-such-option"], {}, "unrecognized arguments: --no-such-option"),
+            (["LLAMA", *NAME, *CPU], {"PREFIXPACK_ROUTE_PROFILE": "/nowhere"}, "/nowhere: cannot read the profile"),
             (["--model-path", "/nowhere"], {"PREFIXPACK_WRAP": "fa4"}, "PREFIXPACK_WRAP='fa4' is not usable"),
         ],
     )
-    def test_what_cannot_be_used_is_named(self, arguments, variables, message, capsys, monkeypatch):
+    def test_what_cannot_be_used_is_named(self, arguments, variables, message, models, capsys, monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
+        arguments = [f"--model-path={models['llama']}" if word == "LLAMA" else word for word in arguments]
         assert main(["doctor", *arguments]) == 2
         assert message in capsys.readouterr().err
 
