@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sgl_prefix_attn.abtest.client import check_writable, write_whole
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
@@ -92,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
     comparisons = [Comparison(name, *pair) for name, *pair in zip(names, *runs, strict=True)]
     _print_result(comparisons, plan.servers[0])
     if args.json:
-        args.json.write_text(json.dumps(_record(args, plan, comparisons), indent=1) + "\n")
+        try:
+            write_whole(args.json, (json.dumps(_record(args, plan, comparisons), indent=1) + "\n").encode())
+        except ValueError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 2
     return 0 if all(comparison.identical for comparison in comparisons) else 1
 
 
@@ -106,13 +111,15 @@ def _plan(args: argparse.Namespace) -> _Plan:
         value = getattr(args, name)
         if value is not None and value < smallest:
             raise DemoError(f"--{name.replace('_', '-')} {value}: at least {smallest}")
+    server_args = _words_of(args.server_args)
+    _check_outputs(args)
     device = args.device or ("cuda" if args.model and _has_gpu() else "cpu")
     context = args.context_length or DEFAULT_CONTEXT[device]
     model, vocabulary = _model(args.model)
     extra = ["--context-length", str(context)]
     if device == "cpu":
         extra += ["--max-total-tokens", str(8 * context), "--max-running-requests", "64"]
-    extra += shlex.split(args.server_args)
+    extra += server_args
     stock, packed = (
         ServerOptions(model=model, backend=backend, device=device, extra=tuple(extra), log_folder=args.logs)
         for backend in (args.stock_backend or STOCK_BACKEND[device], BACKEND)
@@ -130,6 +137,26 @@ def _plan(args: argparse.Namespace) -> _Plan:
         ("three-level prompts", three_level_prompts(vocabulary, generated)),
     )
     return _Plan((stock, packed), workloads)
+
+
+def _words_of(server_args: str) -> list[str]:
+    try:
+        return shlex.split(server_args)
+    except ValueError as error:
+        raise DemoError(f"--server-args {server_args}: {error}") from error
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Finds before the servers run what could not be written after them."""
+    try:
+        if args.json:
+            check_writable(args.json)
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        raise DemoError(f"--json {error}") from error
+    except OSError as error:
+        raise DemoError(f"--logs {args.logs}: cannot make the folder: {error.strerror}") from error
 
 
 def _model(name: str | None) -> tuple[str, Vocabulary]:

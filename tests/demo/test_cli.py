@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +16,9 @@ from sgl_prefix_attn.demo.server import ServerOptions
 from sgl_prefix_attn.demo.workload import Request
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_the_status_says_whether_all_tokens_are_identical(same, tmp_path, monkeypatch, capsys):
+def serve(monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    """Answers in the place of servers; `same`: those of both backends are."""
+
     def served(options: ServerOptions, workloads: list[tuple[str, list[Request]]]) -> list[Measurement]:
         ours = options.backend == "prefixpack"
         sample = Sample("id", [1, 2 if same or not ours else 3], 0, 0, "length", first=0.1, last=0.2)
@@ -26,8 +29,29 @@ def test_the_status_says_whether_all_tokens_are_identical(same, tmp_path, monkey
         ]
 
     monkeypatch.setattr(cli, "_serve_all", served)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_status_says_whether_all_tokens_are_identical(same, tmp_path, monkeypatch, capsys):
+    serve(monkeypatch, same)
     out = tmp_path / "demo.json"
     assert main(["demo", "--requests", "5", "--samples", "3", "--json", str(out)]) == (0 if same else 1)
     assert "steps that fell back to torch_native: idle 8" in capsys.readouterr().out
     rows = json.loads(out.read_text())["comparisons"]
     assert [row["tokens_identical"] == row["tokens"] for row in rows] == [same] * 4
+
+
+def test_a_full_disk_is_told_and_leaves_the_earlier_results(tmp_path, monkeypatch, capsys):
+    serve(monkeypatch, True)
+    out = tmp_path / "demo.json"
+    out.write_text("earlier")
+
+    def fail(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    assert main(["demo", "--requests", "5", "--samples", "3", "--json", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"demo: {out}: cannot write ")
+    assert "Every token is identical." in captured.out
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
