@@ -128,12 +128,16 @@ def _run_servers(args: argparse.Namespace) -> None:
         if getattr(args, option) is not None:
             raise InputError(f"--{option} works with one --server")
     engines = {}
-    for url in dict.fromkeys(args.server):
+    for url in dict.fromkeys(url.rstrip("/") for url in args.server):
         states = read_states(url, args.api_key)
         for rank, state in enumerate(states):
             if state.running is None:
                 raise InputError(f"{url}: its version of sgl-prefix-attn does not tell the prompts of running requests")
             engines[url if len(states) == 1 else f"{url} rank {rank}"] = state.running
+    blocks = {name: running.block for name, running in engines.items()}
+    if len(set(blocks.values())) > 1:
+        told = ", ".join(f"{name}: {block}" for name, block in blocks.items())
+        raise InputError(f"prompts cannot be compared, as the servers hash blocks of different sizes ({told} tokens)")
     found = spread.spread(engines)
     _print(spread.as_json(found) if args.json else spread.render(found))
 

@@ -86,3 +86,18 @@ def test_servers_that_do_not_tell_or_are_idle_and_options_of_one_server(serve, s
     other = serve({"/server_info": (200, told(server_info))})
     assert main(["explain", "--server", idle, "--server", other]) == 0
     assert "no request runs on any of the engines" in capsys.readouterr().out
+
+
+def test_a_server_that_is_given_twice_counts_once(serve, server_info, capsys):
+    url = serve({"/server_info": (200, told(server_info, "promptAB"))})
+    assert main(["explain", "--server", url, "--server", f"{url}/", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engines"] == {url: 1}
+
+
+def test_blocks_of_different_sizes_are_not_compared(serve, server_info, capsys):
+    other = told(server_info, "promptAB")
+    other["internal_states"][0]["prefixpack"]["running"]["block"] = 256
+    urls = [serve({"/server_info": (200, info)}) for info in (told(server_info, "promptAB"), other)]
+    assert main(["explain", "--server", urls[0], "--server", urls[1]]) == 2
+    message = "prompts cannot be compared, as the servers hash blocks of different sizes"
+    assert f"explain: {message} ({urls[0]}: {BLOCK}, {urls[1]}: 256 tokens)\n" in capsys.readouterr().err
