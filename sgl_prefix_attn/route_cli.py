@@ -10,6 +10,7 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.explain.batch import InputError, parse_tree
 from sgl_prefix_attn.explain.devices import model_shape
+from sgl_prefix_attn.explain.prediction import why_no_kernel
 from sgl_prefix_attn.routing import conservative
 from sgl_prefix_attn.routing.cost import TERMS, CostModel, KernelKind
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
@@ -44,15 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profiles = commands.add_parser("profiles", help="list the profiles, and the one that a server would take")
     _add_shape(profiles)
     profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
-    _add_kernels(profiles)
-    profiles.set_defaults(packed=None)
+    _add_kernels(profiles, packed=None, choices=("native", "triton"))
     profiles.set_defaults(act=_profiles, partial_dtype=None)
 
 
-def _add_kernels(parser: argparse.ArgumentParser) -> None:
+def _add_kernels(
+    parser: argparse.ArgumentParser, packed: str | None = "native", choices: tuple[str, ...] | None = None
+) -> None:
     parser.add_argument(
         "--packed",
-        default="native",
+        default=packed,
+        choices=choices,  # of `explain` those of its profile
         metavar="KERNELS",
         help="native or triton (default native; `profiles`: as servers here)",
     )
@@ -78,6 +81,8 @@ def _explain(args: argparse.Namespace) -> None:
     if args.margin is not None and not 0 <= args.margin <= 1000:
         raise InputError(f"--margin {args.margin}: expected a percentage from 0 to 1000, as route_margin")
     shape = model_shape(args)
+    if (refused := why_no_kernel(args.packed, shape.head_dim)) is not None:
+        raise InputError(refused)
     kernel = stock_kernel(args.stock, shape)
     if args.profile is not None:
         profile = load_profile(args.profile)

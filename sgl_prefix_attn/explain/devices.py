@@ -46,6 +46,10 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
     shape = dataclasses.replace(shape, **changes)
     if shape.kv_heads < 1:
         raise InputError(f"{shape.q_heads}/{shape.kv_heads} heads: expected at least one KV head")
+    if shape.q_heads < 1 or shape.q_heads % shape.kv_heads:
+        raise InputError(
+            f"{shape.q_heads}/{shape.kv_heads} heads: the query heads have to be a multiple of the KV heads"
+        )
     if shape.head_dim < 1:
         raise InputError(f"--head-dim {shape.head_dim}: expected 1 or more")
     return shape

@@ -85,6 +85,13 @@ def layer_time(plan: Plan, seq_lens: Int64Array, shape: ModelShape, machine: Mac
     return LayerTime(found.seconds, "simulator", facts.gpu)
 
 
+def why_no_kernel(packed: str, head_dim: int) -> str | None:
+    """Why heads of a size have no packed kernel; None if they have one."""
+    if head_dim_fits(head_dim) and (packed != "native" or head_dim in HEAD_DIMS):
+        return None
+    return f"no {packed} kernel has head_dim {head_dim}: such layers run on the stock backend"
+
+
 def predicted_gain(
     forest: PrefixForest, seq_lens: Int64Array, is_decode: bool, machine: Machine, store: ProfileStore
 ) -> Gain | str:
@@ -93,8 +100,8 @@ def predicted_gain(
     if isinstance(facts, str):
         return facts
     head_dim = facts.shape.head_dim
-    if not head_dim_fits(head_dim) or (facts.packed == "native" and head_dim not in HEAD_DIMS):
-        return f"no {facts.packed} kernel has head_dim {head_dim}: such layers run on the stock backend"
+    if (refused := why_no_kernel(facts.packed, head_dim)) is not None:
+        return refused
     if not is_decode:
         return "profiles know decode steps only"
     found = store.find(facts)
