@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -28,7 +29,31 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
-    arguments = _with_values(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(_with_values(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:  # the shell has closed it, as `>&-` does
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"cannot write: {error.strerror}", file=sys.stderr)
+        _discard_output()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _discard_output() -> None:
+    """Lets the interpreter's own flush at its end succeed."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl-prefix-attn" if os.path.basename(sys.argv[0]) == "sgl-prefix-attn" else "python -m sgl_prefix_attn",
         description="Shared-prefix attention for SGLang: tools around `--attention-backend prefixpack`.",
@@ -52,14 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if more and not takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     args.more = more
-    try:
-        status: int = args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    status: int = args.run(args)
     return status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -87,7 +88,13 @@ MISTAKES = [
     ("explain --tree 1,2/64,16 --rank 0", "explain: --rank belongs to --server"),
     ("explain --tree 1,2/64,16 --heads 32", "explain: --heads 32: expected query heads / KV heads, for example 32/8"),
     ("explain --tree 1,2/64,16 --heads 32/0 --device h200", "explain: 32/0 heads: expected at least one KV head"),
-    ("explain --tree 1,2/64,16 --workers 0", "explain: --workers 0: expected at least 1"),
+    ("explain --tree 1,2/64,16 --workers 0", "explain: --workers 0: expected 1 to 65536"),
+    ("explain --tree 1,2/64,16 --workers 99999999999", "explain: --workers 99999999999: expected 1 to 65536"),
+    ("explain --tree 1,2/64,16 --heads 99999999999999999999/1", "99999999999999999999/1 heads: expected at most 65536"),
+    ("explain --tree 1,2/64,16 --head-dim 100000000000", "--head-dim 100000000000: expected 1 to 65536"),
+    ("explain --tree=", "explain: tree '': expected NODES/TOKENS"),
+    ("explain --trace=", "explain: "),
+    ("explain --server http://[::1", "explain: server 'http://[::1': expected http://HOST:PORT"),
     ("explain --tree 1,2/64,16 --plot x.gif", "explain: --plot x.gif: expected a file name that ends in"),
     ("explain --tree 1,2/64,16 --device tpu", "argument --device: invalid choice: 'tpu'"),
     ("explain --tree 1,2/64,16 --server http://x", "not allowed with argument"),
@@ -95,7 +102,7 @@ MISTAKES = [
     ("tiny-model .", ".: exists; remove it, or name another folder"),
     ("explain", "one of the arguments --tree --batch --trace --server is required"),
     ("route explain --tree 1,10", "tree '1,10': expected NODES/TOKENS"),
-    ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 or more"),
+    ("route explain --tree 4/8 --head-dim -5", "--head-dim -5: expected 1 to 65536"),
     ("route explain --tree 4/8 --margin -5", "--margin -5: expected a percentage from 0 to 1000"),
     ("route explain --tree 4/8 --heads 32/5", "32/5 heads: the query heads have to be a multiple of the KV heads"),
     ("route explain --tree 4/8 --heads 0/8", "0/8 heads: the query heads have to be a multiple of the KV heads"),
@@ -163,6 +170,25 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert result.stdout == "tree 64,4096/10,10\n"
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "message"),
+    [("&-", 0, ""), ("/dev/full", 1, "cannot write: No space left on device\n")],
+)
+@pytest.mark.parametrize("words", ["settings", "settings --markdown", "route explain --tree 1,2/64,16"])
+def test_output_that_goes_nowhere(words: str, target: str, status: int, message: str) -> None:
+    code = f"{sys.executable} -m sgl_prefix_attn {words} >{target}"
+    result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (status, message)
+
+
+def test_an_interrupted_import_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["explain", "--tree", "1,2/64,16"]) == 130
 
 
 def test_route_explain_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def read_batch_file(name: str) -> BatchDescription:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{name}: cannot read the batch: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: not JSON: {error}") from error
     try:
         model = BatchModel.model_validate(content)

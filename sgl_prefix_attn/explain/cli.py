@@ -115,9 +115,9 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _batch(args: argparse.Namespace) -> BatchDescription:
-    if args.tree:
+    if args.tree is not None:
         return parse_tree(args.tree, 1 if args.query_len is None else args.query_len)
-    if args.trace:
+    if args.trace is not None:
         return read_window(args.trace, args.window or "0:64", 0.5 if args.progress is None else args.progress)
     return read_batch_file(args.batch)
 

@@ -25,6 +25,7 @@ _GPUS = {
     "h200": (H200, 90),
 }
 DEVICE_NAMES = ("cpu", *_GPUS)
+MAX_SIZE = 65_536  # of heads, head_dim and workers; the planner's numbers have 32 bits
 STOCK_BACKENDS = ("fa3", "flashinfer", "triton")
 
 
@@ -50,8 +51,10 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
         raise InputError(
             f"{shape.q_heads}/{shape.kv_heads} heads: the query heads have to be a multiple of the KV heads"
         )
-    if shape.head_dim < 1:
-        raise InputError(f"--head-dim {shape.head_dim}: expected 1 or more")
+    if shape.q_heads > MAX_SIZE:
+        raise InputError(f"{shape.q_heads}/{shape.kv_heads} heads: expected at most {MAX_SIZE} query heads")
+    if not 1 <= shape.head_dim <= MAX_SIZE:
+        raise InputError(f"--head-dim {shape.head_dim}: expected 1 to {MAX_SIZE}")
     return shape
 
 
@@ -123,8 +126,8 @@ def _part_of(whole: DeviceModel) -> str:
 
 
 def _check_workers(args: argparse.Namespace) -> None:
-    if args.workers is not None and args.workers < 1:
-        raise InputError(f"--workers {args.workers}: expected at least 1")
+    if args.workers is not None and not 1 <= args.workers <= MAX_SIZE:
+        raise InputError(f"--workers {args.workers}: expected 1 to {MAX_SIZE}")
 
 
 def _reported(kind: type, name: str, fields: dict[str, Any]) -> Any:

@@ -183,7 +183,10 @@ def _state(url: str, content: Any) -> ServerState:
 
 
 def _server_info(url: str, api_key: str | None) -> dict[str, Any]:
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:  # as of "http://[::1"
+        parts = urllib.parse.urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise InputError(f"server {url!r}: expected http://HOST:PORT")
     base = url.rstrip("/")
@@ -210,5 +213,5 @@ def _get_json(url: str, api_key: str | None) -> Any:
         raise (_NotFoundError if error.code == 404 else InputError)(message) from error
     except (OSError, http.client.HTTPException) as error:
         raise InputError(f"{url}: no answer: {getattr(error, 'reason', None) or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{url}: the answer is not JSON: {error}") from error

@@ -53,6 +53,7 @@ def test_unusable_tree_or_query_length(tree: str, query_len: int, expected: str)
     ("content", "expected"),
     [
         ("{", "not JSON: "),
+        ("[" * 100_000, "not JSON: "),
         ([], "content: Input should be a valid dictionary"),
         ({"paths": [[]]}, "seq_lens: Field required"),
         ({"paths": [[]], "seq_lens": [1], "seqlens": 1}, "seqlens: Extra inputs are not permitted"),

@@ -52,6 +52,7 @@ def test_recorded_answer(serve: Serve, server_info: Info) -> None:
         ({}, "/get_server_info: HTTP 404 Not Found"),
         ({"/server_info": (503, b"busy")}, "/server_info: HTTP 503 Service Unavailable"),
         ({"/server_info": (200, b"<html>")}, "/server_info: the answer is not JSON: "),
+        ({"/server_info": (200, b"[" * 100_000)}, "/server_info: the answer is not JSON: "),
         ({"/server_info": (200, [1])}, ": the answer is not a JSON object; is this an SGLang server?"),
         ({"/server_info": (200, {})}, ": the answer has no internal_states; is this an SGLang server?"),
         (
