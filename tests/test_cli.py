@@ -123,6 +123,7 @@ MISTAKES = [
     ("calibrate --minutes 0", "--minutes 0.0: expected more than 0"),
     ("calibrate --families rl", "--families rl: expected some of rollouts"),
     ("calibrate --heads 32", "--heads 32: expected query heads / KV heads"),
+    ("calibrate --heads 4/0", "--heads 4/0: expected query heads / KV heads"),
     ("calibrate --heads 30/8", "30/8 heads: the query heads have to be a multiple"),
     ("calibrate --head-dim 96", "head_dim 96: a profile can be measured with 64, 128 or 256"),
     ("calibrate --heads 32/8 --tp 3", "--tp 3: 32 query heads cannot be divided"),

@@ -50,7 +50,7 @@ def shape_of(args: argparse.Namespace, cuda: bool, kv_dtype: str = "bf16") -> Sh
             raise ValueError("--model has the heads: leave out --heads and --head-dim")
         q_heads, kv_heads, head_dim = _heads_of_model(Path(args.model))
     else:
-        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", heads or ("32/8" if cuda else "8/2"))
+        match = re.fullmatch(r"(\d{1,4})/([1-9]\d{0,3})", heads or ("32/8" if cuda else "8/2"))
         if match is None:
             raise ValueError(f"--heads {heads}: expected query heads / KV heads, for example 32/8")
         q_heads, kv_heads = int(match[1]), int(match[2])
