@@ -130,6 +130,9 @@ MISTAKES = [
     ("calibrate --model nowhere", "--model nowhere: cannot read nowhere"),
     ("calibrate --model nowhere --heads 8/1", "--model has the heads"),
     ("calibrate --from x.json", "--from needs --out"),
+    ("calibrate --out .", "--out .: expected a file, this is a folder"),
+    ("calibrate --out pic.png", "--out pic.png: a profile is JSON: expected a name as PROFILE.json"),
+    ("calibrate --from RESULTS --out x.steps.json", "--out x.steps.json: a profile is JSON"),
     ("calibrate --page-size 0", "--page-size 0: expected 1 to 1024"),
     ("abtest steps RESULTS batch>=many", "'batch>=many': the N of batch>=N has to be a whole number"),
     ("abtest steps RESULTS shipped@much", "'shipped@much': expected auto, cost"),
@@ -148,6 +151,7 @@ MISTAKES = [
     ("abtest servers http://a http://b --block 0 --requests THREE", "--block 0: expected 1 to 4096 requests"),
     ("abtest servers http://127.0.0.1:9 http://b --block 1 --seed 5 --requests THREE", "Cannot connect to host"),
     ("abtest servers http://a http://b --out no/where --requests THREE", "there is no folder no"),
+    ("abtest live http://a packed stock --out .", "--out .: expected a name"),
     ("abtest servers http://a http://b --requests nowhere", "nowhere: cannot read the requests"),
 ]
 

@@ -138,8 +138,8 @@ def _effect(args: argparse.Namespace) -> float:
     """As a fraction. Checks --out as well, before anything runs."""
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
-    if args.out is not None:
-        check_writable(args.out)
+    for ending in live.ENDINGS if args.out is not None else ():
+        check_writable(live.file_of(args.out, ending))
     return float(args.effect) / 100
 
 

@@ -18,6 +18,7 @@ from sgl_prefix_attn.abtest.statistics import CopySteps, Verdict, judge, lines_o
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
 POLL_SECONDS = 0.5
+ENDINGS = (".json", ".png", ".html")  # of a report's files
 
 
 def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
@@ -63,20 +64,31 @@ def report(copies: list[dict[str, Any]], effect: float, out: Path | None) -> Ver
     return verdict
 
 
+def file_of(out: Path, ending: str) -> Path:
+    """A file of the report NAME. The ending is added: a name as llama-3.1 keeps its dot.
+
+    Raises:
+        ValueError: there is no name.
+    """
+    if not out.name:
+        raise ValueError(f"--out {out}: expected a name")
+    return out.with_name(out.name + ending)
+
+
 def write_report(out: Path, title: str, lines: list[str], values: dict[str, Any], picture: bytes) -> None:
     """Writes NAME.json, NAME.html, and NAME.png if there is a picture.
 
     Raises:
         ValueError: a file cannot be written.
     """
-    write_whole(out.with_suffix(".json"), (json.dumps(values, default=str) + "\n").encode())
+    write_whole(file_of(out, ".json"), (json.dumps(values, default=str) + "\n").encode())
     image = ""
     if picture:
-        write_whole(out.with_suffix(".png"), picture)
+        write_whole(file_of(out, ".png"), picture)
         image = f'<img alt="{title}" src="data:image/png;base64,{b64encode(picture).decode()}">'
     text = html.escape("\n".join(lines))
     page = f"<!doctype html><meta charset=utf-8><title>{title}</title><h1>{title}</h1><pre>{text}</pre>{image}\n"
-    write_whole(out.with_suffix(".html"), page.encode())
+    write_whole(file_of(out, ".html"), page.encode())
 
 
 def _picture(plan: LivePlan, copies: Sequence[CopySteps]) -> bytes:

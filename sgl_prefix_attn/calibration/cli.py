@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _from_files(args: argparse.Namespace) -> None:
     if args.out is None:
         raise ValueError("--from needs --out")
+    command.check_out(args.out)
     kv_bytes = args.kv_bits // 8
     sources = [Source.parse(text) for text in args.sources]
     results = gather(sources, kv_bytes)

@@ -21,10 +21,12 @@ from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_
 from sgl_prefix_attn.core.limits import why_not_native
 from sgl_prefix_attn.routing.measured import HEAD_DIMS, read_results
 from sgl_prefix_attn.routing.profile import Profile
-from sgl_prefix_attn.routing.profile_store import user_folder
+from sgl_prefix_attn.routing.profile_store import NOT_PROFILES, user_folder
 
 LEAST_CHECK_SEEDS = 5
 FIT_SEEDS = 3
+# Of files beside a profile, and of reports: as a profile one would replace the other.
+_NO_PROFILES = (*NOT_PROFILES, ".png", ".html")
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--check-seeds {args.check_seeds}: at least {LEAST_CHECK_SEEDS} are needed")
     if not 0 < args.minutes <= 600:
         raise ValueError(f"--minutes {args.minutes}: expected more than 0, up to 600")
+    if args.out is not None:
+        check_out(args.out)
     families = families_of(args.families)
     kv_dtypes = list(dict.fromkeys(args.kv_dtype)) if cuda else ["fp32"]
     if args.out is not None and len(kv_dtypes) > 1:
@@ -142,13 +146,30 @@ def run(args: argparse.Namespace) -> None:
         del bench  # its KV, before the next one's
 
 
+def check_out(out: Path) -> None:
+    """Checks --out before anything is measured.
+
+    Raises:
+        ValueError: it is no name for a profile, or a folder.
+    """
+    if not out.name or out.is_dir():
+        raise ValueError(f"--out {out}: expected a file, this is a folder")
+    if out.name.endswith(_NO_PROFILES):
+        raise ValueError(f"--out {out}: a profile is JSON: expected a name as PROFILE.json")
+
+
+def beside(out: Path, ending: str) -> Path:
+    """A file beside the profile. Only a final .json is left out: a name as llama-3.1 keeps its dot."""
+    return out.with_name(out.name.removesuffix(".json") + ending)
+
+
 def calibrate(
     bench: Bench, shape: Shape, args: argparse.Namespace, families: tuple[str, ...], counts: Counts
 ) -> Profile:
     """Measures the fit seeds, saves the profile, then measures the check seeds and judges the saved profile."""
     header = header_of(bench, shape, arguments_of(args, shape, families, bench.packed_name))
     out = args.out or user_folder() / f"{slug(header)}.json"
-    steps_path, report_path, plot_path = (out.with_suffix(end) for end in (".steps.json", ".report.json", ".png"))
+    steps_path, report_path, plot_path = (beside(out, end) for end in (".steps.json", ".report.json", ".png"))
     if args.fresh:
         steps_path.unlink(missing_ok=True)
     # Drawn when the run begins and kept with its steps: nothing can have been tuned to them.
@@ -161,7 +182,7 @@ def calibrate(
     if not measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit"):
         print(f"not all {len(fit_plan)} batches were measured in the time: the command with more --minutes goes on")
     print_failures(steps.rows)
-    part = out.with_suffix(".part.steps.json")
+    part = beside(out, ".part.steps.json")
     profile = fit_profile(read_results(steps.select(FIT, part)))
     profile.save(out)
 

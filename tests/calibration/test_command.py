@@ -99,6 +99,14 @@ def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pyt
     assert not fitted & {row["key"].split(".")[0] for row in steps["rows"] if row["set"] == "check"}, "unseen"
 
 
+def test_names_that_differ_after_a_dot_are_runs_of_their_own(tmp_path: Path) -> None:
+    for name in ("llama-3.1", "llama-3.2.json"):
+        calibrate(MadeUpBench(), SHAPE, arguments("--out", str(tmp_path / name)), ALL_FAMILIES, COUNTS)
+    endings = ("steps.json", "report.json", "png")
+    beside = {f"llama-3.{n}.{ending}" for n in (1, 2) for ending in endings}
+    assert {path.name for path in tmp_path.iterdir()} == {"llama-3.1", "llama-3.2.json", *beside}
+
+
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "WRITTEN_SECONDS", -1.0)
     args = arguments("--out", str(tmp_path / "p.json"))
