@@ -139,6 +139,7 @@ MISTAKES = [
     ("abtest steps RESULTS nowhere.json", "'nowhere.json': no such file, and no policy: expected auto, cost"),
     ("abtest steps RESULTS batch>64", "'batch>64': no such file, and no policy: expected auto, cost"),
     ("abtest steps nowhere.json packed", "nowhere.json: cannot read the results"),
+    ("abtest steps RESULTS cost --profile x.json", "--profile is for recorded steps: over measured ones, give"),
     ("abtest steps RESULTS shipped --packed cpu", "no cost of packed kernels 'cpu'; it has triton, native"),
     ("abtest steps RESULTS packed --packed cpu", "no measured step has both times"),
     ("abtest record nowhere --out x", "server 'nowhere': expected http://HOST:PORT"),

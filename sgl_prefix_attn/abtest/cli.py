@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
         "by a profile fitted on all others",
     )
-    steps.add_argument("--families", action="store_true", help="a row for each family of cases as well")
-    steps.add_argument("--packed", default="native", metavar="KERNELS", help="native (default), triton or cpu")
-    steps.add_argument("--stock", nargs="+", default=["fa3"], choices=BACKENDS, help="the stock backends (default fa3)")
+    steps.add_argument("--families", action="store_true", help="measured steps: a row for each family as well")
+    steps.add_argument("--packed", metavar="KERNELS", help="measured steps: native (default), triton or cpu")
+    steps.add_argument("--stock", nargs="+", choices=BACKENDS, help="measured steps: the stock backends (default fa3)")
     steps.add_argument(
         "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
     )
@@ -201,23 +201,35 @@ def _recorded(args: argparse.Namespace) -> None:
 
 def _steps(args: argparse.Namespace) -> None:
     if recording.is_recording(args.results):
+        for option in ("packed", "stock", "families"):
+            if getattr(args, option):
+                raise ValueError(f"--{option} is for measured steps: {args.results} is a recording of a server's own")
         _recorded(args)
         return
+    if args.profile is not None:
+        raise ValueError("--profile is for recorded steps: over measured ones, give its file as a policy")
     results = read_results(args.results)
+    packed, stocks = args.packed or "native", args.stock or ["fa3"]
     found: list[tuple[str, str, Verdict]] = []
-    for stock in args.stock:
+    notes: dict[str, None] = {}
+    for stock in stocks:
         for text in args.policies:
-            steps = outcomes(results.cases, candidate(text, args.packed, stock, results), args.packed, stock)
+            chosen = candidate(text, packed, stock, results)
+            notes.update(dict.fromkeys(chosen.notes))
+            steps = outcomes(results.cases, chosen, packed, stock)
             found.append((stock, text, judge(steps)))
             if args.families:
                 found += [(stock, f"  {family}", judge(of)) for family, of in _by_family(steps).items()]
     if args.json:
         rows = [{"stock": stock, "name": name.strip(), **asdict(verdict)} for stock, name, verdict in found]
-        print(json.dumps({"results": results.source, "commit": results.commit, "rows": rows}, indent=1))
+        content = {"results": results.source, "commit": results.commit, "notes": list(notes), "rows": rows}
+        print(json.dumps(content, indent=1))
         return
-    for chosen in args.stock:
-        print(f"{results.machine}, commit {results.commit}: packed {args.packed} or stock {chosen}, one layer, cold L2")
-        print("\n".join(table_lines([_HEADER, *(_row(name, of) for stock, name, of in found if stock == chosen)])))
+    for backend in stocks:
+        print(f"{results.machine}, commit {results.commit}: packed {packed} or stock {backend}, one layer, cold L2")
+        print("\n".join(table_lines([_HEADER, *(_row(name, of) for stock, name, of in found if stock == backend)])))
+    for note in notes:
+        print(note)
     print(
         "regret: time lost against an oracle, of the total; mean: geometric mean over steps; worst: largest loss of a "
         "step; gain: over stock, geometric mean; behind: steps behind stock by more than 2 %"

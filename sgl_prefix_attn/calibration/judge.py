@@ -16,7 +16,8 @@ from sgl_prefix_attn.routing import policy_names, verify
 from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.measured import BACKENDS, MeasuredCase, Results, stock_kernel
 from sgl_prefix_attn.routing.policy import CostPolicy, FixedPolicy, Route, cost_policy, policy_of
-from sgl_prefix_attn.routing.profile import Profile, load_profile, shipped_profile_of
+from sgl_prefix_attn.routing.profile import SHIPPED_FILES, Profile, load_profile, read_shipped, shipped_profile_of
+from sgl_prefix_attn.routing.profile_store import SHIPPED_ORIGIN, ProfileStore, ServerFacts, StoredProfile
 
 BEHIND = 0.02  # fraction of the stock backend's time
 Choose = Callable[[MeasuredCase], Route]
@@ -25,10 +26,11 @@ POLICIES = f"{policy_names.FORMS}; left-out[@PERCENT] or PROFILE[@PERCENT], for 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy under test; `name` as the user wrote it."""
+    """A policy under test; `name` as the user wrote it. notes: what of its decisions is by another machine's costs."""
 
     name: str
     choose: Choose
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
         ValueError: another form, an unusable profile, or a profile without these kernels.
     """
     try:
-        return Candidate(text, _named(policy_names.parse(text), results, packed, backend))
+        return _named(text, policy_names.parse(text), results, packed, backend)
     except policy_names.PolicyNameError:
         if ">=" in text:  # no file name
             raise
@@ -104,28 +106,49 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
     if name == "left-out":
         return Candidate(text, _left_out(results, packed, backend, margin))
     if name == "shipped":
-        return Candidate(text, _shipped_choice(results, packed, backend, margin))
+        return _shipped(text, results, packed, backend, margin)
     if not Path(name).expanduser().exists():
         raise ValueError(f"{text!r}: no such file, and no policy: expected {POLICIES}")
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
 
 
-def _named(name: policy_names.PolicyName, results: Results, packed: str, backend: str) -> Choose:
-    by_cost = _shipped_choice(results, packed, backend, None) if name.predicts else None
+def _named(text: str, name: policy_names.PolicyName, results: Results, packed: str, backend: str) -> Candidate:
+    by_cost = _shipped(text, results, packed, backend, None) if name.predicts else None
 
     def choose(case: MeasuredCase) -> Route:
-        cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost(case))
+        cost = FixedPolicy(Route.STOCK if by_cost is None else by_cost.choose(case))
         return policy_of(name, cost, ConservativePolicy(case.shape, packed)).decide(case.step).route
 
-    return choose
+    return Candidate(text, choose, () if by_cost is None else by_cost.notes)
 
 
-def _shipped_choice(results: Results, packed: str, backend: str, margin: int | None) -> Choose:
-    choices = {
-        kernel: profile_choice(shipped_profile_of(packed, kernel, results.kv_bytes), packed, backend, margin)
-        for kernel in {stock_kernel(backend, case.shape) for case in results.cases}
-    }
-    return lambda case: choices[stock_kernel(backend, case.shape)](case)
+def _shipped(text: str, results: Results, packed: str, backend: str, margin: int | None) -> Candidate:
+    """By the shipped profile that a server of this machine, KV and kernels would take, else by an H200's."""
+    store = ProfileStore([StoredProfile(SHIPPED_ORIGIN, name, read_shipped(name)) for name in SHIPPED_FILES], [])
+    choices: dict[tuple[str, int], Choose] = {}
+    notes: list[str] = []
+
+    def key_of(case: MeasuredCase) -> tuple[str, int]:
+        return stock_kernel(backend, case.shape), case.shape.kv_bytes
+
+    timed = {key_of(case) for case in results.cases if packed in case.packed and case.stock_us(backend) is not None}
+    for case in results.cases:
+        kernel, kv_bytes = key = key_of(case)
+        if key in choices:
+            continue
+        facts = ServerFacts(results.machine, results.capability, case.shape, results.dtype, packed, kernel)
+        found = store.find(facts)
+        if found is None:
+            profile = shipped_profile_of(packed, kernel, kv_bytes)
+            kernels = f"packed {packed}, stock {kernel} and {8 * kv_bytes}-bit KV"
+            if key in timed:
+                notes.append(
+                    f"no shipped profile is of {results.machine} with {kernels}: that of {profile.machine} decides"
+                )
+        else:
+            profile = found.stored.profile
+        choices[key] = profile_choice(profile, packed, backend, margin)
+    return Candidate(text, lambda case: choices[key_of(case)](case), tuple(notes))
 
 
 def _left_out(results: Results, packed: str, backend: str, margin: int | None) -> Choose:

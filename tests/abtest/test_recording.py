@@ -193,6 +193,25 @@ def test_unusable_recordings_are_named(content, arguments, message, tmp_path, ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--packed triton", "--stock fa3", "--families"])
+def test_options_of_measured_steps_are_refused_for_a_recording(option, tmp_path, capsys):
+    path = tmp_path / "steps.json"
+    path.write_bytes(recording.as_file([answer(recorded(30, RecordPlan(steps=512)))]))
+    assert main(["abtest", "steps", str(path), "cost", *option.split()]) == 2
+    assert f"{option.split()[0]} is for measured steps" in capsys.readouterr().err
+
+
+def test_steps_of_a_gpu_without_a_shipped_profile_say_whose_decides(tmp_path, capsys):
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json"
+    path = tmp_path / "results.json"
+    path.write_text(results.read_text().replace('"NVIDIA H200"', '"NVIDIA L40S"'))
+    assert main(["abtest", "steps", str(path), "cost", "packed"]) == 0
+    note = "no shipped profile is of NVIDIA L40S with packed native, stock fa3 and 16-bit KV: that of NVIDIA H200"
+    assert note in capsys.readouterr().out
+    assert main(["abtest", "steps", str(path), "cost", "--json"]) == 0
+    assert note in json.loads(capsys.readouterr().out)["notes"][0]
+
+
 def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
     policies = ["packed", "conservative", "shipped@5"]
     results = str(Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_attention.json")

@@ -161,6 +161,18 @@ class TestMeasuredSteps:
         assert len(unshared) == 24
         assert judge(unshared).worst_loss[0] <= 0.02
 
+    def test_the_shipped_profile_is_that_of_the_machine(self) -> None:
+        """As docs/comparing-policies.md tells of an H100; another GPU has the H200's, and a note says so."""
+        drawn = read_results(RESULTS_FOLDER / "gpu_drawn_h100.json")
+        for policy in ("cost", "shipped"):
+            verdict = self.verdict(drawn, policy, "fa3")
+            assert (verdict.packed, verdict.behind) == (166, 0)
+            assert verdict.regret == pytest.approx(0.0164, abs=1e-4)
+            assert candidate(policy, "native", "fa3", drawn).notes == ()
+        unknown = candidate("cost", "native", "fa3", replace(drawn, machine="NVIDIA L40S")).notes
+        assert "no shipped profile is of NVIDIA L40S with packed native, stock fa3 and 16-bit KV" in unknown[0]
+        assert "that of NVIDIA H200 decides" in unknown[0]
+
     def test_fp8_kv_has_a_profile_of_its_own(self) -> None:
         """flashinfer alone takes it. By 16-bit KV's profile a fifth of the time would be lost."""
         stock = Source.parse(f"{RESULTS_OF_FP8_KV}:flashinfer_tc,flashinfer_cc").read(kv_bytes=1)
