@@ -135,7 +135,9 @@ def _servers(args: argparse.Namespace) -> None:
 
 
 def _effect(args: argparse.Namespace) -> float:
-    """As a fraction. Checks --out as well, before anything runs."""
+    """As a fraction. Checks --seconds and --out as well, before anything runs."""
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g}: expected more than 0")
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
     for ending in live.ENDINGS if args.out is not None else ():

@@ -118,6 +118,7 @@ class ServersVerdict:
         equal_tokens: share of samples with the same tokens from both servers.
         orders: server of the first sending of each pair, 0 or 1.
         tpot_ms: time per output token of each block on server A and B.
+        ended: why there are no more blocks, "" after the last one.
     """
 
     arms: tuple[Arm, Arm]
@@ -125,6 +126,7 @@ class ServersVerdict:
     equal_tokens: float
     orders: list[int]
     tpot_ms: list[tuple[float, float]]
+    ended: str = ""
 
     def lines(self) -> list[str]:
         heads = f"{'arm':4} {'blocks':>7} {'TPOT ms':>9} {'TTFT ms':>9} {'tokens/s':>10}  server"
@@ -138,7 +140,10 @@ class ServersVerdict:
         if compared.winner is None and compared.pairs_needed is not None:
             text += f" A difference of {compared.effect:.1%} needs about {compared.pairs_needed:,} pairs."
         found.append(text)
-        found.append(f"{self.equal_tokens:.1%} of the samples have equal tokens from both servers.")
+        if self.orders:
+            found.append(f"{self.equal_tokens:.1%} of the samples have equal tokens from both servers.")
+        if self.ended:
+            found.append(self.ended)
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -168,10 +173,10 @@ def compare_servers(
     Args:
         block: requests of a block; those that fill no block at the end are left out.
         seed: of the orders.
-        seconds: no block is begun after this time.
+        seconds: no block is begun after this time. A block that fails after a counted one ends the comparison.
 
     Raises:
-        ValueError: too few requests, equal addresses, or a server that fails.
+        ValueError: too few requests, equal addresses, or a server that fails before a block counts.
     """
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -185,14 +190,20 @@ def compare_servers(
     orders = np.random.default_rng(seed).integers(2, size=len(blocks))
     found: list[tuple[BlockTimes, BlockTimes]] = []
     taken: list[int] = []
-    end = time.monotonic() + seconds
+    ended, end = "", time.monotonic() + seconds
     for number, chosen in enumerate(tqdm(blocks, desc="A/B", unit="block")):
         left = end - time.monotonic()
         if left <= 0:
             break
         times: dict[int, BlockTimes] = {}
-        for arm in (int(orders[number]), 1 - int(orders[number])):
-            times[arm] = block_times((first, second)[arm], chosen, max(60.0, left))
+        try:
+            for arm in (int(orders[number]), 1 - int(orders[number])):
+                times[arm] = block_times((first, second)[arm], chosen, max(60.0, left))
+        except ValueError as error:
+            if not found:
+                raise
+            ended = f"Block {number} of {len(blocks) - 1} failed and does not count: {error}"
+            break
         if number:
             found.append((times[0], times[1]))
             taken.append(int(orders[number]))
@@ -201,7 +212,8 @@ def compare_servers(
     same = [a == b for one, other in found for a, b in zip(one.tokens, other.tokens, strict=True)]
     arms = _arm(first, [a for a, _ in found]), _arm(second, [b for _, b in found])
     tpot = [(a.tpot_ms, b.tpot_ms) for a, b in found]
-    return ServersVerdict(arms, compare(ratios, seed, effect), float(np.mean(same)) if same else 0.0, taken, tpot)
+    equal = float(np.mean(same)) if same else 0.0
+    return ServersVerdict(arms, compare(ratios, seed, effect), equal, taken, tpot, ended)
 
 
 def _arm(url: str, blocks: Sequence[BlockTimes]) -> Arm:

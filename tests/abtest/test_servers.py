@@ -43,6 +43,28 @@ def test_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=-1.0)
     assert (verdict.comparison.pairs, verdict.comparison.pairs_needed) == (0, None)
     assert "At least 8 pairs are needed" in verdict.lines()[3]
+    assert not any("equal tokens" in line for line in verdict.lines())
+
+
+def test_a_late_failure_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+        sent.append(url)
+        if len(sent) > good:
+            raise ValueError(f"{url}: a block of 4 requests took longer than 60 s")
+        return BlockTimes(2.0, 1.0, 1.0, [[1]])
+
+    monkeypatch.setattr(servers, "block_times", block_times)
+    good = 21  # a pair for warm-up, nine that count, and half of one
+    verdict = compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
+    assert (verdict.comparison.pairs, len(verdict.tpot_ms), len(verdict.orders)) == (9, 9, 9)
+    text = f"Block 10 of 60 failed and does not count: {sent[-1]}: a block of 4 requests took longer than 60 s"
+    assert verdict.lines()[-1] == verdict.as_json()["ended"] == text
+    sent.clear()
+    good = 3
+    with pytest.raises(ValueError, match="took longer than 60 s"):
+        compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
 
 
 @pytest.mark.parametrize(
