@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -15,6 +15,9 @@ from tqdm import tqdm
 from sgl_prefix_attn.abtest.live import as_png
 from sgl_prefix_attn.abtest.statistics import Comparison, compare
 from sgl_prefix_attn.demo.workload import Request
+
+if TYPE_CHECKING:
+    from sgl_prefix_attn.demo.client import Answer
 
 MOST_REQUESTS = 100_000
 
@@ -86,7 +89,7 @@ def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockT
     """Sends a block at once, greedy, with as many tokens as each request says.
 
     Raises:
-        ValueError: the server is gone, refuses a request, or takes longer than `timeout` seconds.
+        ValueError: the server is gone, refuses a request, ends it early, or takes longer than `timeout` seconds.
     """
     import aiohttp
 
@@ -100,6 +103,8 @@ def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockT
     except (aiohttp.ClientError, RequestError, OSError) as error:
         raise ValueError(f"{url}: {error}") from error
     seconds = time.perf_counter() - begin
+    for answer in answers:
+        _check_length(url, answer)
     samples = [sample for answer in answers for sample in answer.samples]
     gaps = sum(len(sample.tokens) - 1 for sample in samples)
     return BlockTimes(
@@ -108,6 +113,17 @@ def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockT
         tokens_per_s=sum(len(sample.tokens) for sample in samples) / seconds,
         tokens=[sample.tokens for sample in samples],
     )
+
+
+def _check_length(url: str, answer: Answer) -> None:
+    """Times of an answer that was cut short, or streamed in parts, are not comparable."""
+    wanted = answer.request.max_new_tokens
+    for sample in answer.samples:
+        if sample.finish != "length" or len(sample.tokens) != wanted:
+            raise ValueError(
+                f"{url}: request {answer.request.name}: {len(sample.tokens)} tokens at its end ({sample.finish}), "
+                f"{wanted} were asked for"
+            )
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,16 @@ async def _generate(
     async with session.post(f"{url}/generate", json=request.body()) as response:
         if response.status != 200:
             raise RequestError(f"request {request.name}: status {response.status}: {await response.text()}")
-        async for event in _events(response):
+        async for line in _events(response):
             now = time.perf_counter() - sent
+            try:
+                event = orjson.loads(line)
+                sample = None if "error" in event else _record(samples, event, now)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                text = line[:200].decode(errors="replace")
+                raise RequestError(f"request {request.name}: unknown event {text}: {error!r}") from error
             if "error" in event:
                 raise RequestError(f"request {request.name}: {event['error']}")
-            sample = _record(samples, event, now)
             if sample is not None:
                 on_token(request, sample)
     if len(samples) != request.samples:
@@ -123,14 +128,14 @@ async def _generate(
     return Answer(request, tuple(samples[index] for index in sorted(samples)))
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream."""
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of a server-sent event stream."""
     pending = b""
     async for chunk in response.content.iter_any():
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield orjson.loads(line[len(b"data: ") :])
+                yield line[len(b"data: ") :]
 
 
 def _record(samples: dict[int, Sample], event: dict[str, Any], now: float) -> Sample | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sgl_prefix_attn.abtest import servers
-from sgl_prefix_attn.abtest.servers import BlockTimes, compare_servers, read_requests
+from sgl_prefix_attn.abtest.servers import BlockTimes, block_times, compare_servers, read_requests
 from sgl_prefix_attn.demo.workload import Request
 
 URLS = ("http://a:1", "http://b:1")
@@ -65,6 +68,57 @@ def test_a_late_failure_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPat
     good = 3
     with pytest.raises(ValueError, match="took longer than 60 s"):
         compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
+
+
+def event(tokens: list[int], finish: str | None = None) -> str:
+    meta = {"id": "x", "finish_reason": finish and {"type": finish}}
+    return "data: " + json.dumps({"output_ids": tokens, "meta_info": meta})
+
+
+@pytest.fixture
+def server_of() -> Iterator[Callable[[list[str]], str]]:
+    """Starts a server that answers every request with these events."""
+    with ExitStack() as stack:
+
+        def start(events: list[str]) -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def do_POST(self) -> None:
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                    self.send_response(200)
+                    self.end_headers()
+                    self.wfile.write("\n\n".join([*events, "data: [DONE]", ""]).encode())
+
+                def log_message(self, *arguments: object) -> None: ...
+
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([event([7, 8, 9], "stop")], r"request a: 3 tokens at its end \(stop\), 3 were asked for"),
+        ([event([7]), event([7, 8], "abort")], r"request a: 2 tokens at its end \(abort\), 3 were asked for"),
+        ([event([7]), event([8]), event([9], "length")], r"request a: 1 tokens at its end \(length\), 3 were asked"),
+        ([event([7]), "data: {oops"], "request a: unknown event {oops: JSONDecodeError"),
+        (['data: {"text": "x"}'], "request a: unknown event .*: KeyError\\('meta_info'\\)"),
+        (["data: 3"], "request a: unknown event 3: TypeError"),
+        (['data: {"error": "too long"}'], "request a: too long"),
+    ],
+)
+def test_answers_that_cannot_be_compared_are_errors(events, message, server_of):
+    url = server_of(events)
+    with pytest.raises(ValueError, match=f"^{url}: {message}"):
+        block_times(url, [Request("a", (1, 2), 3)], 60.0)
+
+
+def test_answers_of_the_requested_length_count(server_of: Callable[[list[str]], str]) -> None:
+    times = block_times(server_of([event([7]), event([7, 8, 9], "length")]), [Request("a", (1, 2), 3)], 60.0)
+    assert times.tokens == [[7, 8, 9]]
 
 
 @pytest.mark.parametrize(
