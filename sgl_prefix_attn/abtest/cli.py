@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -189,7 +190,8 @@ def _recorded(args: argparse.Namespace) -> None:
     predictor = recorded.predictor_of(copies, args.profile, ProfileStore.read())
     rows = recorded.rows_of(copies, args.policies, predictor)
     if args.json:
-        print(json.dumps([asdict(row) for row in rows]))
+        # NaN, a time without a profile, is no JSON.
+        print(json.dumps([{**asdict(row), "us": None if math.isnan(row.us) else row.us} for row in rows]))
         return
     total = sum(len(copy.us) for copy in copies)
     by = "no profile fits, so there are no times" if predictor is None else f"times by {predictor.name}"
@@ -210,7 +212,10 @@ def _steps(args: argparse.Namespace) -> None:
         return
     if args.profile is not None:
         raise ValueError("--profile is for recorded steps: over measured ones, give its file as a policy")
-    results = read_results(args.results)
+    try:
+        results = read_results(args.results)
+    except RecursionError as error:
+        raise ValueError(f"{args.results}: not a results file: its JSON is nested too deeply") from error
     packed, stocks = args.packed or "native", args.stock or ["fa3"]
     found: list[tuple[str, str, Verdict]] = []
     notes: dict[str, None] = {}

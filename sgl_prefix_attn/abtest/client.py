@@ -7,6 +7,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,15 @@ class Client:
                 return list(json.load(response)["copies"])
         except urllib.error.HTTPError as error:
             raise ServerRefusalError(_refusal(error)) from error
-        except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+        except (HTTPException, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerRefusalError(f"{self.url}: no answer: {error}") from error
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
+    try:
+        text = error.read().decode(errors="replace")
+    except (HTTPException, OSError):  # the connection broke
+        text = ""
     if error.code == 404 and "kind" not in text:
         return "the server has no address for live tests: start it with PREFIXPACK_LIVE_TESTS=1"
     if error.code in (401, 403):

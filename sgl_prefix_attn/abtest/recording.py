@@ -131,7 +131,7 @@ def read_recording(path: str | Path) -> list[Recording]:
         return [_copy(copy) for copy in content["copies"]]
     except OSError as error:
         raise RecordingError(f"{path}: cannot read the recording: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RecordingError(f"{path}: not a recording of `abtest record`: {error!r}") from error
 
 

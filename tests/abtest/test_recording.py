@@ -28,6 +28,8 @@ from tests.routing.profiles import write_profile
 
 PATHS = [[(1, 0, 200)], [(1, 0, 200)], []]
 SHAPE = ModelShape(4, 2, 64, kv_bytes=4)
+_COLUMNS = list(live_plan.RECORDED)
+HUGE = {"columns": _COLUMNS, "facts": None, "us": [1], "features": [[10**30] * len(_COLUMNS)], "ran": ["packed"]}
 
 
 def handed(lens: list[int], forest: PrefixForest) -> Any:
@@ -176,6 +178,9 @@ def test_policies_over_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "30 decode steps of a server with policy cost; no profile fits" in out
     assert out.splitlines()[3].split()[-2:] == ["?", "?"]
+    assert main(["abtest", "steps", str(path), *policies, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["stock"]["us"] is None
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,8 @@ def test_policies_over_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ("{}", ["packed"], "not a recording of `abtest record`: KeyError('copies')"),
         ('{"copies": [{"columns": ["requests"]}]}', ["packed"], "columns ['requests']; this release reads"),
+        ('{"copies": ' + "[" * 100_000 + "}", ["packed"], "not a recording of `abtest record`: RecursionError"),
+        ('{"copies": [' + json.dumps(HUGE) + "]}", ["packed"], "not a recording of `abtest record`: OverflowError"),
         ('{"copies": []}', ["packed"], "the recording has no step: the server got no request meanwhile"),
     ],
 )
@@ -210,6 +217,13 @@ def test_steps_of_a_gpu_without_a_shipped_profile_say_whose_decides(tmp_path, ca
     assert note in capsys.readouterr().out
     assert main(["abtest", "steps", str(path), "cost", "--json"]) == 0
     assert note in json.loads(capsys.readouterr().out)["notes"][0]
+
+
+def test_deeply_nested_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text("[" * 100_000)
+    assert main(["abtest", "steps", str(path), "packed"]) == 2
+    assert "not a results file: its JSON is nested too deeply" in capsys.readouterr().err
 
 
 def test_steps_has_a_row_for_each_policy_and_family(capsys: pytest.CaptureFixture[str]) -> None:
