@@ -13,11 +13,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+RETRY_SECONDS = (0.5, 2.0, 5.0)  # before each further try
 TESTS, RECORDINGS = "/prefixpack/abtest", "/prefixpack/record"
 
 
 class ServerRefusalError(ValueError):
     """The server refused a command, or does not answer: the message says why."""
+
+
+class NoAnswerError(ServerRefusalError):
+    """No answer, or one of a server that failed: the same command may succeed a little later."""
 
 
 class StepBar(tqdm):
@@ -65,11 +70,20 @@ class Client:
 
     def read(self, first: int = 0) -> list[dict[str, Any]]:
         """The state and rows of each copy, from `first` on; renews the lease."""
-        return self._ask("GET", f"{self.url}?first={first}{self._token}")
+        return self._ask_again("GET", f"{self.url}?first={first}{self._token}")
 
     def stop(self) -> list[dict[str, Any]]:
         """The last state of each copy."""
-        return self._ask("DELETE", f"{self.url}?{self._token}")
+        return self._ask_again("DELETE", f"{self.url}?{self._token}")
+
+    def _ask_again(self, method: str, url: str) -> list[dict[str, Any]]:
+        """A command that the server may get twice. One lost answer does not end what runs."""
+        for seconds in RETRY_SECONDS:
+            try:
+                return self._ask(method, url)
+            except NoAnswerError:
+                time.sleep(seconds)
+        return self._ask(method, url)
 
     def _ask(self, method: str, url: str, body: object = None) -> list[dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()
@@ -78,9 +92,10 @@ class Client:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return list(json.load(response)["copies"])
         except urllib.error.HTTPError as error:
-            raise ServerRefusalError(_refusal(error)) from error
+            kind = NoAnswerError if error.code >= 500 else ServerRefusalError
+            raise kind(_refusal(error)) from error
         except (HTTPException, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ServerRefusalError(f"{self.url}: no answer: {error}") from error
+            raise NoAnswerError(f"{self.url}: no answer: {error}") from error
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

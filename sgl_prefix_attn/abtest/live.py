@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.client import Client, StepBar, write_whole
+from sgl_prefix_attn.abtest.client import Client, ServerRefusalError, StepBar, write_whole
 from sgl_prefix_attn.abtest.statistics import CopySteps, Verdict, judge, lines_of, steps_of_copies
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
@@ -23,6 +24,8 @@ ENDINGS = (".json", ".png", ".html")  # of a report's files
 
 def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
     """Runs a test until each data-parallel copy has ended it, or some seconds. Returns the last state of each copy.
+
+    Ctrl-C, or a server that does not answer for some tries, stops the test: the steps until then are returned.
 
     A client that dies leaves the server on its own policy after `lease_steps` steps of any kind.
     """
@@ -37,6 +40,8 @@ def run(client: Client, plan: LivePlan, seconds: float) -> list[dict[str, Any]]:
                 ended = all(copy["status"] != "running" for copy in copies)
                 if ended or time.monotonic() - begin > seconds:
                     break
+    except (KeyboardInterrupt, ServerRefusalError) as error:
+        tqdm.write(f"The test was stopped early, by {f'an error: {error}' if str(error) else 'Ctrl-C'}")
     finally:
         copies = client.stop()
     return copies

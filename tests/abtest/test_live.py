@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_prefix_attn.__main__ import main
+from sgl_prefix_attn.abtest import client, live
 from sgl_prefix_attn.abtest.client import TESTS, Client, ServerRefusalError
 from sgl_prefix_attn.abtest.live import write_report
+from sgl_prefix_attn.routing.live_plan import LivePlan
 
 
 class Server(ThreadingHTTPServer):
@@ -37,7 +42,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body.encode())
 
-    do_POST = do_DELETE = do_GET
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def do_DELETE(self) -> None:
+        self.do_GET()
 
     def log_message(self, *arguments: object) -> None: ...
 
@@ -63,6 +72,44 @@ def test_answers_that_are_none_are_named(answer: tuple[int, str], message: str, 
     server.answer = lambda method: answer
     with pytest.raises(ServerRefusalError, match=message):
         Client(server.url, TESTS).start({})
+
+
+PLAN = LivePlan(arms=("packed", "stock"), block_steps=8, warmup_steps=2, pairs=20)
+
+
+def state(steps: int, status: str) -> tuple[int, str]:
+    copy = {"token": "t", "status": status, "steps_done": steps, "plan": PLAN.model_dump(), "us": [1000.0] * steps}
+    return 200, json.dumps({"copies": [{**copy, "requests": [10] * steps, "packed": [1] * steps}]})
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3, 4])
+def test_polls_that_are_lost_do_not_lose_the_test(lost, server, monkeypatch, capsys):
+    """Three tries follow a lost poll. After them the test is stopped, and its steps are judged."""
+    monkeypatch.setattr(client, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    answers = {"POST": [state(0, "running")], "DELETE": [(500, "busy"), state(250, "stopped")]}
+    answers["GET"] = [*lost * [(500, '{"error": {"message": "transient"}}')], state(250, "finished")]
+    server.answer = lambda method: answers[method].pop(0)
+    (copy,) = live.run(Client(server.url, TESTS), PLAN, 60.0)
+    assert server.asked == ["POST", *["GET"] * min(lost + 1, 4), "DELETE", "DELETE"]
+    assert len(copy["us"]) == 250
+    told = "The test was stopped early, by an error: transient"
+    assert (told in capsys.readouterr().out) == (lost == 4)
+
+
+def test_ctrl_c_stops_the_test_and_reports(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(method: str) -> tuple[int, str]:
+        if method == "GET":
+            signal.raise_signal(signal.SIGINT)
+        return state(250, "stopped" if method == "DELETE" else "running")
+
+    server.answer = answer
+    words = ["abtest", "live", server.url, "packed", "stock", "--pairs", "20", "--block", "8", "--warmup", "2"]
+    assert main([*words, "--out", str(tmp_path / "ab")]) == 0
+    assert server.asked[-1] == "DELETE"
+    out = capsys.readouterr().out
+    assert "The test was stopped early, by Ctrl-C" in out
+    assert "No difference seen" in out
+    assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["pairs"] == 15
 
 
 def test_reports_whose_names_differ_after_a_dot_are_files_of_their_own(tmp_path: Path) -> None:
