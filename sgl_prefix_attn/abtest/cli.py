@@ -11,9 +11,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sgl_prefix_attn.abtest import live, recorded, recording, servers
-from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client, check_writable, write_whole
+from sgl_prefix_attn.abtest.client import RECORDINGS, TESTS, Client
 from sgl_prefix_attn.calibration.judge import Outcome, Verdict, candidate, judge, outcomes
 from sgl_prefix_attn.calibration.report import table_lines
+from sgl_prefix_attn.core.files import check_writable, write_whole
 from sgl_prefix_attn.route_cli import run as run
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.measured import BACKENDS, read_results

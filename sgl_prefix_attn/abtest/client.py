@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -111,35 +109,3 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {error.code}: {text[:300]}"
-
-
-def check_writable(path: Path) -> None:
-    """Checks a path before a long run, without leaving anything there.
-
-    Raises:
-        ValueError: no file can be written there.
-    """
-    folder = path.parent
-    if not folder.is_dir():
-        raise ValueError(f"{path}: there is no folder {folder}")
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{path}: cannot write to {folder}")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole. Nothing is left behind if that fails.
-
-    Raises:
-        ValueError: the file cannot be written; the message says why.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot write {len(content):,} bytes: {error.strerror}") from error

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.client import Client, ServerRefusalError, StepBar, write_whole
+from sgl_prefix_attn.abtest.client import Client, ServerRefusalError, StepBar
 from sgl_prefix_attn.abtest.statistics import CopySteps, Verdict, judge, lines_of, steps_of_copies
+from sgl_prefix_attn.core.files import write_whole
 from sgl_prefix_attn.routing.live_plan import LivePlan
 
 POLL_SECONDS = 0.5

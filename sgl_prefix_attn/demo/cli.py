@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sgl_prefix_attn.abtest.client import check_writable, write_whole
+from sgl_prefix_attn.core.files import check_writable, write_whole
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import recording
-from sgl_prefix_attn.abtest.client import StepBar, check_writable, write_whole
+from sgl_prefix_attn.abtest.client import StepBar
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing import live_plan
@@ -128,24 +127,6 @@ def test_times_on_a_gpu_are_events_that_nothing_waits_for(behind: int, monkeypat
     assert set(us[known].tolist()) <= {1000.0}
     assert not known[::5].any()
     assert known.sum() == 0 if behind > 256 else known.sum() >= 0.8 * (3000 - behind) - 8
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "steps.json"
-    write_whole(path, b"before")
-
-    def full(self: Path, content: bytes) -> int:
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ValueError, match=r"steps.json: cannot write 5 bytes: No space left on device"):
-        write_whole(path, b"after")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["steps.json"]
-    assert path.read_bytes() == b"before"
-    for bad, message in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "is a folder")):
-        with pytest.raises(ValueError, match=message):
-            check_writable(bad)
 
 
 def answer(made: StepRecording) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Files of results: checked before a long run, and written whole after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def check_writable(path: Path) -> None:
+    """Checks a path before a long run, without leaving anything there.
+
+    Raises:
+        ValueError: no file can be written there.
+    """
+    if _is_device(path):
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{path}: cannot write to it")
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"{path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: cannot write to {folder}")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file as a whole. Nothing is left behind if that fails. Pipes and devices are written to.
+
+    Raises:
+        ValueError: the file cannot be written; the message says why.
+    """
+    target = path.resolve()  # a link stays
+    beside = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        if _is_device(target):
+            target.write_bytes(content)
+            return
+        try:
+            beside.write_bytes(content)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot write {len(content):,} bytes: {error.strerror}") from error
+
+
+def _is_device(path: Path) -> bool:
+    """Whether a path is no file or folder, as /dev/stdout: replacing it would take it from everybody."""
+    return path.exists() and not path.is_file() and not path.is_dir()
