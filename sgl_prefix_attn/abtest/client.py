@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 RETRY_SECONDS = (0.5, 2.0, 5.0)  # before each further try
+TIMEOUT_SECONDS = 60.0  # of all tries together
 TESTS, RECORDINGS = "/prefixpack/abtest", "/prefixpack/record"
 
 
@@ -76,18 +77,23 @@ class Client:
 
     def _ask_again(self, method: str, url: str) -> list[dict[str, Any]]:
         """A command that the server may get twice. One lost answer does not end what runs."""
+        end = time.monotonic() + TIMEOUT_SECONDS
         for seconds in RETRY_SECONDS:
             try:
-                return self._ask(method, url)
+                return self._ask(method, url, timeout=end - time.monotonic())
             except NoAnswerError:
+                if time.monotonic() + seconds >= end:
+                    raise
                 time.sleep(seconds)
-        return self._ask(method, url)
+        return self._ask(method, url, timeout=end - time.monotonic())
 
-    def _ask(self, method: str, url: str, body: object = None) -> list[dict[str, Any]]:
+    def _ask(
+        self, method: str, url: str, body: object = None, timeout: float = TIMEOUT_SECONDS
+    ) -> list[dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, self.headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
                 return list(json.load(response)["copies"])
         except urllib.error.HTTPError as error:
             kind = NoAnswerError if error.code >= 500 else ServerRefusalError

@@ -71,14 +71,14 @@ def report(copies: list[dict[str, Any]], effect: float, out: Path | None) -> Ver
 
 
 def file_of(out: Path, ending: str) -> Path:
-    """A file of the report NAME. The ending is added: a name as llama-3.1 keeps its dot.
+    """A file of the report NAME or NAME.json. The ending is added: a name as llama-3.1 keeps its dot.
 
     Raises:
         ValueError: there is no name.
     """
     if not out.name:
         raise ValueError(f"--out {out}: expected a name")
-    return out.with_name(out.name + ending)
+    return out.with_name(out.name.removesuffix(".json") + ending)
 
 
 def write_report(out: Path, title: str, lines: list[str], values: dict[str, Any], picture: bytes) -> None:

@@ -96,6 +96,17 @@ def test_polls_that_are_lost_do_not_lose_the_test(lost, server, monkeypatch, cap
     assert (told in capsys.readouterr().out) == (lost == 4)
 
 
+def test_a_server_that_never_answers_is_asked_within_one_timeout(server, monkeypatch):
+    monkeypatch.setattr(client, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.3)
+    answering = threading.Event()
+    server.answer = lambda method: (answering.wait(30), (200, ""))[1]
+    with pytest.raises(ServerRefusalError, match="no answer: timed out"):
+        Client(server.url, TESTS).read()
+    answering.set()
+    assert server.asked == ["GET"]
+
+
 def test_ctrl_c_stops_the_test_and_reports(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(method: str) -> tuple[int, str]:
         if method == "GET":
@@ -113,7 +124,7 @@ def test_ctrl_c_stops_the_test_and_reports(server: Server, tmp_path: Path, capsy
 
 
 def test_reports_whose_names_differ_after_a_dot_are_files_of_their_own(tmp_path: Path) -> None:
-    for name in ("llama-3.1", "llama-3.2"):
+    for name in ("llama-3.1", "llama-3.2.json"):
         write_report(tmp_path / name, "A/B test", [name], {"name": name}, b"picture")
     names = {f"llama-3.{n}.{ending}" for n in (1, 2) for ending in ("json", "png", "html")}
     assert {path.name for path in tmp_path.iterdir()} == names
