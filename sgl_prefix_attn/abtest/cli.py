@@ -213,10 +213,7 @@ def _steps(args: argparse.Namespace) -> None:
         return
     if args.profile is not None:
         raise ValueError("--profile is for recorded steps: over measured ones, give its file as a policy")
-    try:
-        results = read_results(args.results)
-    except RecursionError as error:
-        raise ValueError(f"{args.results}: not a results file: its JSON is nested too deeply") from error
+    results = read_results(args.results)
     packed, stocks = args.packed or "native", args.stock or ["fa3"]
     found: list[tuple[str, str, Verdict]] = []
     notes: dict[str, None] = {}

@@ -120,7 +120,7 @@ def read_results(path: str | Path) -> Results:
         )  # fmt: skip
     except OSError as error:
         raise ResultsError(f"{path}: cannot read the results: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # nested too deeply
         raise ResultsError(f"{path}: not JSON: {error}") from error
     except ResultsError:
         raise

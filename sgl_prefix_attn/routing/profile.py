@@ -210,5 +210,5 @@ def parse_profile(text: str, name: str) -> Profile:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ProfileError(f"{name}: not a routing profile: {place}: {first['msg']}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # nested too deeply
         raise ProfileError(f"{name}: not a routing profile: the file is not JSON: {error}") from error

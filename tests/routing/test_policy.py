@@ -94,7 +94,8 @@ class TestProfileFile:
         with pytest.raises(ProfileError, match=message):
             load_profile(path)
 
-    def test_something_else_than_json(self, tmp_path: Path) -> None:
-        (tmp_path / "p.json").write_text("launch: 3", encoding="utf-8")
+    @pytest.mark.parametrize("text", ["launch: 3", "[" * 100_000], ids=["text", "deep"])
+    def test_something_else_than_json(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / "p.json").write_text(text, encoding="utf-8")
         with pytest.raises(ProfileError, match=r"not a routing profile: the file is not JSON"):
             load_profile(tmp_path / "p.json")
