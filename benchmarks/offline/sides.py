@@ -116,8 +116,7 @@ def serve_runner(connection: Connection, launch: Launch) -> None:
         folder = Path(name)
         source, target = folder / "in.jsonl", folder / "out.jsonl"
         engine = EngineArguments(launch.arguments, launch.environment, folder / "log")
-        options = BatchOptions(source, target, folder / "errors", launch.model, (engine,), ordered=True)
-        engines = KeptEngines(engine_process.main, [engine])
+        options = BatchOptions(source, target, folder / "errors", launch.model, (engine,), ordered=True, overwrite=True)
         encoder = PromptEncoder(launch.model)
 
         def run(prompts: PromptLists, output: int) -> Run:
@@ -132,8 +131,9 @@ def serve_runner(connection: Connection, launch: Launch) -> None:
             answers = [json.loads(text)["response"]["body"]["choices"][0]["token_ids"] for text in target.open()]
             return Run(summary.seconds, progress.spent, summary.cached_tokens, checksums(prompts, answers))
 
-        _serve(connection, run)
-        engines.close()
+        # Also after an error: this process would wait for its engine for ever.
+        with contextlib.closing(KeptEngines(engine_process.main, [engine])) as engines:
+            _serve(connection, run)
 
 
 def _serve(connection: Connection, run: Callable[[PromptLists, int], Run]) -> None:
