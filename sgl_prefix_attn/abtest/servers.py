@@ -189,10 +189,12 @@ def compare_servers(
     Args:
         block: requests of a block; those that fill no block at the end are left out.
         seed: of the orders.
-        seconds: no block is begun after this time. A block that fails after a counted one ends the comparison.
+        seconds: no block is begun after this time. A block that fails after a counted one ends the comparison, and
+            so does Ctrl-C.
 
     Raises:
         ValueError: too few requests, equal addresses, or a server that fails before a block counts.
+        KeyboardInterrupt: Ctrl-C before a block counts.
     """
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -203,33 +205,46 @@ def compare_servers(
     blocks = [requests[begin : begin + block] for begin in range(0, len(requests) - block + 1, block)]
     if len(blocks) < 2:
         raise ValueError(f"{len(requests)} requests are fewer than two blocks of {block}, one of them for warm-up")
-    orders = np.random.default_rng(seed).integers(2, size=len(blocks))
-    found: list[tuple[BlockTimes, BlockTimes]] = []
-    taken: list[int] = []
-    ended, end = "", time.monotonic() + seconds
-    for number, chosen in enumerate(tqdm(blocks, desc="A/B", unit="block")):
-        left = end - time.monotonic()
-        if left <= 0:
-            break
-        times: dict[int, BlockTimes] = {}
-        try:
-            for arm in (int(orders[number]), 1 - int(orders[number])):
-                times[arm] = block_times((first, second)[arm], chosen, max(60.0, left))
-        except ValueError as error:
-            if not found:
-                raise
-            ended = f"Block {number} of {len(blocks) - 1} failed and does not count: {error}"
-            break
-        if number:
-            found.append((times[0], times[1]))
-            taken.append(int(orders[number]))
+    orders = [int(order) for order in np.random.default_rng(seed).integers(2, size=len(blocks))]
+    found, ended = _pairs((first, second), blocks, orders, seconds)
     known = [(a, b) for a, b in found if min(a.tpot_ms, b.tpot_ms) > 0]  # 0: all tokens came at once
     ratios = [float(np.log(b.tpot_ms / a.tpot_ms)) for a, b in known]
     same = [a == b for one, other in found for a, b in zip(one.tokens, other.tokens, strict=True)]
     arms = _arm(first, [a for a, _ in found]), _arm(second, [b for _, b in found])
     tpot = [(a.tpot_ms, b.tpot_ms) for a, b in found]
     equal = float(np.mean(same)) if same else 0.0
-    return ServersVerdict(arms, compare(ratios, seed, effect), equal, taken, tpot, ended)
+    return ServersVerdict(arms, compare(ratios, seed, effect), equal, orders[1 : 1 + len(found)], tpot, ended)
+
+
+def _pairs(
+    urls: tuple[str, str], blocks: Sequence[Sequence[Request]], orders: Sequence[int], seconds: float
+) -> tuple[list[tuple[BlockTimes, BlockTimes]], str]:
+    """Times of the blocks that count, on both servers, and why there are no more; "" after the last one.
+
+    Raises:
+        ValueError: a server fails before a block counts.
+        KeyboardInterrupt: Ctrl-C before a block counts.
+    """
+    found: list[tuple[BlockTimes, BlockTimes]] = []
+    number, end = 0, time.monotonic() + seconds
+    try:
+        for number, chosen in enumerate(tqdm(blocks, desc="A/B", unit="block")):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            times: dict[int, BlockTimes] = {}
+            for arm in (orders[number], 1 - orders[number]):
+                times[arm] = block_times(urls[arm], chosen, max(60.0, left))
+            if number:  # the first one is warm-up
+                found.append((times[0], times[1]))
+    except (KeyboardInterrupt, ValueError) as error:
+        if not found:
+            raise
+        of = len(blocks) - 1
+        if isinstance(error, KeyboardInterrupt):
+            return found, f"The test was stopped early, by Ctrl-C: {len(found)} of {of} blocks count."
+        return found, f"Block {number} of {of} failed and does not count: {error}"
+    return found, ""
 
 
 def _arm(url: str, blocks: Sequence[BlockTimes]) -> Arm:

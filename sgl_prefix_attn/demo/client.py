@@ -91,12 +91,14 @@ async def _replay(
             return answer
 
         tasks = [asyncio.create_task(one(request)) for request in requests]
+        answers = asyncio.gather(*tasks)
         try:
-            return await asyncio.wait_for(asyncio.gather(*tasks), timeout_seconds)
+            return await asyncio.wait_for(answers, timeout_seconds)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # `answers` as well: after Ctrl-C nobody has asked for its exception, and asyncio would print it.
+            await asyncio.gather(answers, *tasks, return_exceptions=True)
 
 
 async def _generate(

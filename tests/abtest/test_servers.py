@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.abtest import servers
 from sgl_prefix_attn.abtest.servers import BlockTimes, block_times, compare_servers, read_requests
 from sgl_prefix_attn.demo.workload import Request
@@ -70,22 +74,49 @@ def test_a_late_failure_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPat
         compare_servers(URLS, REQUESTS, 4, seed=3, effect=0.01, seconds=60)
 
 
+@pytest.mark.parametrize("finished", [5, 2, 1])
+def test_ctrl_c_keeps_the_blocks_before_it(finished, tmp_path, monkeypatch, capsys):
+    """finished: sendings before Ctrl-C, two of them for warm-up."""
+    sent: list[str] = []
+
+    def block_times(url: str, requests: Sequence[Request], timeout: float) -> BlockTimes:
+        if len(sent) == finished:
+            signal.raise_signal(signal.SIGINT)
+        sent.append(url)
+        return BlockTimes(2.0, 1.0, 1.0, [[1]])
+
+    monkeypatch.setattr(servers, "block_times", block_times)
+    path = tmp_path / "requests.jsonl"
+    path.write_text(8 * '{"input_ids": [5, 6], "max_new_tokens": 4}\n')
+    words = ["abtest", "servers", *URLS, "--requests", str(path), "--block", "2", "--out", str(tmp_path / "ab")]
+    status = main(words)
+    out = capsys.readouterr().out
+    if finished < 4:  # no block counts
+        assert (status, out, (tmp_path / "ab.json").exists()) == (130, "", False)
+        return
+    assert status == 0
+    assert "The test was stopped early, by Ctrl-C: 1 of 3 blocks count." in out
+    verdict = json.loads((tmp_path / "ab.json").read_text())["verdict"]
+    assert (verdict["tpot_ms"], len(verdict["orders"])) == ([[2.0, 2.0]], 1)
+
+
 def event(tokens: list[int], finish: str | None = None) -> str:
     meta = {"id": "x", "finish_reason": finish and {"type": finish}}
     return "data: " + json.dumps({"output_ids": tokens, "meta_info": meta})
 
 
 @pytest.fixture
-def server_of() -> Iterator[Callable[[list[str]], str]]:
-    """Starts a server that answers every request with these events."""
+def server_of() -> Iterator[Callable[..., str]]:
+    """Starts a server that answers every request with these events, after a call of `first`."""
     with ExitStack() as stack:
 
-        def start(events: list[str]) -> str:
+        def start(events: list[str], first: Callable[[], object] = object) -> str:
             class Handler(BaseHTTPRequestHandler):
                 def do_POST(self) -> None:
                     self.rfile.read(int(self.headers["Content-Length"]))
                     self.send_response(200)
                     self.end_headers()
+                    first()
                     self.wfile.write("\n\n".join([*events, "data: [DONE]", ""]).encode())
 
                 def log_message(self, *arguments: object) -> None: ...
@@ -116,7 +147,24 @@ def test_answers_that_cannot_be_compared_are_errors(events, message, server_of):
         block_times(url, [Request("a", (1, 2), 3)], 60.0)
 
 
-def test_answers_of_the_requested_length_count(server_of: Callable[[list[str]], str]) -> None:
+def test_ctrl_c_leaves_a_block_that_runs_and_logs_nothing(server_of: Callable[..., str], caplog: Any) -> None:
+    left = threading.Event()
+
+    def stop() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        left.wait(60)
+
+    url = server_of([], stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block_times(url, [Request("a", (1, 2), 3)], 60.0)
+    finally:
+        left.set()
+    gc.collect()
+    assert caplog.text == ""
+
+
+def test_answers_of_the_requested_length_count(server_of: Callable[..., str]) -> None:
     times = block_times(server_of([event([7]), event([7, 8, 9], "length")]), [Request("a", (1, 2), 3)], 60.0)
     assert times.tokens == [[7, 8, 9]]
 
