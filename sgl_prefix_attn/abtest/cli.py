@@ -138,13 +138,17 @@ def _servers(args: argparse.Namespace) -> None:
 
 def _effect(args: argparse.Namespace) -> float:
     """As a fraction. Checks --seconds and --out as well, before anything runs."""
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g}: expected more than 0")
+    _check_seconds(args)
     if not 0.01 <= args.effect <= 100:
         raise ValueError(f"--effect {args.effect}: expected 0.01 to 100 percent")
     for ending in live.ENDINGS if args.out is not None else ():
         check_writable(live.file_of(args.out, ending))
     return float(args.effect) / 100
+
+
+def _check_seconds(args: argparse.Namespace) -> None:
+    if not args.seconds > 0:  # NaN as well
+        raise ValueError(f"--seconds {args.seconds:g}: expected more than 0")
 
 
 def _live(args: argparse.Namespace) -> None:
@@ -161,6 +165,7 @@ def _live(args: argparse.Namespace) -> None:
 
 
 def _record(args: argparse.Namespace) -> None:
+    _check_seconds(args)
     check_writable(args.out)
     try:
         plan = RecordPlan(steps=args.steps, lease_steps=args.lease)
