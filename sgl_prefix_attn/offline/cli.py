@@ -137,7 +137,7 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
     _check_files(args.input, args.output, errors, args.overwrite)
     device = _device(args)
     logs.mkdir(parents=True, exist_ok=True)
-    arguments = ("--model-path", args.model, *_server_arguments(args.server_args, device))
+    arguments = tuple(_server_arguments(args.model, args.server_args, device))
     # Models on a CPU are for tests; their matrices are too small for several threads.
     environment: tuple[tuple[str, str], ...] = ()
     if device == "cpu":
@@ -193,8 +193,11 @@ def _check_files(source: Path, output: Path, errors: Path, overwrite: bool) -> N
             raise UsageError(f"{path} exists; --overwrite replaces it")
 
 
-def _server_arguments(text: str, device: str) -> list[str]:
-    given = shlex.split(text)
+def _server_arguments(model: str, text: str, device: str) -> list[str]:
+    from sgl_prefix_attn.sglang_plugin.offline.config_file import with_config_file
+
+    # The file's arguments are read here: they decide about GPUs and prompts, and the defaults leave them alone.
+    given = with_config_file(["--model-path", model, *shlex.split(text)])
     defaults = {"--device": device, "--attention-backend": "prefixpack", "--log-level": "warning"}
     if device == "cpu":
         defaults |= {"--dtype": "float32", "--grammar-backend": "none"}

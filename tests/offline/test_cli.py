@@ -191,6 +191,45 @@ def test_engines_have_gpus_of_their_own(source, tmp_path, text, first):
     assert [engine.arguments[-2:] for engine in options.engines] == [("--base-gpu-id", number) for number in first]
 
 
+def test_the_file_of_config_is_read_as_sglang_reads_it(source, tmp_path):
+    """Arguments of the command line win over the file's, and these over our defaults."""
+    config = tmp_path / "engine.yaml"
+    config.write_text(
+        "model-path: other\ntp-size: 2\ntrust-remote-code: true\nenable-dp-attention: false\nbase-gpu-id: 7\n"
+        "attention-backend: fa3\ncuda-graph-bs-decode: [1, 8]\ntokenizer-path: words\n"
+    )
+    text = f"--base-gpu-id 1 --config {config} --pp-size 2"
+    args = parsed(source, tmp_path / "o", "--engines", 2, "--server-args", text)
+    args.device = "cuda"
+    first, second = (engine.arguments for engine in cli._options(args, tmp_path).engines)
+    assert (first[-2:], second[-2:]) == (("--base-gpu-id", "1"), ("--base-gpu-id", "5"))
+    read = cli.read_options(first)
+    assert (read.model_path, read.tokenizer_path, read.trust_remote_code) == ("m", "words", True)
+    assert not {"--config", "prefixpack", "--enable-dp-attention"} & {*first}
+    at = first.index("--cuda-graph-bs-decode")
+    assert first[at : at + 4] == ("--cuda-graph-bs-decode", "1", "8", "--tokenizer-path")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "Config file not found"),
+        ("[1]", "Config file must contain a dictionary"),
+        ("a: [", "while parsing"),
+        ("1: 2", "int"),
+        ("tp-size: two", "argument --tp-size/--tp"),
+    ],
+)
+def test_a_config_file_that_cannot_be_read_is_an_unusable_argument(content, message, source, tmp_path, capsys):
+    config = tmp_path / "engine.yaml"
+    if content is not None:
+        config.write_text(content)
+    assert cli.run(parsed(source, tmp_path / "o", "--server-args", f"--config {config}")) == 2
+    error = capsys.readouterr().err
+    assert "--server-args: " in error
+    assert message in error
+
+
 def test_an_engine_takes_gpus_of_a_ray_cluster_for_all_its_ranks(source, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "connect", lambda address: address)
     text = "--tp-size 2 --dp-size 2 --base-gpu-id 4"

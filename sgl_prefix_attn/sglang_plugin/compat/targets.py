@@ -287,19 +287,6 @@ _ADMISSION = (
     *attributes_of("sampling.sampling_params.SamplingParams", "custom_params max_new_tokens"),
 )
 
-# The engine of offline batches.
-_ENGINE = "entrypoints.engine.Engine"
-_OFFLINE = (
-    Target(_ENGINE, Use.CLASS),
-    Target(f"{_ENGINE}.async_generate", Use.CALL, ("prompt", "sampling_params", "input_ids")),
-    Target(f"{_ENGINE}.get_server_info", Use.CALL),
-    Target(f"{_ENGINE}.shutdown", Use.CALL),
-    *attributes_of(_ENGINE, "loop tokenizer_manager"),
-    *attributes_of("managers.tokenizer_manager.TokenizerManager", "context_len"),
-    Target("plugins.load_plugins", Use.CALL),
-    Target("server_args.prepare_server_args", Use.CALL, ("argv",)),
-)
-
 # Prefix caches. Requests hold node objects up to 0.5.18, ids of the unified cache from 0.5.19 on.
 _TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
@@ -394,7 +381,6 @@ TARGETS = (
     *_POOLS,
     *_BATCHES,
     *_ADMISSION,
-    *_OFFLINE,
     *_TREES,
     *_ARGUMENTS,
 )
