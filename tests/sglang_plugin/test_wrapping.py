@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +25,7 @@ from sgl_prefix_attn.sglang_plugin.backend import eligibility, plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.backend.server_info import process_state
 from sgl_prefix_attn.sglang_plugin.backend.stock_only import StockOnlyBackend
-from sgl_prefix_attn.sglang_plugin.compat import launchers, versions, wrap_targets
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import build_stock
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handover, HandoverHooks
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
@@ -361,49 +358,3 @@ class TestRegistry:
         monkeypatch.delitem(entry.sys.modules, "sglang.srt.entrypoints.engine", raising=False)
         entry.register()
         assert bool(registered) != wrap
-
-
-def own_scheduler(*arguments: Any) -> tuple[Any, ...]:
-    return arguments
-
-
-class TestLaunchers:
-    @staticmethod
-    def launched_with(function: Any) -> Any:
-        calls: list[tuple[Any, ...]] = []
-        launchers.around_launch_scheduler_processes(lambda *args: calls.append(args), object, "args", "ports", function)
-        ((_, server_args, port_args, launched),) = calls
-        assert (server_args, port_args) == ("args", "ports")
-        return launched
-
-    def test_a_function_of_the_launchers_own_loads_plugins_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loaded: list[str] = []
-        monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: loaded.append("plugins"))
-        launched = pickle.loads(pickle.dumps(self.launched_with(own_scheduler)))
-        assert launched(1, 2) == (1, 2)
-        assert loaded == ["plugins"]
-
-    def test_a_ray_actor_loads_plugins_with_the_settings_of_the_process_that_makes_it(self, monkeypatch):
-        found: list[str | None] = []
-        monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: found.append(os.environ.get("PREFIXPACK_WRAP")))
-        monkeypatch.setenv("PREFIXPACK_WRAP", "1")
-        sent = launchers.around_create_scheduler_actor(lambda **options: options, gpu_id=0, port_args=[30000])
-        arguments = pickle.dumps(sent)
-        monkeypatch.delenv("PREFIXPACK_WRAP")
-        assert pickle.loads(arguments) == {"gpu_id": 0, "port_args": [30000]}
-        assert found == ["1"]
-
-    @pytest.mark.parametrize(("arguments", "hooked"), [([], False), (["--use-ray"], True)])
-    def test_ray_actors_are_hooked_where_they_are_made(self, arguments, hooked, monkeypatch):
-        registered: list[Any] = []
-        monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
-        monkeypatch.setattr(entry.sys, "argv", ["launch_server", *arguments])
-        entry.register()
-        assert (wrap_targets.CREATE_RAY_ACTOR in {hook.target for hook in registered}) == hooked
-
-    def test_sglangs_own_function_and_none_stay(self) -> None:
-        from sglang.srt.managers.scheduler import run_scheduler_process
-
-        assert self.launched_with(run_scheduler_process) is run_scheduler_process
-        assert self.launched_with(None) is None
-        assert isinstance(self.launched_with(functools.partial(own_scheduler)), functools.partial)
