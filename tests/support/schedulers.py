@@ -20,13 +20,15 @@ def step_router(
     drafts: int = 1,
     graphs: bool = False,
     counters: Counters | None = None,
+    microbatches: int = 1,
     **settings: Any,
 ) -> StepRouter:
     """The router of a server. shape: None before the first decode step. graphs: whether steps run in graphs."""
     planners = [] if shape is None else [SimpleNamespace(shape=shape)]
     executor: Any = SimpleNamespace(kernels=kernels, planners=planners, runs_in_graphs=graphs, drafts=drafts)
     settings = {"metrics": False, **settings}
-    return StepRouter(Settings(**settings), counters or Counters(), executor, stock, SimpleNamespace())
+    counters = counters or Counters()
+    return StepRouter(Settings(**settings), counters, executor, stock, SimpleNamespace(), microbatches=microbatches)
 
 
 class TokenizerManager:

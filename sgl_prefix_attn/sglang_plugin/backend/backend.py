@@ -76,6 +76,7 @@ class PrefixPackBackend(AttentionBackend):
         why_all_stock = made if isinstance(made, str) else None
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
+        microbatches = versions.microbatches(runner)
         router = StepRouter(
             state.settings,
             self._counters,
@@ -84,9 +85,10 @@ class PrefixPackBackend(AttentionBackend):
             stock,
             profiles_of_ranks(state.settings),
             QUERY_TYPES.get(runner.dtype, "bf16"),
+            microbatches,
         )
         mixes = graphs_share_metadata(stock_name)
-        self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes)
+        self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes, microbatches)
         self.graph_variants = self._planner.graph_variants
         self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.why_stock("verify") is None
         # Verify steps are planned by bounds of their lengths.

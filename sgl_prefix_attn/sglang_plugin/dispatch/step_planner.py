@@ -19,6 +19,7 @@ from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.policy import Route
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import GraphVariants
+from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupported_verify
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
@@ -87,6 +88,7 @@ class StepPlanner:
         router: routes decode and verify steps that could run packed.
         counters: process totals.
         mixes_in_graphs: whether a size may have two graphs where some layers of the packed one are stock.
+        microbatches: batches that take turns.
 
     Attributes:
         graph_variants: decode graphs of the stock backend beside the packed ones.
@@ -99,12 +101,15 @@ class StepPlanner:
         router: StepRouter,
         counters: Counters,
         mixes_in_graphs: bool = False,
+        microbatches: int = 1,
     ) -> None:
         self._mixes_in_graphs = mixes_in_graphs
         self._executor = executor
         self._layers = layers
         self._router = router
         self._counters = counters
+        # Packed decode steps. None: the one that a step may continue is the step before.
+        self._packed_steps = LastSteps[StepDecision](microbatches) if microbatches > 1 else None
         self.graph_variants = GraphVariants(self._wants_variants)
 
     # Facts about the server -----------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ class StepPlanner:
         Args:
             handed: the paths of the batch, or why there are none.
             forward_batch: SGLang's ForwardBatch; padded in a graph.
-            last: the decision of the step before. A steady step returns it unchanged.
+            last: the decision of the step before. A steady step returns it unchanged, or that of its microbatch.
             in_graph: whether a captured graph runs the layers.
         """
         in_packed_graph = in_graph and self.graph_is_packed(forward_batch.forward_mode)
@@ -168,6 +173,10 @@ class StepPlanner:
         changed = self._router.watches_steps and self._router.step_begins(
             forward_batch.forward_mode.is_decode(), handed, _requests(handed, forward_batch)
         )
+        if self._packed_steps is not None:
+            if changed:  # of all microbatches
+                self._packed_steps.clear()
+            last = self._packed_steps.get(handed.step) or last
         step = last.step
         steady = step is not None and not changed and handed.step is step.paths
         if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
@@ -185,7 +194,10 @@ class StepPlanner:
         else:
             outcome = self._plan(paths, handed, forward_batch, in_graph, in_packed_graph, may_route)
         if isinstance(outcome, PackedStep):
-            return StepDecision(StepKind.PACKED, step=outcome)
+            decision = StepDecision(StepKind.PACKED, step=outcome)
+            if self._packed_steps is not None and outcome.paths is not None:
+                self._packed_steps.keep(outcome.paths, decision)
+            return decision
         if outcome is not None and outcome != fallback_reasons.HOOK_FAILED:  # counted where it failed
             self._counters.fallback(outcome)
         if in_packed_graph and not may_route:

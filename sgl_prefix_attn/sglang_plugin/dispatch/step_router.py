@@ -17,6 +17,7 @@ from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
+from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
@@ -49,6 +50,7 @@ class StepRouter:
         stock: the stock backend.
         store: profiles to choose from; None: those of this machine.
         dtype: of queries: bf16, fp16 or fp32.
+        microbatches: batches that take turns.
 
     Attributes:
         always_stock: whether no decode or verify step ever runs packed.
@@ -68,6 +70,7 @@ class StepRouter:
         stock: Any,
         store: ProfileStore | None = None,
         dtype: str = "bf16",
+        microbatches: int = 1,
     ) -> None:
         self.setting = settings.route
         self.name: PolicyName = settings.policy
@@ -78,8 +81,7 @@ class StepRouter:
         self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype)
         self._router: Router | None = None
         self._verify_router: Router | None = None
-        self._stock_paths: StepPaths | None = None  # paths of the last step if it was routed to the stock backend
-        self._age = 0
+        self._stock_steps = LastSteps[int](microbatches)  # steps that keep the stock route of one: their number so far
         self._decides = self.name.fixed is None
         self._decides_verify = self._decides and executor.kernels != "cpu"
         self._executor = executor
@@ -167,7 +169,8 @@ class StepRouter:
             arm, keeps_arm = live.step(is_decode, requests), not is_decode
         changed = not keeps_arm and arm != self._arm
         if changed:
-            self._arm, self._stock_paths = arm, None
+            self._arm = arm
+            self._stock_steps.clear()
         runs = (running is not None and running.status == RUNNING for running in (live, recording))
         self.watches_steps = self._arm is not None or any(runs)
         return changed
@@ -225,9 +228,10 @@ class StepRouter:
         if paths.mode not in ("decode", "verify"):
             return False
         if not self.always_stock:
-            if paths is not self._stock_paths or self._age + 1 >= STEPS_BETWEEN_PLANS:
+            age = self._stock_steps.get(paths)
+            if age is None or age + 1 >= STEPS_BETWEEN_PLANS:
                 return False
-            self._age += 1
+            self._stock_steps.keep(paths, age + 1)
         self._count(Route.STOCK)
         return True
 
@@ -237,7 +241,7 @@ class StepRouter:
         Args:
             host_lens: [requests] KV lengths, including the tokens of this step.
         """
-        self._stock_paths = None
+        self._stock_steps.drop(paths)
         arm, live = self._arm if paths.mode == "decode" else None, self.live
         router = self._router_of(paths.mode) if arm is None or live is None else live.routers[arm]
         if router is None:
@@ -248,7 +252,7 @@ class StepRouter:
             live.decided(paths.forest, host_lens, arm, route)
         self._count(route)
         if route is Route.STOCK:
-            self._stock_paths, self._age = paths, 0
+            self._stock_steps.keep(paths, 0)
         return route
 
     def _count(self, route: Route) -> None:

@@ -175,7 +175,7 @@ class TestReplay:
         for longer in (0, 128):
             fixture.grow(longer)
             for handed in (None, NOTHING, None, NOTHING):
-                fixture.backend._record.router._stock_paths = None  # look at every step
+                fixture.backend._record.router._stock_steps.clear()  # look at every step
                 assert_same(fixture.graphs.replay(handed), fixture.run_stock())
         assert routes(fixture) == {"packed": 2, "stock": 2}
 

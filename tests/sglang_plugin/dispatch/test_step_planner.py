@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -15,13 +16,14 @@ from sglang.srt.managers import overlap_utils
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import sgl_prefix_attn
+from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepDecision, StepKind
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from tests.sglang_plugin.fixture import LENGTHS, SHARED, Fixture
-from tests.sglang_plugin.gpu_fixture import GpuFixture
+from tests.sglang_plugin.gpu_fixture import GpuFixture, assert_same
 
 PLUGIN = str(Path(sgl_prefix_attn.__file__).parent / "sglang_plugin")
 
@@ -73,6 +75,31 @@ class TestSteadySteps:
         assert decisions[0] is not decisions[STEPS_BETWEEN_PLANS]
         counters = fixture.state.counters
         assert counters.plans_made + counters.plans_reused == counters.steps_packed["decode"] == len(decisions)
+
+    def test_each_microbatch_of_a_pipeline_reuses_its_own_decision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two take turns, one of which shares nothing. A new policy decides about both."""
+        arguments = SimpleNamespace(chunked_prefill_size=64, pp_size=2)
+        fixture = GpuFixture(SHARED, LENGTHS, settings=Settings(metrics=False, route="packed"), server_args=arguments)
+        alone = dataclasses.replace(fixture.step, forest=PrefixForest.from_paths([[]] * len(LENGTHS)))
+        of_batch: dict[str, list[StepDecision]] = {"shared": [], "alone": []}
+
+        def turn() -> None:
+            for step, decisions in zip((fixture.step, alone), of_batch.values(), strict=True):
+                assert_same(fixture.run(fixture.handed._replace(step=step)), fixture.run_stock())
+                decisions.append(fixture.backend.decision)
+            fixture.grow(1)
+
+        for _ in range(STEPS_BETWEEN_PLANS + 1):
+            turn()
+        for decisions in of_batch.values():
+            assert len(set(map(id, decisions))) == 2
+            assert decisions[0] is decisions[STEPS_BETWEEN_PLANS - 1]
+        router = fixture.backend._planner._router
+        monkeypatch.setattr(router, "watches_steps", True)
+        monkeypatch.setattr(router, "step_begins", Mock(side_effect=[True, False]))
+        turn()
+        assert all(decisions[-1] is not decisions[-2] for decisions in of_batch.values())
+        assert fixture.fallbacks == {}
 
     @pytest.mark.parametrize("make", [Fixture, GpuFixture])
     @pytest.mark.parametrize("steady", [True, False])

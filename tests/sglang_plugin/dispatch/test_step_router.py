@@ -19,6 +19,7 @@ from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import rank_profiles
 from sgl_prefix_attn.sglang_plugin.dispatch import live_policy
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
+from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
 from tests.routing.profiles import write_profile
 from tests.support.schedulers import step_router
 
@@ -119,6 +120,25 @@ def test_on_a_cpu_without_a_profile_cost_is_no_condition(route: str, requests: i
     assert routes.may_change("decode") == (route != "auto")
     paths: Any = SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * requests))
     assert routes.decide(paths, np.full(requests, 9, dtype=np.int64)) is expected
+
+
+def test_each_microbatch_keeps_its_stock_route() -> None:
+    """Two take turns; one of them gets another request, whose paths are new."""
+    routes = step_router(ModelShape(32, 8, 128), "flashinfer", microbatches=2, route="batch>=9")
+    assert routes.may_change("decode")
+    lens = np.full(2, 9, dtype=np.int64)
+
+    def batch() -> Any:
+        return SimpleNamespace(mode="decode", forest=PrefixForest.from_paths([[(1, 0, 8)]] * 2))
+
+    def kept(paths: Any) -> bool:
+        return routes.stays_stock(paths) or routes.decide(paths, lens) is not Route.STOCK
+
+    steady, others = batch(), [batch() for _ in range(2 * STEPS_BETWEEN_PLANS)]
+    assert [kept(paths) for paths in (steady, others[0], steady, others[0])] == [False, False, True, True]
+    for number, other in enumerate(others[1:], 2):
+        assert kept(steady) == (number % STEPS_BETWEEN_PLANS != 0)
+        assert not kept(other)
 
 
 class Group:
