@@ -115,6 +115,16 @@ def deficits(reference: Reference | Prefills, run: Run) -> torch.Tensor:
     )
 
 
+def best_for(reference: Reference | Prefills, run: Run) -> float:
+    """Mean share of a sample's tokens before the first that is not the best one."""
+    shares = []
+    for request in REQUESTS:
+        for tokens in run.tokens[request.name]:
+            worse = (reference.deficits(request, tokens) > 0).nonzero()
+            shares.append(int(worse[0]) / len(tokens) if len(worse) else 1.0)
+    return sum(shares) / len(shares)
+
+
 def agreement(one: Run, other: Run) -> float:
     """Mean share of a sample's tokens before its first difference from another sample of the prompt."""
     shares = []
@@ -173,13 +183,16 @@ def test_tokens_are_as_near_as_the_stock_backends(
     if variant == "llama4_gpu":
         with serve(options(variant, stock, arguments, False)) as server:
             far, usually_far = (deficits(Prefills(server), tokens) for tokens in (ours, theirs))
+            best, usually_best = (best_for(Prefills(server), tokens) for tokens in (ours, theirs))
     else:
         reference = Reference(tiny_model(variant), "cuda")
         far, usually_far = deficits(reference, ours), deficits(reference, theirs)
+        best, usually_best = best_for(reference, ours), best_for(reference, theirs)
     alike, usually_alike = agreement(ours, theirs), agreement(*rounds(theirs))
     measures = {
         "steps_packed": ours.steps, "agreement_with_stock": alike, "agreement_of_stocks_rounds": usually_alike,
         "agreement_of_stock_with_prompts_alone": agreement(theirs, Run(theirs.alone, {})),
+        "best_tokens_before_others": best, "stock_best_tokens_before_others": usually_best,
         **{
             f"{name}_deficits": {"mean": found.mean().item(), "above_0.5": (found > 0.5).float().mean().item()}
             for name, found in (("stock", usually_far), ("our", far))
