@@ -247,37 +247,34 @@ class ModelShape:
     def __init__(self, *, q_heads: int, kv_heads: int, head_dim: int, kv_bytes: int, partial_bytes: int) -> None: ...
 
 class DeviceModel:
-    """See sgl_prefix_attn.core.planner.DeviceModel."""
+    """See sgl_prefix_attn.core.planner.DeviceModel. A new one has the defaults of csrc/plan/cost_model.h."""
 
-    def __init__(
-        self,
-        *,
-        workers: int,
-        bandwidth: float,
-        flops: float,
-        item_overhead: float,
-        reread: float,
-        tile_rows: tuple[int, ...],
-        narrow_rows: int = 0,
-        narrow_per_worker: int = 1,
-        narrow_to_fill: int = 1,
-        narrow_overhead: float = 0.0,
-        narrow_parts: int = 1,
-        narrow_reread: float = 1.0,
-        overlap: float = 1.0,
-        wide_rows: int = 0,
-        wide_flops: float = 1.0,
-        lone_speedup: float = 1.0,
-        combine_step: float = 0.0,
-        combine_rows: int = 1,
-        combine_width: int = 1,
-        combine_latency: float = 0.0,
-        combine_fan_in: int = ...,
-        widest_flops: float = 0.0,
-        medium_flops: float = 0.0,
-        deferred_combine: float = 0.0,
-        deferred_combine_step: float = 0.0,
-    ) -> None: ...
+    workers: int
+    bandwidth: float
+    flops: float
+    item_overhead: float
+    reread: float
+    tile_rows: Sequence[int]
+    narrow_rows: int
+    narrow_per_worker: int
+    narrow_to_fill: int
+    narrow_overhead: float
+    narrow_parts: int
+    narrow_reread: float
+    overlap: float
+    wide_rows: int
+    wide_flops: float
+    lone_speedup: float
+    combine_step: float
+    combine_rows: int
+    combine_width: int
+    combine_latency: float
+    combine_fan_in: int
+    widest_flops: float
+    medium_flops: float
+    deferred_combine: float
+    deferred_combine_step: float
+    def __init__(self) -> None: ...
 
 class Plan:
     """What one attention step executes; immutable. Entries are query tokens in packed order. Arrays are int32.

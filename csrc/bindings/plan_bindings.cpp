@@ -101,50 +101,34 @@ void bind_planner(py::module_& m) {
            py::kw_only(), py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("kv_bytes"),
            py::arg("partial_bytes"));
 
+  // Set by name. Python's DeviceModel takes its defaults from the struct, through a new object.
   py::class_<DeviceModel>(m, "DeviceModel")
-      .def(
-          py::init([](int32_t workers, double bandwidth, double flops, double item_overhead, double reread,
-                      std::vector<int32_t> tile_rows, int32_t narrow_rows, int32_t narrow_per_worker,
-                      int32_t narrow_to_fill, double narrow_overhead, int32_t narrow_parts, double narrow_reread,
-                      double overlap, int32_t wide_rows, double wide_flops, double lone_speedup, double combine_step,
-                      int32_t combine_rows, int32_t combine_width, double combine_latency, int32_t combine_fan_in,
-                      double widest_flops, double medium_flops, double deferred_combine, double deferred_combine_step) {
-            DeviceModel device;
-            device.workers = workers;
-            device.bandwidth = bandwidth;
-            device.flops = flops;
-            device.wide_rows = wide_rows;
-            device.wide_flops = wide_flops;
-            device.lone_speedup = lone_speedup;
-            device.combine_step = combine_step;
-            device.combine_rows = combine_rows;
-            device.combine_width = combine_width;
-            device.combine_latency = combine_latency;
-            device.combine_fan_in = combine_fan_in;
-            device.widest_flops = widest_flops;
-            device.medium_flops = medium_flops;
-            device.deferred_combine = deferred_combine;
-            device.deferred_combine_step = deferred_combine_step;
-            device.item_overhead = item_overhead;
-            device.reread = reread;
-            device.tile_rows = std::move(tile_rows);
-            device.narrow_rows = narrow_rows;
-            device.narrow_per_worker = narrow_per_worker;
-            device.narrow_to_fill = narrow_to_fill;
-            device.narrow_overhead = narrow_overhead;
-            device.narrow_parts = narrow_parts;
-            device.narrow_reread = narrow_reread;
-            device.overlap = overlap;
-            return device;
-          }),
-          py::kw_only(), py::arg("workers"), py::arg("bandwidth"), py::arg("flops"), py::arg("item_overhead"),
-          py::arg("reread"), py::arg("tile_rows"), py::arg("narrow_rows") = 0, py::arg("narrow_per_worker") = 1,
-          py::arg("narrow_to_fill") = 1, py::arg("narrow_overhead") = 0.0, py::arg("narrow_parts") = 1,
-          py::arg("narrow_reread") = 1.0, py::arg("overlap") = 1.0, py::arg("wide_rows") = 0,
-          py::arg("wide_flops") = 1.0, py::arg("lone_speedup") = 1.0, py::arg("combine_step") = 0.0,
-          py::arg("combine_rows") = 1, py::arg("combine_width") = 1, py::arg("combine_latency") = 0.0,
-          py::arg("combine_fan_in") = 1 << 30, py::arg("widest_flops") = 0.0, py::arg("medium_flops") = 0.0,
-          py::arg("deferred_combine") = 0.0, py::arg("deferred_combine_step") = 0.0);
+      .def(py::init<>())
+      .def_readwrite("workers", &DeviceModel::workers)
+      .def_readwrite("bandwidth", &DeviceModel::bandwidth)
+      .def_readwrite("flops", &DeviceModel::flops)
+      .def_readwrite("item_overhead", &DeviceModel::item_overhead)
+      .def_readwrite("reread", &DeviceModel::reread)
+      .def_readwrite("tile_rows", &DeviceModel::tile_rows)
+      .def_readwrite("narrow_rows", &DeviceModel::narrow_rows)
+      .def_readwrite("narrow_per_worker", &DeviceModel::narrow_per_worker)
+      .def_readwrite("narrow_to_fill", &DeviceModel::narrow_to_fill)
+      .def_readwrite("narrow_overhead", &DeviceModel::narrow_overhead)
+      .def_readwrite("narrow_parts", &DeviceModel::narrow_parts)
+      .def_readwrite("narrow_reread", &DeviceModel::narrow_reread)
+      .def_readwrite("overlap", &DeviceModel::overlap)
+      .def_readwrite("wide_rows", &DeviceModel::wide_rows)
+      .def_readwrite("wide_flops", &DeviceModel::wide_flops)
+      .def_readwrite("lone_speedup", &DeviceModel::lone_speedup)
+      .def_readwrite("combine_step", &DeviceModel::combine_step)
+      .def_readwrite("combine_rows", &DeviceModel::combine_rows)
+      .def_readwrite("combine_width", &DeviceModel::combine_width)
+      .def_readwrite("combine_latency", &DeviceModel::combine_latency)
+      .def_readwrite("combine_fan_in", &DeviceModel::combine_fan_in)
+      .def_readwrite("widest_flops", &DeviceModel::widest_flops)
+      .def_readwrite("medium_flops", &DeviceModel::medium_flops)
+      .def_readwrite("deferred_combine", &DeviceModel::deferred_combine)
+      .def_readwrite("deferred_combine_step", &DeviceModel::deferred_combine_step);
 
   static_assert(sizeof(WorkItem) == 7 * sizeof(int32_t), "the items view shows a WorkItem as a row of seven int32");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")

@@ -91,6 +91,9 @@ class GpuRates(NamedTuple):
 H200_RATES = GpuRates(bandwidth=4.3e12, sm_clocks=132 * 1.98e9)
 
 
+_DEFAULTS = _native.DeviceModel()  # of the figures that a device need not have: csrc/plan/cost_model.h has them
+
+
 @dataclass(frozen=True)
 class DeviceModel:
     """Figures of a device from which the planner computes costs.
@@ -129,25 +132,32 @@ class DeviceModel:
     item_overhead: float
     reread: float
     tile_rows: tuple[int, ...]
-    narrow_rows: int = 0
-    narrow_per_worker: int = 1
-    narrow_to_fill: int = 1
-    narrow_overhead: float = 0.0
-    narrow_parts: int = 1
-    narrow_reread: float = 1.0
-    overlap: float = 1.0
-    wide_rows: int = 0
-    wide_flops: float = 1.0
-    lone_speedup: float = 1.0
-    combine_step: float = 0.0
-    combine_rows: int = 1
-    combine_width: int = 1
-    combine_latency: float = 0.0
-    combine_fan_in: int = 1 << 30
-    widest_flops: float = 0.0
-    medium_flops: float = 0.0
-    deferred_combine: float = 0.0
-    deferred_combine_step: float = 0.0
+    narrow_rows: int = _DEFAULTS.narrow_rows
+    narrow_per_worker: int = _DEFAULTS.narrow_per_worker
+    narrow_to_fill: int = _DEFAULTS.narrow_to_fill
+    narrow_overhead: float = _DEFAULTS.narrow_overhead
+    narrow_parts: int = _DEFAULTS.narrow_parts
+    narrow_reread: float = _DEFAULTS.narrow_reread
+    overlap: float = _DEFAULTS.overlap
+    wide_rows: int = _DEFAULTS.wide_rows
+    wide_flops: float = _DEFAULTS.wide_flops
+    lone_speedup: float = _DEFAULTS.lone_speedup
+    combine_step: float = _DEFAULTS.combine_step
+    combine_rows: int = _DEFAULTS.combine_rows
+    combine_width: int = _DEFAULTS.combine_width
+    combine_latency: float = _DEFAULTS.combine_latency
+    combine_fan_in: int = _DEFAULTS.combine_fan_in
+    widest_flops: float = _DEFAULTS.widest_flops
+    medium_flops: float = _DEFAULTS.medium_flops
+    deferred_combine: float = _DEFAULTS.deferred_combine
+    deferred_combine_step: float = _DEFAULTS.deferred_combine_step
+
+    def native(self) -> _native.DeviceModel:
+        """The same figures for the native planner. By name: two figures in a wrong order would go unnoticed."""
+        model = _native.DeviceModel()
+        for name, value in asdict(self).items():
+            setattr(model, name, value)
+        return model
 
     @classmethod
     def cpu(cls, threads: int | None = None) -> DeviceModel:
@@ -252,9 +262,7 @@ class Planner:
     def __init__(self, shape: ModelShape, device: DeviceModel, *, max_growth: int = DEFAULT_MAX_GROWTH) -> None:
         self.shape = shape
         self.device = device
-        self._native = _native.Planner(
-            _native.ModelShape(**asdict(shape)), _native.DeviceModel(**asdict(device)), max_growth
-        )
+        self._native = _native.Planner(_native.ModelShape(**asdict(shape)), device.native(), max_growth)
 
     def plan(self, forest: PrefixForest, seq_lens: Int64Array, query_lens: Int64Array | None = None) -> Plan:
         """The plan of a step.

@@ -68,3 +68,9 @@ def test_what_an_old_torch_does_not_tell_is_a_labelled_guess() -> None:
     gpu = Gpu.of_properties(SimpleNamespace(**told))
     assert (gpu.clock, gpu.memory) == (1.70e9, 0.60e12), "of 8.6, the newest before 8.7"
     assert "guessed by compute capability 8.7" in gpu.origin()
+
+
+def test_the_native_model_has_the_same_figures() -> None:
+    model = DeviceModel.gpu(132)
+    native = model.native()
+    assert {name: getattr(native, name) for name in vars(model)} == vars(model) | {"tile_rows": list(model.tile_rows)}

@@ -28,7 +28,7 @@ def test_packing_is_within_five_percent_of_the_best_of_all(seed: int) -> None:
         choices = (forest.node_parent >= 0).sum() + (forest.tail_node >= 0).sum()
         if forest.num_nodes and choices <= 13:
             break
-    natives = _native.ModelShape(**vars(shape)), _native.DeviceModel(**vars(device))
+    natives = _native.ModelShape(**vars(shape)), device.native()
     own, added_up, lowest = _native.packing_costs(forest.native, seq_lens, query_lens, *natives, exhaustive=True)
     assert own == pytest.approx(added_up, rel=1e-9)
     assert lowest <= own * (1 + 1e-9)

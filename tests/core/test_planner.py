@@ -113,7 +113,7 @@ def test_balance_ends_the_reuse_of_a_plan_before_the_growth_limit_does() -> None
 
 
 def test_what_is_no_forest_or_no_shape_is_refused() -> None:
-    lens, device = np.array([10]), _native.DeviceModel(**vars(DeviceModel.gpu(132)))
+    lens, device = np.array([10]), DeviceModel.gpu(132).native()
     shape, no_heads = (_native.ModelShape(**vars(ModelShape(8, heads, 64))) for heads in (2, 0))
     with pytest.raises(TypeError, match="forest"):
         Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132))._native.plan(None, lens, None)
