@@ -28,6 +28,7 @@ from sgl_prefix_attn.core.step_buffers import StepLimits
 from sgl_prefix_attn.routing import mixed
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.execution.buffer_sizes import LargestSteps, step_limits
 from sgl_prefix_attn.sglang_plugin.execution.drafts import packs_by_default, unsupported_server
 from sgl_prefix_attn.sglang_plugin.execution.kernel_set import Kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import FP8, KvScales, layer_shape, window_left
@@ -37,11 +38,6 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 
 logger = logging.getLogger(__name__)
-
-# Largest decode batch where no graph says how large batches get. Larger ones run on the stock backend.
-BATCH_WITHOUT_GRAPHS = 512
-# Rows (query token, head) of a prefill chunk from which on it has work tiles enough, and its KV is hardly split.
-UNSPLIT_ROWS = 32 * 8192
 
 
 @dataclass
@@ -205,31 +201,19 @@ class CudaExecutor:
         return step, graph_out
 
     def _limits(self, shape: ModelShape, widest: int) -> StepLimits:
-        """Capacity of the buffers, for tiles of at most `widest` rows.
-
-        A graph has no fallback, so a `no_split` plan of the largest graph must always fit. It has no partial results,
-        as many work tiles a request as its rows fill, and for each at most the whole context as KV slots.
-        """
+        """Capacity of the buffers, for tiles of at most `widest` rows."""
         rows, context = self._req_to_token_pool.req_to_token.shape
-        batch = self._graph_batch or min(rows, BATCH_WITHOUT_GRAPHS)
-        tokens = self._graph_tokens or batch * self.drafts
-        tiles = -(-self.drafts // max(1, widest // shape.group))
-        # More requests than the largest graph has run without a graph.
-        new_tokens = self._prefill_tokens if self._packs_prefill or mixed.was_measured(shape) else 0
-        queries = max(tokens, rows * self.drafts) + new_tokens
-        # A shared prefix gives a new token a second partial. In a mixed step few new tokens have one. But a chunk of
-        # few rows makes few work tiles, which are split. The fewer heads there are, the less memory a partial takes.
-        partials = 2 * new_tokens if self._packs_prefill else new_tokens // 2
-        if new_tokens * shape.q_heads < UNSPLIT_ROWS:
-            partials = max(partials, min(8 * new_tokens, UNSPLIT_ROWS // shape.q_heads))
-        return StepLimits(
-            queries=queries,
-            items=4 * queries + 8192,
-            kv_slots=tiles * batch * (context + self._growth),
-            # A query has one for each pack that it is in and for each split of these. Trees are rarely deep, and
-            # only small batches need many splits. Drafts make partial results large.
-            partial_slots=(6 if self.drafts == 1 else 4) * tokens + 4096 + partials,
+        steps = LargestSteps(
+            rows=rows,
+            context=context,
+            growth=self._growth,
+            drafts=self.drafts,
+            graph_batch=self._graph_batch,
+            graph_tokens=self._graph_tokens,
+            new_tokens=self._prefill_tokens if self._packs_prefill or mixed.was_measured(shape) else 0,
+            packs_prefill=self._packs_prefill,
         )
+        return step_limits(steps, shape, widest)
 
     # Every step -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK
 from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import _step
@@ -53,15 +52,6 @@ class TestEagerSteps:
         assert bool(_step(fixture.executor, options["settings"], "mixed", fixture.runner, None).note) == mixes
         packed = paths == SHARED and mixes and head_dim == 128
         assert fixture.fallbacks == ({} if packed else {fallback_reasons.COMPUTE_BOUND: 1})
-
-    @pytest.mark.parametrize(
-        ("heads", "partials"), [((64, 8), 4096), ((32, 8), 4096), ((16, 2), 16384), ((8, 1), 32768)]
-    )
-    def test_few_heads_leave_room_for_splits_of_a_prefill_chunk(self, heads: tuple[int, int], partials: int) -> None:
-        executor = decode().executor
-        without = executor._limits(ModelShape(*heads, 128), 128).partial_slots
-        executor._prefill_tokens = 8192
-        assert executor._limits(ModelShape(*heads, 128), 128).partial_slots - without == partials
 
     def test_rows_that_a_prefill_graph_pads_come_out_as_zeros(self) -> None:
         fixture = extend(settings=Settings(metrics=False, pack_extend=True))
