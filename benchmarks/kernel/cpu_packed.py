@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_time import cpu_name
 
@@ -47,8 +48,8 @@ from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.testing.reference import reference_attention
 from sgl_prefix_attn.workloads.committed import PAT_HEADS, PAT_TREES, tree_paths
+from tests.support.reference import reference_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest output

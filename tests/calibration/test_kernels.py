@@ -17,9 +17,9 @@ pytest.importorskip("sglang")
 from sgl_prefix_attn.calibration.bench import DeviceLostError, cuda_kernels, measured_ways
 from sgl_prefix_attn.calibration.kernels import fixture, packed, stock, timing
 from sgl_prefix_attn.core.gpu import H200
-from sgl_prefix_attn.testing.reference import reference_attention
 from sgl_prefix_attn.workloads import draw
 from tests.sglang_plugin.gpu_fixture import HostStep
+from tests.support.reference import reference_attention
 
 CPU = torch.device("cpu")
 STOCKS = ["fa3", "flashinfer", "triton"]

@@ -13,8 +13,8 @@ import torch
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.testing.reference import reference_attention
 from tests.core.forests import KvPool, Path, materialise, random_paths
+from tests.support.reference import reference_attention
 
 GROUPS = [1, 2, 4, 5, 7, 8, 16]
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sgl_prefix_attn
-from sgl_prefix_attn.testing.reference import reference_attention
+from tests.support.reference import reference_attention
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 WITHOUT_SGLANG = """

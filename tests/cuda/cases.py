@@ -11,8 +11,8 @@ import torch
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
-from sgl_prefix_attn.testing.reference import reference_attention
 from tests.core.forests import KvPool, Path, materialise, random_paths
+from tests.support.reference import reference_attention
 
 Result = tuple[torch.Tensor, torch.Tensor]
 Batch = tuple[list[Path], np.ndarray, np.ndarray]  # paths, lengths, new tokens

@@ -20,7 +20,7 @@ from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
-from sgl_prefix_attn.testing.reference import reference_attention
+from tests.support.reference import reference_attention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
 # Paths and lengths of four requests, of which two share two levels.

@@ -1,4 +1,4 @@
-"""Dense attention over the same inputs as `packed_attention`, written to be obviously right. For tests and checks."""
+"""Dense attention over the same inputs as `packed_attention`, written to be obviously right."""
 
 from __future__ import annotations
 
