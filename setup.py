@@ -28,7 +28,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-CPP_FOLDERS = ("plan", "cpu", "cuda", "offline", "testing", "bindings")
+CPP_FOLDERS = ("plan", "cpu", "cuda", "offline", "bindings")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-ffp-contract=fast"]
 
 

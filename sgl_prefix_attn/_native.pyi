@@ -370,17 +370,6 @@ def gather(values: list[Any], indices: _Int64) -> list[Any]:
 def grown_by(seq_lens: _Int64, before: _Int64, growth: int) -> bool:
     """Whether each length is the one before plus `growth` tokens; False if they are not as many."""
 
-def packing_costs(
-    forest: Forest,
-    seq_lens: _Int64,
-    query_lens: _Int64 | None,
-    shape: ModelShape,
-    device: DeviceModel,
-    *,
-    exhaustive: bool,
-) -> tuple[float, float, float]:
-    """For tests, in seconds: the packing's own cost, its packs' cost added up, the cheapest of all packings or -1."""
-
 class PrefixTree:
     """See sgl_prefix_attn.offline.prefix_tree."""
 

@@ -216,24 +216,6 @@ void bind_planner(py::module_& m) {
       },
       py::arg("seq_lens"), py::arg("before"), py::arg("growth"),
       "Whether each length is the one before plus `growth`; False if they are not as many.");
-  m.def(
-      "packing_costs",
-      [](const std::shared_ptr<Forest>& forest, const Lengths& seq_lens, const std::optional<Lengths>& query_lens,
-         const ModelShape& shape, const DeviceModel& device, bool exhaustive) {
-        const Lens lens(*forest, seq_lens, query_lens);
-        check_lens(*forest, lens.batch);
-        static_cast<void>(Planner(shape, device, 0));  // refuses shapes and devices that cannot be
-        const CostModel cost(shape, device, lens.batch.uniform_rows(forest->num_requests));
-        const Packing packing = pack_forest(*forest, lens.batch, cost);
-        int32_t num_queries = 0;
-        for (int32_t i = 0; i < forest->num_requests; ++i) num_queries += lens.batch.query_len(i);
-        const double added_up = packs_cost(packing.packs, num_queries, lens.batch, cost);
-        const double lowest = exhaustive ? exhaustive_cost(*forest, lens.batch, cost) : -1.0;
-        return py::make_tuple(packing.cost, added_up, lowest);
-      },
-      py::arg("forest").none(false), py::arg("seq_lens"), py::arg("query_lens"), py::arg("shape"), py::arg("device"),
-      py::kw_only(), py::arg("exhaustive"),
-      "For tests: (the packing's own cost, its packs' cost added up, the cheapest of all packings or -1), in seconds.");
 }
 
 }  // namespace

@@ -60,10 +60,4 @@ class ForestPacker {
   std::unique_ptr<Packer> packer_;
 };
 
-// What packs cost, added up from the packs alone; the check on pack_forest's own sum.
-double packs_cost(const std::vector<Pack>& packs, int32_t num_queries, const BatchLens& lens, const CostModel& cost);
-
-// Cheapest packing by trying every choice. For tests: at most 22 nodes and requests under a node together.
-double exhaustive_cost(const Forest& forest, const BatchLens& lens, const CostModel& cost);
-
 }  // namespace prefixpack

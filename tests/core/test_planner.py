@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, PlanError, Planner, grown_by
 from tests.core.plan_checks import DEVICES, SHAPES, check_plan, check_statistics, random_batch
@@ -113,15 +112,10 @@ def test_balance_ends_the_reuse_of_a_plan_before_the_growth_limit_does() -> None
 
 
 def test_what_is_no_forest_or_no_shape_is_refused() -> None:
-    lens, device = np.array([10]), DeviceModel.gpu(132).native()
-    shape, no_heads = (_native.ModelShape(**vars(ModelShape(8, heads, 64))) for heads in (2, 0))
     with pytest.raises(TypeError, match="forest"):
-        Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132))._native.plan(None, lens, None)
-    with pytest.raises(TypeError, match="forest"):
-        _native.packing_costs(None, lens, None, shape, device, exhaustive=False)
-    forest = PrefixForest.from_paths([[]])
+        Planner(ModelShape(8, 2, 64), DeviceModel.gpu(132))._native.plan(None, np.array([10]), None)
     with pytest.raises(ValueError, match="no multiple of kv_heads 0"):
-        _native.packing_costs(forest.native, lens, None, no_heads, device, exhaustive=False)
+        Planner(ModelShape(8, 0, 64), DeviceModel.gpu(132))
 
 
 def test_very_deep_trees_are_planned_in_time() -> None:
