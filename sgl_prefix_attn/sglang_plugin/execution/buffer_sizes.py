@@ -2,7 +2,7 @@
 
 A plan that is too large for them is no error. `StepBuffers.load` raises `PlanTooLarge`, `plan_too_large` counts it, and
 the step runs on the stock backend. Steps in graphs without a fallback get a plan that always fits, see `step_limits`.
-Where a constant says that no reason is recorded, that check is what makes it safe.
+So constants that were chosen, not measured, cost packed steps at most.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.core.step_buffers import StepLimits
 
-# Largest decode batch where no graph says how large batches get. Larger ones run on the stock backend. No reason is
-# recorded.
+# Largest decode batch where no graph says how large batches get. Larger ones run on the stock backend. Chosen.
 BATCH_WITHOUT_GRAPHS = 512
-# Work items: of each query, and of any step beside these. A query is in one for each pack and each KV split of it. No
-# reason is recorded. Items are small: a record of some words.
+# Work items: of each query, and of any step beside these. A query is in one for each pack and each KV split of it.
+# Chosen large, because an item is a record of some words.
 ITEMS_PER_QUERY = 4
 ITEMS_OF_SPLITS = 8192
 # Partial results of a decode step: a query has one for each pack that it is in and for each KV split of these. Trees
-# are rarely deep. No measurement is recorded.
+# are rarely deep. Chosen.
 PARTIALS_PER_TOKEN = 6
 # Likewise of a verify step, of each of its tokens. Fewer, as there are more tokens: each takes the memory of all its
-# partials. No measurement is recorded; 3 was once raised to 4.
+# partials. Chosen.
 PARTIALS_PER_DRAFT = 4
-# And of any step: only small batches need many splits. No measurement is recorded.
+# And of any step: only small batches need many splits. Chosen.
 PARTIALS_OF_SPLITS = 4096
 # Where prefill runs packed, a shared prefix gives a new token a second partial.
 PARTIALS_PER_PREFILL_TOKEN = 2
