@@ -95,6 +95,8 @@ def choose_kernels(setting: Literal["auto", "native", "triton"], device: torch.d
     """The kernels for a device under the setting `gpu_kernels`, or a message that says why there are none."""
     if device.type != "cuda":
         return f"there are no packed kernels for the device {device}"
+    if torch.version.hip is not None and setting != "triton":  # PyTorch calls AMD's GPUs cuda, too
+        return "AMD GPUs are not supported; gpu_kernels=triton tries the Triton kernels, which never ran on one"
     no_native = None
     if setting != "triton":
         no_native = why_not_native(device, asked=setting == "native")

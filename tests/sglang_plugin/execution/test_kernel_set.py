@@ -90,3 +90,10 @@ class TestKernels:
         assert kernel_set.choose_kernels("auto", torch.device("xpu")) == (
             "there are no packed kernels for the device xpu"
         )
+
+
+def test_an_amd_gpu_gets_kernels_only_if_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for setting in ("auto", "native"):
+        assert "AMD" in choose(setting)
+    assert choose("triton").name == "triton"
