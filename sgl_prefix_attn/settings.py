@@ -158,7 +158,7 @@ class Settings(BaseModel):
         ge=16,
         le=128,
         description="Rows (query tokens times GQA group size) of the largest tile. Larger tiles read shared KV fewer "
-        "times; smaller tiles need fewer registers.",
+        "times; smaller tiles need fewer registers. On a GPU 16 counts as 32.",
         json_schema_extra={"accepts": "16, 32, 64 or 128"},
     )
     replan_growth: int = Field(

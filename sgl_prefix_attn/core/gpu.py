@@ -19,6 +19,7 @@ from sgl_prefix_attn.core.planner import H200_RATES, DeviceModel, GpuRates, Mode
 FITTED_GPU = "NVIDIA H200"  # CUDA's name of the GPU that H200_RATES are of
 _READ_SHARE = 4.3 / 4.8  # of the memory's rate that kernels read at, on an H200
 _PRODUCT_SHARE = 0.6  # of the tensor cores' rate, rounded up from the best tiles of an H200
+_NARROWEST_WHOLE_TILE = 32  # rows: without it a plan has only items of one warp, or no tiles at all
 
 
 class _Architecture(NamedTuple):
@@ -147,8 +148,9 @@ def planner_model(gpu: Gpu, shape: ModelShape, code: int | None, *, max_tile_row
         shape: attention shape of one rank.
         code: compute capability, 10 * major + minor, of the native kernels' code (`limits.code_capability`); None: the
             Triton kernels.
-        max_tile_rows: rows of the widest tile that a plan may have; at most those of the kernels.
+        max_tile_rows: rows of the widest tile that a plan may have; at most those of the kernels, and at least 32.
     """
+    max_tile_rows = max(max_tile_rows, _NARROWEST_WHOLE_TILE)
     if code is None:
         max_tile_rows = min(max_tile_rows, TRITON_TILE_ROWS)
     # Triton launches two programs for each SM.

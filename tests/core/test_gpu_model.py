@@ -41,6 +41,15 @@ def test_an_h200_keeps_its_fitted_figures(shape: ModelShape) -> None:
     assert (fitted.bandwidth, fitted.workers) == (4.3e12, 264)
 
 
+@pytest.mark.parametrize("code", [90, None])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_narrowest_whole_tile_stays(shape: ModelShape, code: int | None) -> None:
+    gpu = Gpu.of_properties(PROPERTIES["NVIDIA H200"])
+    model = planner_model(gpu, shape, code, max_tile_rows=16)
+    assert model.tile_rows[-1] == 32
+    assert model == planner_model(gpu, shape, code, max_tile_rows=32)
+
+
 @pytest.mark.parametrize(
     ("name", "terabytes", "flops", "wide", "fill"),
     [
