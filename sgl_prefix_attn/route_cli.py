@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profiles = commands.add_parser("profiles", help="list the profiles, and the one that a server would take")
     _add_shape(profiles)
     profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
+    profiles.add_argument("--page-size", type=int, default=1, metavar="N", help="of the server (default 1)")
     _add_kernels(profiles, packed=None, choices=("native", "triton"))
     profiles.set_defaults(act=_profiles, partial_dtype=None)
 
@@ -115,7 +116,9 @@ def _profiles(args: argparse.Namespace) -> None:
         dtype, shape = "fp32", dataclasses.replace(shape, kv_bytes=4)
     if args.gpu is not None:
         gpu, capability = args.gpu, ""
-    facts = ServerFacts(gpu, capability, shape, dtype, packed, stock)
+    if args.page_size < 1:
+        raise InputError(f"--page-size {args.page_size}: expected 1 or more")
+    facts = ServerFacts(gpu, capability, shape, dtype, packed, stock, args.page_size)
     store = ProfileStore.read()
     found = store.find(facts)
     print(f"server:  {facts_as_text(facts)}")

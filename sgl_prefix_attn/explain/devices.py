@@ -86,7 +86,7 @@ def machine_of_server(
     args: argparse.Namespace,
     shape: ModelShape,
     reported: dict[str, Any] | None,
-    facts: dict[str, str] | None,
+    facts: dict[str, str | int] | None,
     stock_backend: str,
 ) -> Machine:
     """A server's machine; options replace what it reports.

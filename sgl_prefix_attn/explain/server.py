@@ -115,7 +115,7 @@ class RouteState(BaseModel):
     last: Decision | None = None
     live: LiveTest | None = None
     recording: Recording | None = None
-    facts: dict[str, str] | None = None
+    facts: dict[str, str | int] | None = None
 
     @property
     def named_profile(self) -> str | None:

@@ -41,6 +41,7 @@ class ServerFacts:
         shape: attention shape of one rank.
         dtype: of queries: bf16, fp16 or fp32.
         packed, stock: names of the kernels in profiles.
+        page_size: tokens of a page of the KV cache.
     """
 
     gpu: str
@@ -49,6 +50,7 @@ class ServerFacts:
     dtype: str
     packed: str
     stock: str
+    page_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class ProfileStore:
         """The profile that a server takes, None if there is none for it.
 
         The setting's is taken first. Then profiles of these heads, then of any heads, the user's before the package's.
-        Then profiles of other heads are borrowed, and for 8-bit KV those of 16-bit KV.
+        Then profiles of other heads are borrowed, and for 8-bit KV those of 16-bit KV. Among equals one of the server's
+        page size comes first.
         """
         if self.profiles and self.profiles[0].origin == SETTING:
             return FoundProfile(self.profiles[0], _borrowed(self.profiles[0].profile, facts))
@@ -169,18 +172,21 @@ def _borrowed(profile: Profile, facts: ServerFacts) -> str:
         parts.append(f"heads {', '.join(profile.head_shapes)}; these are {head_shape(facts.shape)}")
     elif profile.head_dims and facts.shape.head_dim not in profile.head_dims:
         parts.append(f"head_dim {', '.join(map(str, profile.head_dims))}; this is {facts.shape.head_dim}")
+    if profile.page_size != facts.page_size:
+        parts.append(f"page size {profile.page_size}; this is {facts.page_size}")
     if profile.kernels_version != KERNELS_VERSION:
         parts.append(f"kernels of version {profile.kernels_version}; these are of {KERNELS_VERSION}")
     return "; ".join(parts)
 
 
-def _rank(stored: StoredProfile, facts: ServerFacts) -> tuple[int, int, int]:
+def _rank(stored: StoredProfile, facts: ServerFacts) -> tuple[int, int, int, int]:
     profile = stored.profile
     heads = 1 if not profile.head_shapes else 0 if head_shape(facts.shape) in profile.head_shapes else 2
     return (
         int(profile.kv_bytes != facts.shape.kv_bytes),
         int(heads == 2),
         int(stored.origin == SHIPPED_ORIGIN) * 2 + heads,
+        int(profile.page_size != facts.page_size),
     )
 
 
@@ -204,7 +210,8 @@ def _read(path: Path) -> Profile:
 def facts_as_text(facts: ServerFacts) -> str:
     """The facts on one line."""
     values = asdict(facts)
+    pages = "" if facts.page_size == 1 else f"pages of {facts.page_size}, "
     return (
-        f"{values['gpu']}, heads {head_shape(facts.shape)}, {facts.dtype}, {8 * facts.shape.kv_bytes}-bit KV, "
+        f"{values['gpu']}, heads {head_shape(facts.shape)}, {facts.dtype}, {8 * facts.shape.kv_bytes}-bit KV, {pages}"
         f"{facts.packed} or {facts.stock}"
     )

@@ -17,7 +17,7 @@ from tests.routing.profiles import profile
 H200 = "NVIDIA H200"
 
 
-def facts(heads: str = "32/8/128", kv_bytes: int = 2, gpu: str = H200, **other: str) -> ServerFacts:
+def facts(heads: str = "32/8/128", kv_bytes: int = 2, gpu: str = H200, **other: Any) -> ServerFacts:
     q_heads, kv_heads, head_dim = map(int, heads.split("/"))
     shape = ModelShape(q_heads, kv_heads, head_dim, kv_bytes=kv_bytes)
     return ServerFacts(gpu, "9.0", shape, **({"dtype": "bf16", "packed": "native", "stock": "fa3"} | other))
@@ -46,6 +46,18 @@ def test_the_users_comes_before_the_packages_and_the_same_heads_before_others(tm
     assert taken(tmp_path, facts("8/1/128")) == "user others"
     write(tmp_path / "..", "named", machine="another GPU")
     assert taken(tmp_path, facts(), route_profile=str(tmp_path / ".." / "named.json")) == "setting named"
+
+
+def test_of_profiles_that_differ_in_pages_alone_the_servers_is_taken(tmp_path: Path) -> None:
+    """Their names, by which equals are in order, put page 16 first."""
+    write(tmp_path, "a-page16", head_shapes=["32/8/128"], page_size=16)
+    assert taken(tmp_path, facts()) == "user a-page16", "borrowed, before the package's"
+    write(tmp_path, "b", head_shapes=["32/8/128"])
+    assert taken(tmp_path, facts()) == "user b"
+    assert taken(tmp_path, facts(page_size=16)) == "user a-page16"
+    found = ProfileStore.read(folder=tmp_path).find(facts(page_size=64))
+    assert found is not None
+    assert found.borrowed == "page size 16; this is 64"
 
 
 def test_an_h100_has_a_profile_of_its_own(tmp_path: Path) -> None:
@@ -123,6 +135,10 @@ def test_route_profiles_lists_them(tmp_path, monkeypatch, capsys):
     assert "h200.json: NVIDIA H200, heads drawn, 16-bit KV, 2026" in out
     assert "not taken: another one fits better" in out
     assert "broken.json: not a routing profile" in out
+    assert main(["route", "profiles", "--gpu", H200, "--page-size", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "16-bit KV, pages of 16, native or fa3" in out
+    assert "it was measured with page size 1; this is 16" in out
     assert main(["route", "profiles", "--gpu", "cpu"]) == 0
     assert "fp32, 32-bit KV, cpu or torch_native" in capsys.readouterr().out
     assert main(["route", "profiles", "--gpu", "NVIDIA B200"]) == 0

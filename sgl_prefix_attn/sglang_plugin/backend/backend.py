@@ -86,6 +86,7 @@ class PrefixPackBackend(AttentionBackend):
             profiles_of_ranks(state.settings),
             QUERY_TYPES.get(runner.dtype, "bf16"),
             microbatches,
+            versions.argument(runner, "page_size") or 1,
         )
         mixes = graphs_share_metadata(stock_name)
         self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes, microbatches)

@@ -32,6 +32,7 @@ class LivePolicies:
         stock: the stock backend.
         store: profiles to choose from; the same on all ranks.
         dtype: of queries: bf16, fp16 or fp32.
+        page_size: tokens of a page of the KV cache.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class LivePolicies:
         stock: Any,
         store: ProfileStore,
         dtype: str = "bf16",
+        page_size: int = 1,
     ) -> None:
         self._own_margin = None if settings.route_margin is None else settings.route_margin / 100
         self._executor = executor
         self._stock_name, self._stock = stock_name, stock
         self._store = store
         self._dtype = dtype
+        self._page_size = page_size
         self._cost: Policy | None = None
         self.found: FoundProfile | None = None
         self.margin: int | None = None
@@ -64,7 +67,9 @@ class LivePolicies:
     def facts(self) -> ServerFacts:
         """What a profile has to fit."""
         gpu, capability = ("cpu", "") if self._executor.kernels == "cpu" else gpu_name()
-        return ServerFacts(gpu, capability, self.shape, self._dtype, self._executor.kernels, self._stock_kernel)
+        return ServerFacts(
+            gpu, capability, self.shape, self._dtype, self._executor.kernels, self._stock_kernel, self._page_size
+        )
 
     @property
     def _stock_kernel(self) -> str:
@@ -122,7 +127,9 @@ class LivePolicies:
             "margin": self.margin,
             "facts": None
             if facts is None
-            else {name: getattr(facts, name) for name in ("gpu", "capability", "dtype", "packed", "stock")},
+            else {
+                name: getattr(facts, name) for name in ("gpu", "capability", "dtype", "packed", "stock", "page_size")
+            },
         }
 
     def _cost_policy(self) -> Policy:

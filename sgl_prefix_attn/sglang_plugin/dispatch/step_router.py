@@ -51,6 +51,7 @@ class StepRouter:
         store: profiles to choose from; None: those of this machine.
         dtype: of queries: bf16, fp16 or fp32.
         microbatches: batches that take turns.
+        page_size: tokens of a page of the KV cache.
 
     Attributes:
         always_stock: whether no decode or verify step ever runs packed.
@@ -71,6 +72,7 @@ class StepRouter:
         store: ProfileStore | None = None,
         dtype: str = "bf16",
         microbatches: int = 1,
+        page_size: int = 1,
     ) -> None:
         self.setting = settings.route
         self.name: PolicyName = settings.policy
@@ -78,7 +80,7 @@ class StepRouter:
         self._counters = counters
         if store is None:
             store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
-        self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype)
+        self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype, page_size)
         self._router: Router | None = None
         self._verify_router: Router | None = None
         self._stock_steps = LastSteps[int](microbatches)  # steps that keep the stock route of one: their number so far

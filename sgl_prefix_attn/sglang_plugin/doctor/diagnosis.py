@@ -216,7 +216,8 @@ def _route(executor: Executor, runner: Any, settings: Settings, decode: str | No
         policy = verify.policy(gpu, executor.kernels, stock_kernel(name, shape, None), shape)
         return f"if {verify.rule(policy, executor.kernels)}"
     if shape is not None:
-        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, stock_kernel(name, shape, None))
+        kernel = stock_kernel(name, shape, None)
+        facts = ServerFacts(gpu, capability, shape, "bf16", executor.kernels, kernel, runner.page_size)
         found = ProfileStore.read().find(facts)
         if found is not None:
             return f"where the {found.stored} of the {gpu} predicts the shorter time"
