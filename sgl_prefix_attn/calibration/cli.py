@@ -106,6 +106,7 @@ def _from_files(args: argparse.Namespace) -> None:
     print_profile(profile, args.out)
     for path in args.check:
         cases = [case for case in read_results(path).cases if case.shape.kv_bytes == kv_bytes]
+        command.print_without_cost(profile, cases, f"{path}: ")
         for title, steps in outcomes_by_pair(profile, cases).items():
             print(f"\n{path}: {title}")
             print("\n".join(lines_of(rows_of(steps))))

@@ -15,11 +15,11 @@ import torch
 
 from sgl_prefix_attn.calibration.bench import Bench, CpuBench, CudaBench, Shape
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
-from sgl_prefix_attn.calibration.judge import Outcome, outcomes_by_pair
+from sgl_prefix_attn.calibration.judge import Outcome, kernels_without_cost, outcomes_by_pair
 from sgl_prefix_attn.calibration.report import as_json, lines_of, plot, rows_of
 from sgl_prefix_attn.calibration.run import AGAIN, CHECK, FIT, StepsFile, drawn_cases, families_of, header_of, measure
 from sgl_prefix_attn.core.limits import why_not_native
-from sgl_prefix_attn.routing.measured import HEAD_DIMS, read_results
+from sgl_prefix_attn.routing.measured import HEAD_DIMS, MeasuredCase, read_results
 from sgl_prefix_attn.routing.profile import Profile
 from sgl_prefix_attn.routing.profile_store import NOT_PROFILES, user_folder
 
@@ -189,7 +189,9 @@ def calibrate(
     seeds = steps.header["check_seeds"]
     check_plan = _in_turn([list(drawn_cases(seed, shape, bench, counts.check, families)) for seed in seeds])
     measure(bench, shape, steps, [(CHECK, case) for case in check_plan], 0.35 * 60 * args.minutes, "check")
-    pairs = outcomes_by_pair(profile, read_results(steps.select(CHECK, part)).cases)
+    checked = read_results(steps.select(CHECK, part)).cases
+    print_without_cost(profile, checked)
+    pairs = outcomes_by_pair(profile, checked)
     behind = {step.case.key for steps_ in pairs.values() for step in steps_ if is_behind(step)}
     again = [(AGAIN, case) for case in check_plan if case.key in behind]
     measure(bench, shape, steps, again, 60.0, "again")
@@ -226,6 +228,12 @@ def print_failures(rows: list[dict[str, Any]]) -> None:
     for kernel, counts in reasons.items():
         reason = counts.most_common(1)[0][0]
         print(f"{kernel} has no time of {counts.total()} of {len(rows)} batches, mostly: {reason}")
+
+
+def print_without_cost(profile: Profile, cases: list[MeasuredCase], where: str = "") -> None:
+    """Tells which measured kernels are not judged."""
+    if kernels := kernels_without_cost(profile, cases):
+        print(f"{where}not judged, the profile has no cost of it: {', '.join(kernels)}")
 
 
 def is_behind(step: Outcome) -> bool:

@@ -230,12 +230,26 @@ def judge(steps: Sequence[Outcome]) -> Verdict:
 
 
 def outcomes_by_pair(profile: Profile, cases: list[MeasuredCase]) -> dict[str, list[Outcome]]:
-    """The steps as the profile would run them, by pair of measured packed and stock kernel."""
+    """The steps as the profile would run them, by pair of measured packed and stock kernel that it has costs of."""
     found: dict[str, list[Outcome]] = {}
     for packed in profile.packed:
         for backend in BACKENDS:
-            usable = [case for case in cases if packed in case.packed and case.stock_us(backend) is not None]
+            usable = [
+                case
+                for case in cases
+                if packed in case.packed
+                and case.stock_us(backend) is not None
+                and (case.step.rows > 1 or stock_kernel(backend, case.shape) in profile.stock)
+            ]
             if usable:
                 chosen = Candidate(backend, profile_choice(profile, packed, backend, None))
                 found[f"packed {packed} or stock {backend}"] = outcomes(usable, chosen, packed, backend)
     return found
+
+
+def kernels_without_cost(profile: Profile, cases: Sequence[MeasuredCase]) -> list[str]:
+    """The kernels with times of decode steps that `outcomes_by_pair` leaves out, because the profile cannot predict."""
+    decode = [case for case in cases if case.step.rows == 1]
+    packed = {kernel for case in decode for kernel in case.packed} - profile.packed.keys()
+    stock = {kernel for case in decode for kernel in case.stock} - profile.stock.keys()
+    return [*sorted(packed), *sorted(stock)]

@@ -254,6 +254,15 @@ class TestSources:
         ours, theirs = (outcomes(decode.cases, one, "native", "fa3") for one in chosen)
         assert ours == theirs
 
+    def test_a_kernel_that_was_not_fitted_is_not_judged(self, tmp_path: Path, capsys: Any) -> None:
+        drawn, out = RESULTS_FOLDER / "gpu_drawn.json", str(tmp_path / "p.json")
+        words = ["calibrate", "--out", out, "--from", f"{drawn}:native,fa3", "--check", str(drawn)]
+        assert main(words) == 0
+        told = capsys.readouterr().out
+        assert f"{drawn}: packed native or stock fa3\n" in told
+        assert f"{drawn}: packed native or stock flashinfer\n" not in told
+        assert "not judged, the profile has no cost of it: flashinfer_cc, flashinfer_tc\n" in told
+
     def test_left_out_decides_verify_steps_by_the_rule(self) -> None:
         results = read_results(VERIFY_STEPS)
         left, shipped = (
