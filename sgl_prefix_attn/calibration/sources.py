@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sgl_prefix_attn.core.gpu import planner_model
 from sgl_prefix_attn.core.planner import Planner
+from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
 from sgl_prefix_attn.simulator import SIMULATED_GPUS, figures_of, makespan
 from sgl_prefix_attn.workloads.draw import case_of_name
@@ -61,20 +63,29 @@ def _only(case: MeasuredCase, kernels: frozenset[str] | set[str]) -> MeasuredCas
 def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
     """The decode steps of all sources; a step in several has the times of each, of a kernel those of the last source.
 
+    `calibrate` cuts batches to the GPU's memory, so a key may stand for several batches: a step has the same features,
+    too. The key of each further batch gets a number.
+
     Files without any, as those of verify steps, which a rule decides, have no influence.
 
     Raises:
         ResultsError: an unusable file, no steps, or files of different GPUs.
     """
-    found: dict[str, MeasuredCase] = {}
+    found: dict[tuple[str, StepFeatures], MeasuredCase] = {}
+    batches: Counter[str] = Counter()
     parts = [part for part in (source.read(kv_bytes) for source in sources) if part.cases]
     for part in parts:
         if part.machine != parts[0].machine:
             raise ResultsError(f"{part.source} is of {part.machine}, {parts[0].source} of {parts[0].machine}")
         for case in part.cases:
-            before = found.get(case.key, case)
+            before = found.get((case.key, case.step))
+            if before is None:
+                batches[case.key] += 1
+                number = batches[case.key]
+                found[case.key, case.step] = case if number == 1 else replace(case, key=f"{case.key}#{number}")
+                continue
             packed, stock = {**before.packed, **case.packed}, {**before.stock, **case.stock}
-            found[case.key] = replace(case, packed=packed, stock=stock)
+            found[case.key, case.step] = replace(before, packed=packed, stock=stock)
     # Kernels of versions differ in the native ones; Triton's follow the plans.
     of_native = [part for part in parts if any("native" in case.packed for case in part.cases)]
     if not found:
@@ -94,7 +105,8 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
 def simulated_times(results: Results) -> dict[str, float]:
     """Microseconds by key of the native kernels on the steps that have stock times only, from plans made here.
 
-    Steps are made again from their names. Empty for a GPU that the simulator has no figures of.
+    Steps are made again from their names. Those of `calibrate` cannot be: under their names are other batches, which
+    their features tell. Empty for a GPU that the simulator has no figures of.
     """
     gpu = SIMULATED_GPUS.get(results.machine)
     if gpu is None:
@@ -105,6 +117,8 @@ def simulated_times(results: Results) -> dict[str, float]:
             continue
         shape = case.shape
         batch = case_of_name(case.key.partition("@")[0], shape)
+        if StepFeatures.of(ForestFacts.of(batch.forest()), batch.lengths) != case.step:
+            continue
         device = planner_model(gpu, shape, code=90)
         plan = Planner(shape, device).plan(batch.forest(), batch.lengths)
         found[case.key] = 1e6 * makespan(plan, batch.lengths, shape, device, figures_of(gpu.name, shape)).seconds

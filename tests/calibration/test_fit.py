@@ -239,6 +239,22 @@ class TestSources:
         assert {(*case.packed, *case.stock) for case in both.cases} == {("native", "fa3")}
         assert simulated_times(both) == {}, "all have a measured packed time"
 
+    def test_batches_under_one_key_are_told_apart_by_their_features(self, tmp_path: Path) -> None:
+        """`calibrate` cuts them to the GPU's memory, and gives them names of other batches."""
+        data = json.loads((RESULTS_FOLDER / "gpu_drawn.json").read_text())
+        row, *_ = data["rows"]
+        sources = []
+        for name, more in (("a", 0), ("b", 7), ("c", 7)):
+            rows = [{**row, "step": {**row["step"], "longest_request": row["step"]["longest_request"] + more}}]
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps({**data, "rows": rows}))
+            sources.append(Source.parse(f"{path}:{'native' if name == 'c' else 'fa3'}"))
+        first, second = gather(sources, 2).cases
+        assert (first.key, second.key) == (row["key"], f"{row['key']}#2")
+        assert (list(first.packed), list(first.stock)) == ([], ["fa3"])
+        assert (list(second.packed), list(second.stock)) == (["native"], ["fa3"])
+        assert set(simulated_times(gather(sources[:2], 2))) == {row["key"]}
+
     def test_verify_steps_have_no_influence_on_a_profile(self, tmp_path: Path, capsys: Any) -> None:
         """Not even files of another GPU. What `left-out` does in decode steps does not depend on them either."""
         names = ["gpu_drawn.json:native,fa3", "verify_4_1196418529.json:native", "verify_h100_8_1806084533.json"]
