@@ -48,11 +48,13 @@ class Bench(Protocol):
         most_unique_bytes: KV of the largest batch that can be measured.
         draw_kv_dtype: KV type under which `workloads.draw` bounds the batches.
         packed_name: of the packed kernels in profiles: native, triton or cpu.
+        ways: the ways that `measure` tells of.
     """
 
     most_unique_bytes: float
     draw_kv_dtype: str
     packed_name: str
+    ways: tuple[str, ...]
 
     def machine(self) -> dict[str, Any]:
         """`machine` of a results file: gpu, capability, date; sm_count of a GPU."""
@@ -74,6 +76,7 @@ class CpuBench:
     most_unique_bytes = 4e6
     draw_kv_dtype = "bf16"
     packed_name = "cpu"
+    ways: tuple[str, ...] = ("prefixpack_cpu", "torch_native")
     rounds = 3
 
     def __init__(self, shape: Shape, threads: int = 1) -> None:
@@ -154,6 +157,7 @@ class CudaBench:
         kv_type = KV_DTYPES[shape.kv_dtype]
         self.packed_name = packed_name
         self.kernels = cuda_kernels(self.device, kv_type, stocks, packed_name, note)
+        self.ways: tuple[str, ...] = tuple(kernel.name for kernel in self.kernels)
         self.pool = KvPool(int(bytes_of_kv / 2 / kv_type.itemsize), self.device, kv_type)
 
     def machine(self) -> dict[str, Any]:

@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--families", nargs="+", metavar="FAMILY", help="of batches (default: all)")
     measuring.add_argument("--minutes", type=float, default=5.0, help="most time for measuring a profile (default 5)")
     measuring.add_argument("--fresh", action="store_true", help="drop the steps of a stopped run")
+    measuring.add_argument(
+        "--retry-failed", action="store_true", help="measure the batches again on which a kernel failed"
+    )
     files = parser.add_argument_group("from results files")
     files.add_argument(
         "--from", dest="sources", nargs="+", metavar="FILE[:KERNELS]",

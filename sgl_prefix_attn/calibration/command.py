@@ -176,10 +176,11 @@ def calibrate(
     header["check_seeds"] = [secrets.randbits(31) for _ in range(args.check_seeds)]
     steps = StepsFile(steps_path, header)
 
+    retry = args.retry_failed
     fit_plan = _in_turn(
         [list(drawn_cases(args.seed + n, shape, bench, counts.fit, families)) for n in range(FIT_SEEDS)]
     )
-    if not measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit"):
+    if not measure(bench, shape, steps, [(FIT, case) for case in fit_plan], 0.6 * 60 * args.minutes, "fit", retry):
         print(f"not all {len(fit_plan)} batches were measured in the time: the command with more --minutes goes on")
     print_failures(steps.rows)
     part = beside(out, ".part.steps.json")
@@ -188,13 +189,13 @@ def calibrate(
 
     seeds = steps.header["check_seeds"]
     check_plan = _in_turn([list(drawn_cases(seed, shape, bench, counts.check, families)) for seed in seeds])
-    measure(bench, shape, steps, [(CHECK, case) for case in check_plan], 0.35 * 60 * args.minutes, "check")
+    measure(bench, shape, steps, [(CHECK, case) for case in check_plan], 0.35 * 60 * args.minutes, "check", retry)
     checked = read_results(steps.select(CHECK, part)).cases
     print_without_cost(profile, checked)
     pairs = outcomes_by_pair(profile, checked)
     behind = {step.case.key for steps_ in pairs.values() for step in steps_ if is_behind(step)}
     again = [(AGAIN, case) for case in check_plan if case.key in behind]
-    measure(bench, shape, steps, again, 60.0, "again")
+    measure(bench, shape, steps, again, 60.0, "again", retry)
     second = outcomes_by_pair(profile, read_results(steps.select(AGAIN, part)).cases)
     part.unlink()
     if not pairs:
@@ -228,6 +229,8 @@ def print_failures(rows: list[dict[str, Any]]) -> None:
     for kernel, counts in reasons.items():
         reason = counts.most_common(1)[0][0]
         print(f"{kernel} has no time of {counts.total()} of {len(rows)} batches, mostly: {reason}")
+    if reasons:
+        print("--retry-failed measures these batches again")
 
 
 def print_without_cost(profile: Profile, cases: list[MeasuredCase], where: str = "") -> None:

@@ -65,11 +65,14 @@ class StepsFile:
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
         self.header = header
-        self.rows: list[dict[str, Any]] = []
+        self._rows: dict[tuple[str, str], dict[str, Any]] = {}  # by set and key
         if path.exists():
             self._continue()
-        self.done = {(row["set"], row["key"]) for row in self.rows}
         self.write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self._rows.values())
 
     def _continue(self) -> None:
         try:
@@ -77,7 +80,9 @@ class StepsFile:
             same = all(before[name] == self.header[name] for name in ("arguments", "kernels_version")) and (
                 before["machine"]["gpu"] == self.header["machine"]["gpu"]
             )
-            self.rows = list(before["rows"])
+            self._rows = {
+                (row["set"], row["key"]): {**row, "baselines": dict(row["baselines"])} for row in before["rows"]
+            }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}: not the steps of a calibration: {error}; remove it") from error
         if not same:
@@ -87,8 +92,22 @@ class StepsFile:
         self.header = {key: value for key, value in before.items() if key != "rows"}
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        self.done.add((row["set"], row["key"]))
+        """Adds a row, or replaces that of the batch."""
+        self._rows[row["set"], row["key"]] = row
+
+    def lacks(self, kind: str, case: Case, ways: Sequence[str], retry_failed: bool = False) -> bool:
+        """Whether a batch has to be measured: it has no row, or its row is from before one of the ways was there.
+
+        Args:
+            retry_failed: also if one of the ways failed.
+        """
+        row = self._rows.get((kind, case.key))
+        if row is None:
+            return True
+        return any(way not in row["baselines"] or (retry_failed and "failed" in row["baselines"][way]) for way in ways)
+
+    def has(self, kind: str, case: Case) -> bool:
+        return (kind, case.key) in self._rows
 
     def write(self) -> None:
         """Replaces the file as a whole, so that a kill never leaves half of one."""
@@ -123,13 +142,22 @@ def header_of(bench: Bench, shape: Shape, arguments: dict[str, Any]) -> dict[str
 
 
 def measure(
-    bench: Bench, shape: Shape, steps: StepsFile, plan: Sequence[tuple[str, Case]], seconds: float, title: str
+    bench: Bench,
+    shape: Shape,
+    steps: StepsFile,
+    plan: Sequence[tuple[str, Case]],
+    seconds: float,
+    title: str,
+    retry_failed: bool = False,
 ) -> bool:
     """Measures what the file does not have yet, with a progress bar.
+
+    That is, batches without a row, and those of a run that had not all of the kernels.
 
     Args:
         plan: set and batch, in the order of measurement.
         seconds: no batch is begun after this time. Those measured before count for nothing.
+        retry_failed: measures again the batches on which a kernel failed.
 
     Returns:
         Whether all were measured.
@@ -137,7 +165,12 @@ def measure(
     Raises:
         DeviceLostError: the device cannot be used any more. The rows are in the file.
     """
-    left = [(kind, case) for kind, case in plan if (kind, case.key) not in steps.done]
+    left = [(kind, case) for kind, case in plan if steps.lacks(kind, case, bench.ways, retry_failed)]
+    if again := sum(steps.has(kind, case) for kind, case in left):
+        why = "a kernel was not there or failed" if retry_failed else "a kernel was not there"
+        print(f"{title}: {again} batches are measured again, on which {why}")
+    elif plan and not left:
+        print(f"{title}: all {len(plan)} batches are in {steps.path} already; --fresh measures them again")
     begin = time.monotonic()
     written = begin
     try:

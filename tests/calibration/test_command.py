@@ -42,6 +42,7 @@ class MadeUpBench:
     most_unique_bytes = 1e9
     draw_kv_dtype = "bf16"
     packed_name = "native"
+    ways: tuple[str, ...] = ("prefixpack", "fa3", "triton")
     packed = CostModel("packed", {"launch": 18.0, "unique_mb": 0.25, "links": 0.3, "shares": 4.0})
     stock = CostModel("stock", {"launch": 12.0, "unique_mb": 0.22, "repeated_mb": 0.1, "requests": 14.0})
 
@@ -63,11 +64,13 @@ class MadeUpBench:
         self.measured.append(case.key)
         step = StepFeatures.of(ForestFacts.of(case.forest()), case.lengths)
         rng = np.random.default_rng(len(case.key) + step.tokens)
-        return {
+        found = {
             "prefixpack": {"cold_us": self.packed.microseconds(step, case.shape) * rng.normal(1, 0.01)},
             "fa3": {"cold_us": self.stock.microseconds(step, case.shape) * rng.normal(1, 0.01)},
             "triton": {"failed": "not today"},
+            "flashinfer_decode_tc": {"cold_us": 500.0 + step.requests},
         }
+        return {way: found[way] for way in self.ways}
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -86,7 +89,7 @@ def test_what_it_finds_of_a_machine_with_known_costs(tmp_path: Path, capsys: pyt
     assert profile.stock["fa3"].error < 0.03
     out = capsys.readouterr().out
     assert "packed native or stock fa3: 5 unseen seeds" in out
-    assert "triton has no time of 81 of 81 batches, mostly: not today" in out
+    assert "triton has no time of 81 of 81 batches, mostly: not today\n--retry-failed measures" in out
     report = json.loads((tmp_path / "p.report.json").read_text())
     (pair,) = report["pairs"].values()
     total = pair["rows"][0]
@@ -122,6 +125,29 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
     with pytest.raises(ValueError, match="other arguments, another machine or other kernels; --fresh drops them"):
         calibrate(again, SHAPE, arguments("--out", str(tmp_path / "p.json"), "--seed", "3"), ALL_FAMILIES, COUNTS)
+
+
+def test_batches_are_measured_again_for_a_kernel_that_was_not_there(tmp_path: Path, capsys: Any) -> None:
+    """As with --jit, or after a stock kernel was installed."""
+    out = ["--out", str(tmp_path / "p.json")]
+    few = Counts(fit=9, check=9)
+    first, same, more, retried = (MadeUpBench() for _ in range(4))
+    first.ways = ("prefixpack", "fa3")
+    more.ways = retried.ways = (*MadeUpBench.ways, "flashinfer_decode_tc")
+    calibrate(first, SHAPE, arguments(*out), ALL_FAMILIES, few)
+    same.ways = first.ways
+    capsys.readouterr()
+    calibrate(same, SHAPE, arguments(*out), ALL_FAMILIES, few)
+    assert same.measured == []
+    assert "fit: all 27 batches are in" in capsys.readouterr().out
+    profile = calibrate(more, SHAPE, arguments(*out), ALL_FAMILIES, few)
+    assert set(more.measured) >= set(first.measured)
+    assert list(profile.stock) == ["fa3", "flashinfer_tc"]
+    assert "fit: 27 batches are measured again, on which a kernel was not there" in capsys.readouterr().out
+    calibrate(retried, SHAPE, arguments(*out, "--retry-failed"), ALL_FAMILIES, few)
+    assert set(retried.measured) == set(more.measured), "triton failed on all"
+    rows = json.loads((tmp_path / "p.steps.json").read_text())["rows"]
+    assert len(rows) == len({(row["set"], row["key"]) for row in rows})
 
 
 def test_a_run_that_was_killed_goes_on_with_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
