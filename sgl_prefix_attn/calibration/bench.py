@@ -38,7 +38,7 @@ class Shape:
 
 
 class DeviceLostError(RuntimeError):
-    """A kernel left the device unusable; the command goes on where it was if it is started again."""
+    """A kernel left the device unusable; if the command is started again, it goes on with the next batch."""
 
 
 class Bench(Protocol):

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     except DeviceLostError as error:
-        print(f"{error}\nthe device was lost; start the command again to go on", file=sys.stderr)
+        print(f"{error}\nthe device was lost; start the command again to go on with the next batch", file=sys.stderr)
         return 1
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sgl_prefix_attn import __version__
-from sgl_prefix_attn.calibration.bench import Bench, Shape
+from sgl_prefix_attn.calibration.bench import Bench, DeviceLostError, Shape
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import KV_BYTES
@@ -163,7 +163,8 @@ def measure(
         Whether all were measured.
 
     Raises:
-        DeviceLostError: the device cannot be used any more. The rows are in the file.
+        DeviceLostError: the device cannot be used any more. The rows are in the file. That of the last batch has no
+            times: a batch that always loses the device would stop every run.
     """
     left = [(kind, case) for kind, case in plan if steps.lacks(kind, case, bench.ways, retry_failed)]
     if again := sum(steps.has(kind, case) for kind, case in left):
@@ -178,7 +179,13 @@ def measure(
             for kind, case in bar:
                 if time.monotonic() - begin > seconds:
                     return False
-                steps.add({**row_of(case, shape), "set": kind, "baselines": bench.measure(case)})
+                row = {**row_of(case, shape), "set": kind}
+                try:
+                    steps.add({**row, "baselines": bench.measure(case)})
+                except DeviceLostError as error:
+                    failed = {"failed": f"the device was lost: {error}"}
+                    steps.add({**row, "baselines": dict.fromkeys(bench.ways, failed)})
+                    raise
                 if time.monotonic() - written > WRITTEN_SECONDS:
                     steps.write()
                     written = time.monotonic()

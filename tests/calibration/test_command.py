@@ -49,6 +49,7 @@ class MadeUpBench:
     def __init__(self, stop_after: int | None = None, steps: Path | None = None) -> None:
         self.left, self.steps = stop_after, steps
         self.measured: list[str] = []
+        self.lost: str | None = None
 
     def machine(self) -> dict[str, Any]:
         return {"gpu": "Made Up GPU", "capability": "9.0", "date": "today"}
@@ -57,6 +58,7 @@ class MadeUpBench:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
+                self.lost = case.key
                 raise DeviceLostError("prefixpack: an illegal access")
         if self.steps is not None and self.measured:
             rows = json.loads(self.steps.read_text())["rows"]
@@ -120,6 +122,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     calibrate(again, SHAPE, args, ALL_FAMILIES, COUNTS)
     assert len(stopped.measured) == 40
     assert not set(stopped.measured) & set(again.measured)
+    assert stopped.lost is not None
+    assert stopped.lost not in again.measured, "it would be lost again"
     steps = json.loads((tmp_path / "p.steps.json").read_text())
     assert steps["check_seeds"] == seeds
     assert sum(row["set"] == "fit" for row in steps["rows"]) == 3 * COUNTS.fit
