@@ -326,7 +326,7 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
 def _file_entries(name: str) -> Iterator[_Entry]:
     if not name.strip():
         return
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises for unknown users
     try:
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)

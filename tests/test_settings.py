@@ -126,6 +126,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
     assert f"={path}: cannot read the file: No such file" in message({"PREFIXPACK_CONFIG": str(path)})
+    assert "=~nosuchuser/p.toml: cannot read the file" in message({"PREFIXPACK_CONFIG": "~nosuchuser/p.toml"})
     assert "the file is not TOML: " in message(config(tmp_path, "workers: 3\n"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "the file is not UTF-8 text" in message({"PREFIXPACK_CONFIG": str(tmp_path / "binary.toml")})

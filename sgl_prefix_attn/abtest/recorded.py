@@ -7,9 +7,9 @@ of the two routes in each packed layer.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sgl_prefix_attn.abtest.recording import Recording
 from sgl_prefix_attn.routing import policy_names
@@ -118,7 +118,7 @@ def _policy(text: str, facts: ServerFacts, predictor: Predictor | None) -> Polic
         path, at, margin = text.rpartition("@")
         if at and not margin.isdigit():
             raise
-        if not Path(path if at else text).expanduser().exists():
+        if not os.path.exists(os.path.expanduser(path if at else text)):
             expected = f"{policy_names.FORMS}; or PROFILE[@PERCENT]"
             raise ValueError(f"{text!r}: no such file, and no policy: expected {expected}") from None
         found = Predictor.of(load_profile(path if at else text), facts, text, int(margin) if at else None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from sgl_prefix_attn.calibration.fit_profile import fit_profile
 from sgl_prefix_attn.calibration.margins import margins_of
@@ -107,7 +107,7 @@ def candidate(text: str, packed: str, backend: str, results: Results) -> Candida
         return Candidate(text, _left_out(results, packed, backend, margin))
     if name == "shipped":
         return _shipped(text, results, packed, backend, margin)
-    if not Path(name).expanduser().exists():
+    if not os.path.exists(os.path.expanduser(name)):
         raise ValueError(f"{text!r}: no such file, and no policy: expected {POLICIES}")
     return Candidate(text, profile_choice(load_profile(name), packed, backend, margin))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,9 @@ SHIPPED_FILES = (*SHIPPED.values(), "h100.json")
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+_MOST = 2**53  # that floats count to
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+CountFromZero = Annotated[int, Field(ge=0, le=_MOST)]
 
 
 class ProfileError(ValueError):
@@ -61,8 +64,7 @@ class MeasuredStep(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    step: tuple[Count, Count, Count, Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)],
-                Annotated[int, Field(ge=0)], Count, Count]  # fmt: skip
+    step: tuple[Count, Count, Count, CountFromZero, CountFromZero, CountFromZero, Count, Count]
     packed: dict[str, Microseconds]
     stock: dict[str, Microseconds]
 
@@ -107,8 +109,8 @@ class Profile(BaseModel):
     head_dims: list[int] = []
     dtype: str = ""
     kernels_version: int = UNRECORDED_VERSION
-    page_size: Annotated[int, Field(ge=1)] = 1
-    sm_count: Annotated[int, Field(ge=1)] = SMS
+    page_size: Count = 1
+    sm_count: Count = SMS
     packed: dict[str, Fit]
     stock: dict[str, Fit]
     margins: dict[str, dict[str, Annotated[int, Field(ge=0, le=1000)]]] = {}
@@ -167,11 +169,14 @@ def load_profile(path: str | Path) -> Profile:
         ProfileError: the file cannot be read or is not a profile.
     """
     try:
-        return parse_profile(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")  # Path.expanduser raises for unknown users
     except OSError as error:
         raise ProfileError(f"{path}: cannot read the profile: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ProfileError(f"{path}: the profile is not UTF-8 text: {error.reason}") from error
+    except ValueError as error:  # a null byte
+        raise ProfileError(f"{path!r}: cannot read the profile: {error}") from error
+    return parse_profile(text, str(path))
 
 
 def shipped_profile(kv_bytes: int = 2) -> Profile:
@@ -210,5 +215,5 @@ def parse_profile(text: str, name: str) -> Profile:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ProfileError(f"{name}: not a routing profile: {place}: {first['msg']}") from error
-    except (json.JSONDecodeError, RecursionError) as error:  # nested too deeply
+    except (ValueError, RecursionError) as error:  # among them integers of too many digits; nested too deeply
         raise ProfileError(f"{name}: not a routing profile: the file is not JSON: {error}") from error

@@ -19,7 +19,7 @@ from sgl_prefix_attn.routing.profile import (
     Profile,
     ProfileError,
     head_shape,
-    parse_profile,
+    load_profile,
     read_shipped,
 )
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
@@ -74,10 +74,17 @@ class FoundProfile:
 
 
 def user_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of the user's profiles, by the XDG base directory specification."""
+    """The folder of the user's profiles, by the XDG base directory specification.
+
+    Raises:
+        ProfileError: the user has no home.
+    """
     environ = os.environ if environ is None else environ
     cache = environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    try:
+        base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ProfileError(f"no folder of the user's profiles: {error} XDG_CACHE_HOME names one.") from error
     return base / _FOLDER
 
 
@@ -86,7 +93,7 @@ class ProfileStore:
 
     Attributes:
         profiles: in the order of preference: the setting's, the user's, the package's.
-        unreadable: messages on files of the user that are not profiles.
+        unreadable: messages on files of the user that are not profiles, or on the folder.
     """
 
     def __init__(self, profiles: list[StoredProfile], unreadable: list[str]) -> None:
@@ -106,10 +113,15 @@ class ProfileStore:
         """
         profiles, unreadable = [], []
         if route_profile is not None:
-            profiles.append(StoredProfile(SETTING, route_profile, _read(Path(route_profile).expanduser())))
-        for path in _user_files(user_folder() if folder is None else folder):
+            profiles.append(StoredProfile(SETTING, route_profile, load_profile(route_profile)))
+        try:
+            files = _user_files(user_folder() if folder is None else folder)
+        except ProfileError as error:
+            files = []
+            unreadable.append(str(error))
+        for path in files:
             try:
-                profiles.append(StoredProfile(USER, str(path), _read(path)))
+                profiles.append(StoredProfile(USER, str(path), load_profile(path)))
             except ProfileError as error:
                 unreadable.append(str(error))
         profiles += [StoredProfile(SHIPPED_ORIGIN, name, read_shipped(name)) for name in SHIPPED_FILES]
@@ -196,15 +208,6 @@ def _user_files(folder: Path) -> list[Path]:
     except OSError as error:
         logger.warning("prefixpack: cannot list the profiles in %s: %s", folder, error.strerror)
         return []
-
-
-def _read(path: Path) -> Profile:
-    try:
-        return parse_profile(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot read the profile: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path}: the profile is not UTF-8 text: {error.reason}") from error
 
 
 def facts_as_text(facts: ServerFacts) -> str:

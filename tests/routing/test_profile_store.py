@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from sgl_prefix_attn.__main__ import main
 from sgl_prefix_attn.core.planner import ModelShape
-from sgl_prefix_attn.routing.profile import MeasuredStep, ProfileError
+from sgl_prefix_attn.routing.profile import MeasuredStep, ProfileError, parse_profile
 from sgl_prefix_attn.routing.profile_store import ProfileStore, ServerFacts, refusal, user_folder
 from sgl_prefix_attn.routing.versions import KERNELS_VERSION, TAKEN_VERSIONS
 from tests.routing.profiles import profile
@@ -117,6 +118,29 @@ def test_an_unreadable_file_of_the_user_is_left_out_and_one_of_the_setting_is_an
         ProfileStore.read(str(tmp_path / "broken.json"))
     again = ProfileStore.of_json(store.as_json())
     assert (again.profiles, again.unreadable) == (store.profiles, store.unreadable)
+
+
+def test_what_cannot_be_read_is_an_error_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("~nosuchuser/p.json", "a\0b.json"):
+        with pytest.raises(ProfileError, match="cannot read the profile"):
+            ProfileStore.read(name, tmp_path)
+    digits = "1" * 5000
+    for text in (f'{{"version": {digits}}}', json.dumps({"version": 1, "sm_count": 10**300})):
+        with pytest.raises(ProfileError, match="p: not a routing profile"):
+            parse_profile(text, "p")
+    write(tmp_path, "steps")
+    values = json.loads((tmp_path / "steps.json").read_text())
+    values["steps"] = [{"step": [1, 10**30, 10, 0, 0, 0, 10, 10], "packed": {}, "stock": {}}]
+    with pytest.raises(ProfileError, match=r"steps\.0\.step\.1: Input should be less than"):
+        parse_profile(json.dumps(values), "p")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (message,) = ProfileStore.read().unreadable
+    assert "XDG_CACHE_HOME names one" in message
 
 
 def test_the_folder_follows_xdg() -> None:

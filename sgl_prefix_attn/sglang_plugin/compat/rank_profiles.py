@@ -22,7 +22,7 @@ def profiles_of_ranks(settings: Settings) -> ProfileStore:
     """The profiles of rank 0. All ranks of a tensor-parallel group call this together.
 
     Raises:
-        ProfileError: on all ranks, if `route_profile` is unusable on rank 0.
+        ProfileError: on all ranks, if `route_profile` is unusable on rank 0 or its profiles cannot be read.
     """
     own = settings.route_profile if settings.policy.predicts else None
     group = _group()
@@ -34,6 +34,8 @@ def profiles_of_ranks(settings: Settings) -> ProfileStore:
             sent = ProfileStore.read(own).as_json()
         except ProfileError as error:
             sent = {"error": str(error)}
+        except Exception as error:  # the other ranks wait for the broadcast, whatever happens here
+            sent = {"error": f"cannot read the profiles: {type(error).__name__}: {error}"}
     received = group.broadcast_object(sent, src=0)
     if "error" in received:
         raise ProfileError(received["error"])

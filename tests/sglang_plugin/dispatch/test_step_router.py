@@ -170,3 +170,14 @@ def test_ranks_take_the_profiles_of_rank_0(tmp_path: Path, monkeypatch: pytest.M
         store(0, route_profile="nowhere.json")
     with pytest.raises(ProfileError, match=r"nowhere\.json: cannot read the profile"):
         store(1, route_profile=path)
+
+
+def test_no_rank_waits_for_rank_0_whatever_fails_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(rank_profiles.ProfileStore, "read", fail)
+    for rank in (0, 1):
+        monkeypatch.setattr(rank_profiles, "_group", lambda rank=rank: Group(rank))
+        with pytest.raises(ProfileError, match="cannot read the profiles: MemoryError: no room"):
+            rank_profiles.profiles_of_ranks(Settings())
