@@ -99,7 +99,7 @@ class StepFeatures:
             linked_tokens=facts.linked_tokens,
             nodes=facts.nodes,
             links=facts.links,
-            longest_range=max(facts.longest_shared, int((seq_lens - facts.tail_begin).max())),
-            longest_request=int(seq_lens.max()),
+            longest_range=max(facts.longest_shared, int((seq_lens - facts.tail_begin).max(initial=0))),
+            longest_request=int(seq_lens.max(initial=0)),
             rows=rows,
         )

@@ -13,9 +13,11 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import ModelShape
+from sgl_prefix_attn.routing.conservative import ConservativePolicy
 from sgl_prefix_attn.routing.cost import TERMS, CostModel
 from sgl_prefix_attn.routing.features import StepFeatures
-from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router
+from sgl_prefix_attn.routing.policy import CostPolicy, Route, Router, cost_policy, policy_of
+from sgl_prefix_attn.routing.policy_names import parse
 from sgl_prefix_attn.routing.profile import ProfileError, load_profile, shipped_profile, shipped_profile_of
 from tests.routing.profiles import profile
 
@@ -58,6 +60,15 @@ class TestRouter:
         lengths = np.full(1024, 5000, dtype=np.int64)
         best = min(timeit.repeat(lambda: router.decide(forest, lengths), number=20, repeat=20)) / 20
         assert best < 200e-6
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", ["cost", "conservative", "packed", "batch>=1", "reuse>=1"])
+def test_a_step_without_requests_has_a_route(name: str, rows: int) -> None:
+    cost = cost_policy(shipped_profile(), "native", "fa3", LLAMA_8B)
+    assert cost is not None
+    policy = policy_of(parse(name), cost, ConservativePolicy(LLAMA_8B, "native"))
+    assert Router(policy).decide(PrefixForest.from_paths([]), np.zeros(0, dtype=np.int64), rows) in Route
 
 
 class TestCostModel:
