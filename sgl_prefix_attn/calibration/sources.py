@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from sgl_prefix_attn.core.gpu import planner_model
 from sgl_prefix_attn.core.planner import Planner
@@ -13,6 +14,8 @@ from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import MeasuredCase, Results, ResultsError, read_results
 from sgl_prefix_attn.simulator import SIMULATED_GPUS, figures_of, makespan
 from sgl_prefix_attn.workloads.draw import case_of_name
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,19 @@ def gather(sources: Sequence[Source], kv_bytes: int) -> Results:
         measured=max(part.measured for part in parts),
         kv_bytes=kv_bytes,
         cases=list(found.values()),
+        capability=_common((part.capability for part in parts), ""),
+        head_shapes=_common((part.head_shapes for part in parts), ()),
+        dtype=_common((part.dtype for part in parts), ""),
+        page_size=_common((part.page_size for part in parts), 1),
         sm_count=parts[0].sm_count,
         kernels_version=min(part.kernels_version for part in of_native or parts),
     )
+
+
+def _common(values: Iterable[T], unknown: T) -> T:
+    """The value that all have; `unknown` if they differ."""
+    first, *others = set(values)
+    return unknown if others else first
 
 
 def simulated_times(results: Results) -> dict[str, float]:

@@ -255,6 +255,19 @@ class TestSources:
         assert (list(second.packed), list(second.stock)) == (["native"], ["fa3"])
         assert set(simulated_times(gather(sources[:2], 2))) == {row["key"]}
 
+    def test_what_all_files_were_measured_with_is_kept(self, tmp_path: Path) -> None:
+        """As of steps of `calibrate`; of files that differ there, nothing is known."""
+        data = json.loads((RESULTS_FOLDER / "gpu_drawn.json").read_text())
+        sources = []
+        for page_size, heads in ((16, "32/8/128"), (16, "8/2/128")):
+            about = {"page_size": page_size, "head_shapes": [heads], "dtype": "bf16"}
+            path = tmp_path / f"{len(sources)}.json"
+            path.write_text(json.dumps({**data, **about, "rows": data["rows"][:1]}))
+            sources.append(Source.parse(str(path)))
+        one, both = gather(sources[:1], 2), gather(sources, 2)
+        assert (one.page_size, one.head_shapes, one.dtype) == (16, ("32/8/128",), "bf16")
+        assert (both.page_size, both.head_shapes, both.dtype) == (16, (), "bf16")
+
     def test_verify_steps_have_no_influence_on_a_profile(self, tmp_path: Path, capsys: Any) -> None:
         """Not even files of another GPU. What `left-out` does in decode steps does not depend on them either."""
         names = ["gpu_drawn.json:native,fa3", "verify_4_1196418529.json:native", "verify_h100_8_1806084533.json"]
