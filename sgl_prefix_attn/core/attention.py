@@ -168,8 +168,10 @@ def packed_attention(
         if visible.shape[0] != num_tokens:
             raise ValueError(f"visible has {visible.shape[0]} entries; expected {num_tokens}")
         visible_address = visible.data_ptr()
-    if not logit_cap >= 0.0:
-        raise ValueError(f"logit_cap is {logit_cap}; expected a positive number, or 0 for no cap")
+    if not 0.0 <= logit_cap < math.inf:
+        raise ValueError(f"logit_cap is {logit_cap}; expected a positive, finite number, or 0 for no cap")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
     if not (0.0 < k_scale < math.inf and 0.0 < v_scale < math.inf):
         name, value = ("v_scale", v_scale) if 0.0 < k_scale < math.inf else ("k_scale", k_scale)
         raise ValueError(f"{name} is {value}; expected a positive, finite number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -79,6 +80,9 @@ def test_indices_that_lead_outside_are_named(batch: Batch) -> None:
 
 
 def test_bad_numbers_are_named(batch: Batch) -> None:
-    refused(batch, "logit_cap is -1", logit_cap=-1.0)
+    for logit_cap in (-1.0, math.inf, math.nan):
+        refused(batch, f"logit_cap is {logit_cap}", logit_cap=logit_cap)
+    for scale in (math.inf, math.nan):
+        refused(batch, f"scale is {scale}", scale=scale)
     refused(batch, "threads is 0", threads=0)
     refused(batch, r"isa 'mmx' is not available here; expected one of .*baseline", isa="mmx")
