@@ -6,11 +6,11 @@
 #include <functional>
 #include <limits>
 #include <queue>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "plan/active_warps.h"
+#include "plan/checks.h"
 #include "plan/deferral.h"
 
 namespace prefixpack {
@@ -141,7 +141,7 @@ class Simulation {
     const int32_t last = item.query_begin + item.query_count - 1;
     const int64_t end =
         item.kv_end == kOpenEnd ? seq_lens_[plan_.query_request[last]] - plan_.query_back[last] : item.kv_end;
-    return end - item.kv_begin;
+    return std::max<int64_t>(0, end - item.kv_begin);  // less if seq_lens are not those of the plan
   }
 
   void add_work_tiles(int32_t index, int32_t work_tiles, bool narrow, bool follows_sibling) {
@@ -385,15 +385,10 @@ class Simulation {
 }  // namespace
 
 Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine) {
-  if (machine.slots < 1 || machine.warps < 1 || machine.narrow_parts < 1 || machine.few_slots < 1 ||
-      machine.key_tile < 1) {
-    throw std::invalid_argument("slots, few_slots, warps, narrow_parts and key_tile must be positive");
+  for (int32_t request = 0; request < plan.num_requests; ++request) {
+    require(seq_lens[request] >= 1 && seq_lens[request] <= INT32_MAX, "seq_lens must lie in 1 .. 2^31 - 1");
   }
-  for (double rate : {machine.bandwidth, machine.cta_store, machine.warp_rate, machine.flops32, machine.flops64,
-                      machine.flops128, machine.lone_speedup, machine.sibling}) {
-    if (!(rate > 0)) throw std::invalid_argument("rates of the machine must be positive");
-  }
-  return Simulation(plan, seq_lens, shape, machine).run();
+  return Simulation(plan, seq_lens, checked(shape), checked(machine)).run();
 }
 
 }  // namespace prefixpack

@@ -41,7 +41,7 @@ struct Makespan {
   double work;       // of the workers, if the bandwidth had no end and none were ever idle: a lower bound
 };
 
-// seq_lens: [num_requests]. Throws std::invalid_argument unless the machine's figures are positive.
+// seq_lens: [num_requests]. Throws std::invalid_argument on lengths, shapes or figures out of range.
 Makespan simulate_makespan(const Plan& plan, const int64_t* seq_lens, const ModelShape& shape, const Machine& machine);
 
 }  // namespace prefixpack

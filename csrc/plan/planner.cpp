@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "plan/checks.h"
+
 namespace prefixpack {
 
 namespace {
@@ -12,42 +14,10 @@ namespace {
 // Of a forest: the packing recurses once per level, and partial results grow with the square of the depth.
 constexpr int32_t kMaxDepth = 4096;
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument(message);
-}
-
-const ModelShape& checked(const ModelShape& shape) {
-  require(shape.q_heads >= 1 && shape.kv_heads >= 1 && shape.q_heads % shape.kv_heads == 0,
-          "q_heads " + std::to_string(shape.q_heads) + " is no multiple of kv_heads " + std::to_string(shape.kv_heads));
-  require(shape.head_dim >= 1, "head_dim " + std::to_string(shape.head_dim) + " is not positive");
-  require(shape.kv_bytes >= 1 && shape.partial_bytes >= 1, "kv_bytes and partial_bytes must be positive");
-  return shape;
-}
-
-const DeviceModel& checked(const DeviceModel& device) {
-  require(device.workers >= 1, "workers " + std::to_string(device.workers) + " is not positive");
-  require(device.bandwidth > 0 && device.flops > 0, "bandwidth and flops must be positive");
-  require(device.wide_rows == 0 || device.wide_flops > 0, "wide_flops must be positive");
-  require(device.item_overhead >= 0 && device.narrow_overhead >= 0, "item_overhead or narrow_overhead is negative");
-  require(device.widest_flops >= 0 && (device.widest_flops == 0 || device.medium_flops > 0),
-          "widest_flops is negative, or medium_flops is not positive beside it");
-  require(device.deferred_combine >= 0 && device.deferred_combine_step >= 0, "a time of deferred combines is negative");
-  require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
-  require(device.narrow_reread >= 0 && device.narrow_reread <= 1, "narrow_reread must lie in 0 .. 1");
-  require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
-          "narrow_to_fill must be positive, and narrow_per_worker at least as large");
-  require(device.narrow_parts >= 1, "narrow_parts " + std::to_string(device.narrow_parts) + " is not positive");
-  require(device.overlap >= 0 && device.overlap <= 1, "overlap must lie in 0 .. 1");
-  require(!device.tile_rows.empty() && device.tile_rows.front() >= 1, "tile_rows needs at least one positive entry");
-  for (size_t i = 1; i < device.tile_rows.size(); ++i) {
-    require(device.tile_rows[i] > device.tile_rows[i - 1], "tile_rows must ascend");
-  }
-  return device;
-}
-
 }  // namespace
 
 void check_lens(const Forest& forest, const BatchLens& lens) {
+  int64_t num_queries = 0;
   for (int32_t request = 0; request < forest.num_requests; ++request) {
     const int64_t seq_len = lens.seq_lens[request];
     const int64_t query_len = lens.query_lens == nullptr ? 1 : lens.query_lens[request];
@@ -60,6 +30,8 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
       fail("sequence length " + std::to_string(seq_len) + " is shorter than its shared prefix (" +
            std::to_string(forest.tail_begin[request]) + ") and its " + std::to_string(query_len) + " new tokens");
     }
+    num_queries += query_len;
+    if (num_queries > INT32_MAX) fail("with it the step has more than 2^31 - 1 new tokens");
   }
 }
 

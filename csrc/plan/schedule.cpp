@@ -218,7 +218,8 @@ void Scheduler::order_queue() {
   std::array<std::array<int32_t, 2>, kQueueBins> next{};
   const size_t half = num_queued_ / 2, rest = num_queued_ - half;
   for (size_t i = 0; i < num_queued_; ++i) {
-    queue_[i].place = kQueueBins - 1 - static_cast<int32_t>(queue_[i].key * to_bin);
+    const double bin = queue_[i].key * to_bin;  // rounding may leave anything where overheads dwarf the work
+    queue_[i].place = kQueueBins - 1 - (bin > 0 ? static_cast<int32_t>(std::min(bin, kQueueBins - 1.0)) : 0);
   }
   for (size_t i = 0; i < half; ++i) {
     ++next[queue_[i].place][0];

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -142,6 +144,7 @@ def test_very_deep_trees_are_planned_in_time() -> None:
         ([120, 1 << 40], None, r"request 1: .* exceeds 2\^31 - 1"),
         ([120, 130], [1, 0], "request 1: query length 0 is not positive"),
         ([120, 130], [1, 31], "request 1: .* and its 31 new tokens"),
+        ([2**31 - 1] * 2, [2**30] * 2, r"request 1: with it the step has more than 2\^31 - 1 new tokens"),
         ([120], None, "seq_lens must have one entry for each of the 2 requests"),
         ([120, 130], [1], "query_lens must have one entry for each of the 2 requests"),
     ],
@@ -200,6 +203,13 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
             planner.plan(forest, last + 4)
 
 
+RATES = ("bandwidth", "flops", "wide_flops", "lone_speedup")
+TIMES = (
+    "item_overhead", "narrow_overhead", "combine_latency", "combine_step", "deferred_combine", "deferred_combine_step",
+    "widest_flops",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("shape", "device", "message"),
     [
@@ -211,11 +221,24 @@ def test_forests_are_planned_down_to_a_depth(depth: int, planned: bool) -> None:
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 2.0, (16,)), "reread must lie in 0 .. 1"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), narrow_parts=0), "narrow_parts 0 is not positive"),
         (SHAPES[0], DeviceModel(1, 1.0, 1.0, 0.0, 1.0, (16,), overlap=1.5), "overlap must lie in 0 .. 1"),
+        *((SHAPES[0], replace(DEVICES[2], **{name: value}), "finite")
+          for name in RATES for value in (0.0, math.inf, math.nan, 1e-300, 1e300)),
+        *((SHAPES[0], replace(DEVICES[2], **{name: value}), "finite")
+          for name in TIMES for value in (-1.0, math.inf, math.nan)),
+        *((SHAPES[0], replace(DEVICES[2], **{name: 0}), "must be positive")
+          for name in ("combine_rows", "combine_width", "combine_fan_in")),
     ],
-)
+)  # fmt: skip
 def test_bad_shapes_and_devices_are_named(shape: ModelShape, device: DeviceModel, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Planner(shape, device)
+
+
+def test_an_overhead_that_dwarfs_the_work_orders_the_queue_somehow() -> None:
+    """Rounding then leaves negative times."""
+    device = replace(DeviceModel.gpu(132), narrow_overhead=1e30, lone_speedup=1e30)
+    forest, lens = PrefixForest.from_paths([[(0, 0, 300)]] * 40), np.array([306, 4301] * 20)
+    check_plan(Planner(ModelShape(8, 8, 64), device).plan(forest, lens), forest, lens, np.ones(40, dtype=np.int64))
 
 
 @pytest.mark.parametrize(

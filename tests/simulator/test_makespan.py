@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,24 @@ def test_a_combine_is_waited_for() -> None:
 def test_figures_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match="positive"):
         simulated([100], **{name: 0 if name == "key_tile" else 0.0})
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["sibling", "begin", "warp_combine_step"])
+def test_figures_must_be_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        simulated([100], **{name: value})
+
+
+def test_shapes_and_lengths_must_be_those_of_a_plan() -> None:
+    device, lens = DeviceModel.gpu(132), np.array([5000])
+    plan = Planner(SHAPE, device).plan(PrefixForest.from_paths([[]]), lens)
+    with pytest.raises(ValueError, match="no multiple of kv_heads 0"):
+        makespan(plan, lens, ModelShape(32, 0, 128), device)
+    for length in (-5, 0, 2**31):
+        with pytest.raises(ValueError, match="seq_lens must lie in"):
+            makespan(plan, np.array([length]), SHAPE, device)
+    assert 0 < makespan(plan, np.array([1]), SHAPE, device).seconds < makespan(plan, lens, SHAPE, device).seconds
 
 
 def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_much() -> None:
