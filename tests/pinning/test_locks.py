@@ -127,3 +127,16 @@ def test_a_locked_or_inner_or_unknown_node_is_not_evicted(server: SmallServer) -
     assert tree.evict(inner) == 10
     assert server.cache.evictable_size() == 0
     server.check_accounting()
+
+
+@pytest.mark.skipif("RadixCache" not in CACHES, reason="this SGLang has no RadixCache")
+def test_retention_frees_nothing_twice_in_a_cache_that_streaming_sessions_wrap() -> None:
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    server = SmallServer("RadixCache", slots=60, settings=PinningSettings(retention=True))
+    cache: Any = StreamingSession(server.cache)
+    server.cache = server.tree_cache = cache
+    for name in range(1, 9):
+        server.serve(prompt(name))
+        server.check_accounting()
+    assert server.manager.counters.failures == 0

@@ -141,6 +141,12 @@ class ObjectTree(_Tree):
 
     name = "lock counts of node objects"
 
+    def __init__(self, tree: Any, reader: TreeReader) -> None:
+        # Streaming sessions wrap the cache. `evict` sets an attribute, which has to reach the cache itself.
+        while "evictable_leaves" not in vars(tree) and hasattr(tree, "inner"):
+            tree = tree.inner
+        super().__init__(tree, reader)
+
     def path(self, handle: Any) -> list[NodeSpan]:
         chain = []
         node = handle
