@@ -33,7 +33,7 @@ def register() -> None:
     register_name(settings)
     if settings.wrap:
         register_wrapping(settings)
-    elif in_scheduler_process():
+    if in_scheduler_process() and (not settings.wrap or asks_for_scheduling(settings)):
         register_hooks(settings, version)
     if "--use-ray" in sys.argv or _RAY_ENGINE_MODULE in sys.modules:
         register_ray_actors()
@@ -59,7 +59,7 @@ def register_name(settings: Settings) -> None:
 
 
 def register_wrapping(settings: Settings) -> None:
-    """Wraps stock backends. Hooks come when one is built that can run packed, so that other servers have none."""
+    """Wraps stock backends. Hooks of packed steps come with a backend that can run them: other servers have none."""
     from sgl_prefix_attn.sglang_plugin import wrapping
 
     wrapping.install(settings)
@@ -67,10 +67,18 @@ def register_wrapping(settings: Settings) -> None:
         wrapping.hook_launchers()
 
 
-def register_hooks(settings: Settings, version: str) -> None:
-    """Adds our hooks to SGLang's registry. They do nothing until a prefixpack backend is built in this process.
+def asks_for_scheduling(settings: Settings) -> bool:
+    """Whether the settings ask for what needs no backend of ours: pins, retention or group scheduling."""
+    from sgl_prefix_attn.sglang_plugin.pinning import registration
 
-    Hooks that run in each step come with the first backend that may run packed, so that other servers have none.
+    return settings.group_scheduling or registration.is_asked_for(settings)
+
+
+def register_hooks(settings: Settings, version: str) -> None:
+    """Adds our hooks to SGLang's registry: in wrap mode only those of `asks_for_scheduling`.
+
+    The others do nothing until a prefixpack backend is built in this process. Hooks that run in each step come with the
+    first backend that may run packed, so that other servers have none.
     """
     import torch
 
@@ -82,10 +90,10 @@ def register_hooks(settings: Settings, version: str) -> None:
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     state = plugin_state.of_process(settings, version)
-    wanted = hook_table.OTHER_HOOKS
+    wanted = () if settings.wrap else hook_table.OTHER_HOOKS
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
-    if not torch.cuda.is_available():
+    if not settings.wrap and not torch.cuda.is_available():
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     hooks.register(wanted + registration.hooks_for(settings, state))
 

@@ -14,7 +14,7 @@ pytest.importorskip("sglang")
 from prometheus_client import CollectorRegistry
 
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin import entry, factory
+from sgl_prefix_attn.sglang_plugin import entry, factory, hook_table
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.compat import hooks as compat_hooks
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
@@ -33,13 +33,16 @@ from tests.support.caches import CACHES
 PINNING, GROUPS = {RUN_BATCH, FLUSH, CALC_PRIORITY, ADD_ONE_REQ}, {CALC_PRIORITY, ADD_ONE_REQ}
 
 
-@pytest.mark.parametrize(
+_ASKED = pytest.mark.parametrize(
     ("asked", "hooked"),
     [
         ({}, set()), ({"pin_budget_percent": 10}, PINNING), ({"retention": "reuse"}, PINNING),
         ({"group_scheduling": True}, GROUPS),
     ],
 )  # fmt: skip
+
+
+@_ASKED
 def test_what_is_asked_for_is_hooked_in_schedulers(asked, hooked, monkeypatch):
     registered: list[Hook] = []
     monkeypatch.setattr(compat_hooks, "register", registered.extend)
@@ -47,6 +50,21 @@ def test_what_is_asked_for_is_hooked_in_schedulers(asked, hooked, monkeypatch):
     plugin_state.reset()
     assert registered
     assert {hook.target for hook in registered} & PINNING == hooked
+
+
+@_ASKED
+def test_in_wrap_mode_a_scheduler_has_what_is_asked_for_before_any_backend(asked, hooked, routes, monkeypatch):
+    """Also where no backend will be wrapped. Hooks of packed steps are not among them."""
+    registered: list[Hook] = []
+    monkeypatch.setattr(compat_hooks, "register", registered.extend)
+    monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)
+    monkeypatch.setattr(entry, "register_wrapping", lambda settings: None)
+    monkeypatch.setattr(entry, "load_settings", lambda: Settings(wrap=True, **asked))
+    entry.register()
+    assert {hook.target for hook in registered} & PINNING == hooked
+    assert bool(registered) == bool(hooked)
+    assert {hook.function for hook in registered}.isdisjoint(hook.function for hook in hook_table.OTHER_HOOKS)
+    assert bool(plugin_state.active()) == bool(hooked)
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ PATH = "/prefixpack/pins"
 _NO_ANSWER = {
     "error": {
         "kind": "unavailable",
-        "message": "the schedulers do not pin: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang",
+        "message": "the schedulers have no hooks for pins: set PREFIXPACK_PIN_BUDGET_PERCENT before starting SGLang; "
+        "if it is set, SGLang's launcher loads no plug-ins in them (docs/pinning.md, limits)",
     }
 }
 _HTTP_STATUS = {"invalid": 400, "unknown": 404, "budget": 409, "unavailable": 503, "failed": 500}

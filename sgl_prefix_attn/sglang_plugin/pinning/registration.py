@@ -39,9 +39,14 @@ def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
             logger.exception("prefixpack: the server has no HTTP routes for pins; EnginePins works")
 
 
+def is_asked_for(settings: Settings) -> bool:
+    """Whether the settings ask for pins or retention."""
+    return settings.pin_budget_percent != 0 or settings.retention != "off"
+
+
 def hooks_for(settings: Settings, owner: Owner) -> tuple[Hook, ...]:
     """The hooks that the settings ask for, in their order; `owner` keeps their state."""
-    if settings.pin_budget_percent == 0 and settings.retention == "off":
+    if not is_asked_for(settings):
         return ()
     from sgl_prefix_attn.sglang_plugin.pinning.hooks import PinningHooks
     from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
