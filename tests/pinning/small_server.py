@@ -38,10 +38,13 @@ class NoHooks(PinningHooks):
 class SmallServer(Pools):
     """Args:
     settings: None: SGLang without our hooks.
+    options: `page` and `eagle` of `Pools`. With pages, requests have one new token.
     """
 
-    def __init__(self, kind: str, *, slots: int, rows: int = 8, settings: PinningSettings | None) -> None:
-        super().__init__(kind, slots=slots, rows=rows, context=512)
+    def __init__(
+        self, kind: str, *, slots: int, rows: int = 8, settings: PinningSettings | None, **options: Any
+    ) -> None:
+        super().__init__(kind, slots=slots, rows=rows, context=512, **options)
         self.kind, self.slots = kind, slots
         # As Scheduler, for the hooks that take one.
         self.tree_cache = self.cache
@@ -118,7 +121,7 @@ class SmallServer(Pools):
             return False
         self.hooks.after_calc_priority(None, self, self.waiting)
         # A low ratio: more is admitted than fits to its end, so that decode has to retract.
-        adder = PrefillAdder(1, self.cache, self.allocator, running, 0.1, 4096, None)
+        adder = PrefillAdder(self.page, self.cache, self.allocator, running, 0.1, 4096, None)
         for request in self.waiting:
             if len(adder.can_run_list) >= self.pool.available_size():
                 running.batch_is_full = True
@@ -143,12 +146,12 @@ class SmallServer(Pools):
         cached, total = len(found), len(request.full_untruncated_fill_ids)
         self.prompt_tokens += total
         self.cached_tokens += cached
-        slots = self._alloc(total - cached)
+        slots = self._alloc(self._pages(total - cached))
         assert slots is not None, "an admitted request got no KV"
         self.pool.alloc([request])
         row = self.pool.req_to_token[request.kv.req_pool_idx]
         row[:cached] = found.to(torch.int32)
-        row[cached:total] = slots.to(torch.int32)
+        row[cached:total] = slots[: total - cached].to(torch.int32)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = total
         request.output_ids.append(1_000_000 + self._count * 1000 + len(request.output_ids))
         GENERATION.keep(self.cache, request)
@@ -190,11 +193,16 @@ class SmallServer(Pools):
 
     def check_accounting(self) -> None:
         """SGLang's leak check: every slot is free, in the tree, or a running request's own."""
-        own = sum(request.kv.kv_allocated_len - request.kv.cache_protected_len for request in self.running.reqs)
+        running = [request.kv for request in self.running.reqs]
+        own = sum(self._pages(kv.kv_allocated_len) - kv.cache_protected_len for kv in running)
         total = self.allocator.available_size() + self.cache.evictable_size() + self.cache.protected_size() + own
         assert total == self.slots, f"{self.slots - total} slots leaked"
 
     # Details ----------------------------------------------------------------------------------------------------------
+
+    def _pages(self, tokens: int) -> int:
+        """Tokens of the pages that so many tokens need."""
+        return -(-tokens // self.page) * self.page
 
     def _has_room(self, tokens: int) -> bool:
         self._evict(tokens)

@@ -18,8 +18,13 @@ from tests.support.caches import CACHES
 
 
 @pytest.fixture(params=CACHES)
-def server(request: pytest.FixtureRequest) -> SmallServer:
-    server = SmallServer(request.param, slots=64, settings=PinningSettings(budget_percent=50))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(kind: str) -> SmallServer:
+    server = SmallServer(kind, slots=64, settings=PinningSettings(budget_percent=50))
     server.serve(list(range(20)))
     return server
 
@@ -140,3 +145,24 @@ def test_retention_frees_nothing_twice_in_a_cache_that_streaming_sessions_wrap()
         server.serve(prompt(name))
         server.check_accounting()
     assert server.manager.counters.failures == 0
+
+
+@pytest.mark.parametrize(("page", "eagle", "cached"), [(1, False, 18), (1, True, 17), (4, False, 16), (4, True, 16)])
+def test_a_pin_that_holds_all_that_can_be_cached_of_it_is_not_matched_again(kind, page, eagle, cached):
+    settings = PinningSettings(budget_percent=50)
+    server = SmallServer(kind, slots=64, settings=settings, page=page, eagle=eagle)
+    pins = server.manager.pins
+    counted: Any = CountedTree(pins._tree)
+    pins._tree = counted
+    pin = pins.pin(range(18))
+    server.serve(list(range(10)))
+    half = pins.locked_tokens(pin.id)
+    assert 8 <= half <= 10
+    server.serve([*range(half + page + eagle), 99, 98])
+    assert half < pins.locked_tokens(pin.id) < cached
+    server.serve([*range(18), 99, 98, 97])
+    assert pins.locked_tokens(pin.id) == cached
+    before = counted.calls["find"]
+    for name in range(3):
+        server.serve([*range(18), 99, name])
+    assert counted.calls["find"] == before

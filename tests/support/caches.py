@@ -21,10 +21,11 @@ from tests.support.fake_tree import path_of
 
 pytest.importorskip("sglang.srt.mem_cache.unified_cache", reason="SGLang before 0.5.20 keeps its caches elsewhere")
 try:
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 except ImportError:  # up to 0.5.22
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 
@@ -45,6 +46,7 @@ class PathInfoCore:
 
     def __init__(self, core: Any) -> None:
         self._core = core
+        self.is_eagle = core.is_eagle
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
         return self._core.root_node_handle(extra_key)
@@ -156,14 +158,20 @@ class Pools:
         slots: KV slots.
         rows: requests at a time.
         context: tokens of a request.
+        page: tokens of a page; `slots` is a multiple of it.
+        eagle: whether nodes hold pairs of tokens, as with EAGLE.
     """
 
-    def __init__(self, kind: str, *, slots: int, rows: int, context: int) -> None:
+    def __init__(self, kind: str, *, slots: int, rows: int, context: int, page: int = 1, eagle: bool = False) -> None:
         self.pool = ReqToTokenPool(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
+        self.page = page
+        if page == 1:
+            self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, need_sort=False)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(slots, page, torch.float32, "cpu", None, need_sort=False)
         params = CacheInitParams(
-            disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=1,
-            tree_components=(ComponentType.FULL,),
+            disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=page,
+            tree_components=(ComponentType.FULL,), is_eagle=eagle,
         )  # fmt: skip
         self.cache = GENERATION.make(kind, params)
         self._count = 0

@@ -101,10 +101,10 @@ class PinLocks:
         for pin in self.ledger.pins():
             entry = self._locks[pin.id]
             if entry.tokens < len(pin.tokens) and entry.namespace == namespace:
-                end = entry.tokens + 1
+                end = self._tree.needed_to_cache_more(entry.tokens)
                 # The last token is compared first: most requests share nothing with most pins.
                 if (
-                    len(tokens) >= end
+                    min(len(pin.tokens), len(tokens)) >= end
                     and pin.tokens[end - 1] == tokens[end - 1]
                     and pin.tokens[:end] == tuple(tokens[:end])
                 ):

@@ -63,6 +63,9 @@ class LockableTree(Protocol):
     def page_size(self) -> int:
         """Tokens per page; nodes begin and end at multiples of it."""
 
+    def needed_to_cache_more(self, cached: int) -> int:
+        """Length from which on a prompt can have more than these `cached` tokens in the cache."""
+
     def namespace(self, asked: Namespace) -> Namespace:
         """The namespace as the cache keeps it and as requests sent with it carry it."""
 
@@ -111,10 +114,15 @@ class _Tree:
         self._evict_params = EvictParams
         self._radix_key = RadixKey
         self._takes_salt = "cache_salt" in inspect.signature(RadixKey).parameters
+        # With EAGLE, nodes hold pairs of neighbours: one fewer than there are tokens.
+        self._pairs = bool(getattr(getattr(tree, "tree_core", tree), "is_eagle", False))
 
     @property
     def page_size(self) -> int:
         return int(self._tree.page_size)
+
+    def needed_to_cache_more(self, cached: int) -> int:
+        return cached + self.page_size + self._pairs
 
     def namespace(self, asked: Namespace) -> Namespace:
         if self._takes_salt or asked.cache_salt is None:
