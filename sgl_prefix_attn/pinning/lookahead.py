@@ -86,15 +86,14 @@ class Lookahead:
     def follow(self, queue: Sequence[Hashable], keys_of: Callable[[Hashable], Sequence[int]]) -> None:
         """Replaces the queue. `keys_of` is called only for requests within the limit that were not there before."""
         wanted = dict.fromkeys(queue[: self.limit])
-        for request in list(self._waiting):
-            if request not in wanted:
-                self.remove(request)
+        for request in [request for request in self._waiting if request not in wanted]:
+            self.remove(request)
         kept = list(self._waiting)
-        if kept != list(wanted)[: len(kept)]:
-            self.clear()
-            kept = []
-        for request in list(wanted)[len(kept) :]:
-            self.add(request, keys_of(request))
+        order = list(wanted)
+        same = next((index for index, request in enumerate(kept) if request != order[index]), len(kept))
+        moved = self._take(kept[same:])
+        for request in order[same:]:
+            self.add(request, moved[request] if request in moved else keys_of(request))
 
     def clear(self) -> None:
         """Forgets the queue."""
@@ -105,6 +104,16 @@ class Lookahead:
         self._uses.clear()
         for key in keys:
             self.on_change(key)
+
+    def _take(self, last: Sequence[Hashable]) -> dict[Hashable, Sequence[int]]:
+        """Takes the last requests out of the queue and returns their keys; their numbers are given again."""
+        taken = {request: self._waiting[request] for request in last}
+        if len(taken) == len(self._waiting):
+            self.clear()
+        for request in taken:
+            self.remove(request)
+        self._arrived = min((number for number, _ in taken.values()), default=self._arrived)
+        return {request: keys for request, (_, keys) in taken.items()}
 
     def _fill(self) -> None:
         while self._beyond and len(self._counted) < self.limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Hashable
 
 import pytest
 
@@ -58,6 +59,24 @@ class TestLookahead:
         assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [None, 1, 2, 3]
         queue.follow(["e", "d", "b"], keys.__getitem__)
         assert [queue.next_use(key) for key in (1, 2, 3, 4)] == [1, 3, None, 2]
+
+    def test_a_new_order_asks_for_the_keys_of_new_requests_alone(self) -> None:
+        queue = Lookahead(limit=4)
+        asked: list[Hashable] = []
+        changed: list[int] = []
+        queue.on_change = changed.append
+
+        def keys_of(request: Hashable) -> list[int]:
+            asked.append(request)
+            return [ord(str(request))]
+
+        for order in ("abcd", "abdc", "adbc", "axbd", "yaxb", "by"):
+            changed.clear()
+            queue.follow(order, keys_of)
+            assert queue.requests() == list(order)
+            assert [queue.next_use(ord(name)) for name in order] == list(range(1, len(order) + 1))
+            assert (ord("a") in changed) == (order in ("abcd", "yaxb", "by"))  # what keeps its place is not touched
+        assert asked == list("abcdxy")
 
     def test_a_request_joins_once(self) -> None:
         queue = Lookahead()
