@@ -7,6 +7,7 @@ from sgl_prefix_attn.pinning.ledger import Pin, PinLedger
 from sgl_prefix_attn.pinning.lookahead import Lookahead
 from sgl_prefix_attn.pinning.retention_score import RetentionScores
 from sgl_prefix_attn.pinning.reuse import ReuseMemory
+from sgl_prefix_attn.pinning.stored_prompts import StoredPrompt
 
 __all__ = [
     "ROOT",
@@ -19,6 +20,7 @@ __all__ = [
     "PinLedger",
     "RetentionScores",
     "ReuseMemory",
+    "StoredPrompt",
     "UnknownPinError",
     "prefix_keys",
 ]

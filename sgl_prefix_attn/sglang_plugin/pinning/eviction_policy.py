@@ -15,7 +15,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sgl_prefix_attn.offline.queue_order import SharedPrefix
-from sgl_prefix_attn.pinning import CachedNode, CachedTree, Lookahead, NodeSpan, Pin, RetentionScores, ReuseMemory
+from sgl_prefix_attn.pinning import (
+    CachedNode,
+    CachedTree,
+    Lookahead,
+    NodeSpan,
+    Pin,
+    RetentionScores,
+    ReuseMemory,
+    StoredPrompt,
+)
 from sgl_prefix_attn.pinning import prefix_keys as keys_of
 from sgl_prefix_attn.pinning.ledger import MAX_PINS
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningCounters
@@ -27,7 +36,7 @@ _CHECKED = 32  # leaves in use, and leaves in total, that each eviction checks b
 
 
 class _Prompt(NamedTuple):
-    """The prompt for which a cached node was computed."""
+    """A request's prompt, as it came."""
 
     keys: Sequence[int]
     tokens: Sequence[int]
@@ -98,8 +107,9 @@ class Retention:
         handle = self._tree.find(tokens, namespace)
         if handle is not None:
             path = self._tree.path(handle)
-            self._settle(self._cached.used(path, keys, prompt))
-            self._split_where_scores_change(prompt, path)
+            stored = self._store(prompt, path)
+            self._settle(self._cached.used(path, stored, stored))
+            self._split_where_scores_change(prompt, stored, path)
 
     def clear(self) -> None:
         """The tree was reset."""
@@ -156,7 +166,7 @@ class Retention:
         """Splits a node, so that it begins at this position."""
         if node.prompt is None:
             return
-        handle = self._tree.find(node.prompt.tokens[:position], node.prompt.namespace)
+        handle = self._tree.find(node.prompt.tokens(0, position), node.prompt.namespace)
         if handle is not None:
             self._settle(self._cached.seen(self._tree.path(handle), node.keys, node.prompt))
 
@@ -181,9 +191,19 @@ class Retention:
     def _in_use(self, node: CachedNode) -> bool:
         return self._tree.in_use(node.handle)
 
-    def _edge(self, prompt: _Prompt, begin: int) -> Hashable:
+    def _edge(self, prompt: StoredPrompt, begin: int) -> Hashable:
         """Equal for prompts of a namespace with the same next page: a split separates only nodes of such prompts."""
-        return prompt.namespace, hash(tuple(prompt.tokens[begin : begin + self._page]))
+        return prompt.namespace, hash(tuple(prompt.tokens(begin, begin + self._page)))
+
+    def _store(self, prompt: _Prompt, path: Sequence[NodeSpan]) -> StoredPrompt:
+        """The prompt as the nodes of its path keep it: no longer than they are."""
+        end = path[-1].end
+        tokens, keys = prompt.tokens[:end], prompt.keys[: -(-end // self._block)]
+        for span in reversed(path):
+            known = self._cached.get(span.id)
+            if known is not None:
+                return StoredPrompt(tokens, keys, self._block, prompt.namespace, known.prompt, span.end)
+        return StoredPrompt(tokens, keys, self._block, prompt.namespace)
 
     def _prompt_keys(self, request: Any) -> Sequence[int]:
         keys = getattr(request, _KEYS, None)
@@ -198,11 +218,12 @@ class Retention:
         namespace = Namespace.of_request(request)
         handle = self._tree.find(request.origin_input_ids, namespace)
         if handle is not None:
-            prompt = _Prompt(keys, request.origin_input_ids, namespace)
-            self._settle(self._cached.seen(self._tree.path(handle), keys, prompt))
+            path = self._tree.path(handle)
+            prompt = self._store(_Prompt(keys, request.origin_input_ids, namespace), path)
+            self._settle(self._cached.seen(path, prompt, prompt))
         return keys
 
-    def _split_where_scores_change(self, prompt: _Prompt, path: Sequence[NodeSpan]) -> None:
+    def _split_where_scores_change(self, prompt: _Prompt, stored: StoredPrompt, path: Sequence[NodeSpan]) -> None:
         """Splits the path of a request where the score changes.
 
         A node is kept or evicted as a whole. The end of a prompt is often used by none of the waiting requests that
@@ -214,7 +235,7 @@ class Retention:
             if position not in bounds:
                 handle = self._tree.find(prompt.tokens[:position], prompt.namespace)
                 if handle is not None:
-                    self._settle(self._cached.seen(self._tree.path(handle), prompt.keys, prompt))
+                    self._settle(self._cached.seen(self._tree.path(handle), stored, stored))
 
     def _score_changes(self, prompt: _Prompt) -> Iterator[int]:
         memory, next_use = self._memory, self.scores.lookahead.next_use
