@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sgl_prefix_attn.offline.queue_order import Place, SharedPrefix
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
 from sgl_prefix_attn.sglang_plugin.pinning.commands import AnnounceCommand, ListCommand, PinCommand, ReleaseCommand
 from sgl_prefix_attn.sglang_plugin.pinning.state import PinningSettings
@@ -185,6 +186,15 @@ def test_two_caches_of_one_process_keep_their_own_pins(kind: str) -> None:
     pin = first.manager.pin(prompt(1))
     assert second.manager.pins.ledger.pins() == []
     assert first.manager.pins.ledger.pins() == [pin]
+
+
+def test_a_disaggregated_decode_server_has_neither_pins_nor_retention(kind, monkeypatch, caplog):
+    monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(disaggregation_mode="decode"))
+    settings = PinningSettings(budget_percent=100, retention=True)
+    server = SmallServer(kind, slots=64, settings=settings)
+    server.serve(prompt(1))
+    assert server.hooks.state.manager_of(server.cache) is None
+    assert caplog.text.count("no pins and no retention: this is a decode server") == 1
 
 
 class TestCommands:

@@ -81,6 +81,11 @@ def server_args() -> Any:
     return None
 
 
+def disaggregation_mode() -> str:
+    """This scheduler's side of disaggregated serving: "prefill" or "decode"; "null" on other servers."""
+    return getattr(server_args(), "disaggregation_mode", None) or "null"
+
+
 def default_attention_backend(runner: Any) -> str | None:
     """The backend that SGLang chooses for this model and machine by default; None if it cannot tell."""
     arguments = runner.server_args

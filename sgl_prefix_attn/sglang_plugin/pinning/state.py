@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning.manager import PinningManager
 from sgl_prefix_attn.sglang_plugin.pinning.metrics import PinningMetrics
 from sgl_prefix_attn.sglang_plugin.pinning.tree_adapters import lockable_tree
@@ -90,6 +91,10 @@ class PinningState:
             self.metrics.update(manager.counters)
 
     def _make(self, cache: Any) -> PinningManager | None:
+        if versions.disaggregation_mode() == "decode":
+            # Its queue admits without the adder that sheds pins, so a request could wait for pinned tokens for ever.
+            logger.warning("prefixpack: no pins and no retention: this is a decode server of disaggregated serving")
+            return None
         tree = lockable_tree(cache)
         if isinstance(tree, Unreadable):
             logger.warning("prefixpack: cannot pin in this prefix cache: %s", tree.detail)
