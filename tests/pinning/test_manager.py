@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from sgl_prefix_attn.offline.queue_order import Place, SharedPrefix
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.pinning import commands, eviction_policy
@@ -117,6 +119,39 @@ def test_a_pins_tokens_are_not_hashed_again_each_time_room_is_missing(kind, monk
     for _ in range(3):
         assert not server.manager.make_room(60)
     assert hashed == [20, 15]
+
+
+@pytest.mark.parametrize("mode", ["prefill", "null"])
+def test_on_a_prefill_server_pins_stay_while_kv_is_being_sent(kind, mode, monkeypatch):
+    monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(disaggregation_mode=mode))
+    server = SmallServer(kind, slots=200, settings=pinning(50))
+    server.serve(prompt(1, 80))
+    pin = server.manager.pin(prompt(1, 80))
+    sent = server.send(prompt(2, 70), 1)
+    assert server._prefill()
+    server.running.reqs.remove(sent)  # the scheduler has it in its queue of transfers
+    waits = server.send(prompt(3, 60), 1)
+    assert server._prefill() == (mode == "null")
+    assert (server.manager.counters.pins_shed > 0) == (mode == "null")
+    server.running.batch_is_full = False  # as a prefill server does before each round
+    server._release(sent, insert=True)
+    if mode == "prefill":
+        assert server._prefill()
+    assert waits in server.running.reqs
+    assert (server.manager.pins.locked_tokens(pin.id) == 80) == (mode == "prefill")
+
+
+def test_a_request_whose_transfer_failed_holds_no_pins(kind, monkeypatch):
+    monkeypatch.setattr(versions, "server_args", lambda: SimpleNamespace(disaggregation_mode="prefill"))
+    server = SmallServer(kind, slots=200, settings=pinning(50))
+    server.serve(prompt(1, 80))
+    server.manager.pin(prompt(1, 80))
+    lost = server.send(prompt(2, 70), 1)
+    assert server._prefill()
+    server.running.reqs.remove(lost)
+    lost.finished_reason = FINISH_ABORT("the transfer failed")
+    server.send(prompt(3, 60), 1)
+    assert server._prefill()
 
 
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:

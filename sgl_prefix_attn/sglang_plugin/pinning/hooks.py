@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 from sgl_prefix_attn.sglang_plugin.compat.pinning_targets import (
@@ -33,6 +34,7 @@ class PinningHooks:
 
     def __init__(self, settings: PinningSettings) -> None:
         self.state = PinningState(settings)
+        self._unsent: WeakSet[Any] = WeakSet()  # requests of a prefill server whose KV is computed or being sent
 
     def around_evict(
         self, original: Callable[..., Any], tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any
@@ -58,14 +60,18 @@ class PinningHooks:
 
         If no request runs and none was admitted, no tokens will be freed. Up to SGLang 0.5.20 a refused request is then
         never tried again. So pins are shed and the request is tried again. While requests run, pins stay: SGLang tries
-        again when one ends.
+        again when one ends. A prefill server of disaggregated serving always tries again, and its requests hold their
+        KV until it is sent: pins stay until then.
+
+        A microbatch of a pipeline that runs nothing counts as idle, though others run: SGLang does not try again there
+        until the whole server is idle.
         """
         manager = self.state.manager_of(adder.tree_cache)
         if manager is None:
             return original(adder, req, *args, **kwargs)
         result = original(adder, req, *args, **kwargs)
         try:
-            if result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req) and _idle(adder):
+            if result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req) and self._idle(adder):
                 # SGLang asks for one token more than the prompt and the capped new tokens.
                 wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
                 wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
@@ -75,10 +81,19 @@ class PinningHooks:
                     manager.make_room(wanted)
                     result = original(adder, req, *args, **kwargs)
             if _admitted(adder, req):
+                if self.state.sends_kv:
+                    self._unsent.add(req)
                 manager.admitted(req, _cached_tokens(req))
         except Exception:  # the one guard of this hook
             manager.counters.failed()
         return result
+
+    def _idle(self, adder: Any) -> bool:
+        """Whether no request will free tokens."""
+        running = adder.running_batch
+        if adder.can_run_list or (running is not None and running.reqs):
+            return False
+        return all(request.finished() for request in self._unsent)
 
     def after_calc_priority(self, result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
@@ -92,6 +107,8 @@ class PinningHooks:
 
     def after_release_kv(self, result: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `release_kv_cache`: the request finished, was aborted or retracted."""
+        if self._unsent:
+            self._unsent.discard(req)
         manager = self.state.manager_of(tree_cache)
         if manager is None or not (manager.retention or manager.pins):
             return
@@ -195,11 +212,6 @@ def _data_parallel_rank(scheduler: Any) -> int | None:
 
 def _admitted(adder: Any, req: Any) -> bool:
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def _idle(adder: Any) -> bool:
-    running = adder.running_batch
-    return not adder.can_run_list and (running is None or not running.reqs)
 
 
 def _new_tokens(req: Any) -> int:

@@ -52,11 +52,13 @@ class PinningState:
     Attributes:
         settings: the settings.
         metrics: None before the first update, and if SGLang exports no metrics.
+        sends_kv: whether this is a prefill server of disaggregated serving. Known once there is a manager.
     """
 
     def __init__(self, settings: PinningSettings) -> None:
         self.settings = settings
         self.metrics: PinningMetrics | None = None
+        self.sends_kv = False
         # By id(cache); the cache is kept alive, so the id stays its own.
         self._managers: dict[int, tuple[Any, PinningManager | None]] = {}
         self._steps = 0
@@ -91,7 +93,9 @@ class PinningState:
             self.metrics.update(manager.counters)
 
     def _make(self, cache: Any) -> PinningManager | None:
-        if versions.disaggregation_mode() == "decode":
+        mode = versions.disaggregation_mode()
+        self.sends_kv = mode == "prefill"
+        if mode == "decode":
             # Its queue admits without the adder that sheds pins, so a request could wait for pinned tokens for ever.
             logger.warning("prefixpack: no pins and no retention: this is a decode server of disaggregated serving")
             return None
