@@ -175,6 +175,19 @@ def test_retention_keeps_what_the_queue_will_use_and_sglangs_own_order_would_hav
     assert server.manager.counters.failures == 0
 
 
+def test_only_what_was_computed_and_evicted_counts_as_recomputed(kind: str) -> None:
+    server = SmallServer(kind, slots=200, settings=retention())
+    for _ in range(4):
+        server.send(prompt(1, 30), 3)  # all are admitted before the first has computed anything
+    server.run()
+    assert (server.cached_tokens, server.manager.counters.recomputed_tokens) == (0, 0)
+    for name in range(2, 12):
+        server.serve(prompt(name, 60))
+    assert server.serve(prompt(1, 30)) == 0
+    assert server.manager.counters.recomputed_tokens == 30
+    assert server.manager.counters.failures == 0
+
+
 @pytest.mark.parametrize("by", ["command", "places in an offline job"])
 def test_a_group_is_kept_until_its_last_member_and_then_goes_first(kind: str, by: str) -> None:
     server = SmallServer(kind, slots=64, settings=retention(lookahead=0))

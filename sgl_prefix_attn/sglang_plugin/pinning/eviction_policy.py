@@ -67,6 +67,9 @@ class Retention:
         self._page = tree.page_size
         self._counters = counters
         self._cached = CachedTree(block, self.scores, self._edge)
+        # Requests in their prefill by id, and the keys that each computes for the first time.
+        self._computing: dict[str, tuple[Any, Sequence[int]]] = {}
+        self._coming: set[int] = set()
         self._avoided: dict[int, int] = {}  # last use by node id, when an avoided eviction of the node was counted
         # Length and last key by pin id, least recently asked for first: pins are compared whenever tokens are missing.
         self._pin_keys: dict[int, tuple[int, int | None]] = {}
@@ -94,8 +97,7 @@ class Retention:
             return
         setattr(request, _COUNTED, True)
         keys = self._prompt_keys(request)
-        known = self._memory.known_prefix(keys) * self._block
-        self._counters.recomputed_tokens += max(0, known - cached_tokens)
+        self._count_recomputed(request, keys, cached_tokens)
         self.scores.scheduled(request.rid, keys)
 
     def on_request_released(self, request: Any, tokens: Sequence[int], namespace: Namespace) -> None:
@@ -187,6 +189,18 @@ class Retention:
             if node.id not in going and self._avoided.get(node.id) != node.last_use:
                 self._avoided[node.id] = node.last_use
                 self._counters.evictions_avoided += node.tokens
+
+    def _count_recomputed(self, request: Any, keys: Sequence[int], cached_tokens: int) -> None:
+        """Counts prompt tokens that were computed before; not those whose first prefill still runs."""
+        for rid, (other, coming) in list(self._computing.items()):
+            if other.output_ids or other.finished():
+                del self._computing[rid]
+                self._coming.difference_update(coming)
+        known = self._memory.known_prefix(keys)
+        self._computing[request.rid] = request, keys[known:]
+        computed = next((index for index, key in enumerate(keys[:known]) if key in self._coming), known)
+        self._coming.update(keys[known:])
+        self._counters.recomputed_tokens += max(0, computed * self._block - cached_tokens)
 
     def _in_use(self, node: CachedNode) -> bool:
         return self._tree.in_use(node.handle)
