@@ -15,18 +15,20 @@ namespace prefixpack {
 // header in the order of its `*_at` fields, which are offsets in words. A captured graph reads whichever plan lies at
 // the address.
 struct PlanHeader {
-  int32_t num_items, num_queries, num_combines;
+  int32_t num_items, num_queries;
+  int32_t num_combines;  // entries of Plan::combine_query; only the Triton kernels read it
   int32_t items_at;
   // Four arrays of [num_items]: the item's first entry in StepState::kv_slots; then `list`, `parent` and `group_slot`
   // of CombineLists.
   int32_t item_slots_at;
   int32_t query_token_at, query_request_at, query_back_at;
-  int32_t combine_query_at, combine_offset_at, combine_slot_at;
-  int32_t num_cta_items;                 // items at the front of the queue whose tile takes a whole CTA
-  int32_t active_warps;                  // warps per CTA of the warp kernel that take tiles
-  int32_t narrow_prevails;               // 1 if the warp kernel has more work than the CTA kernel
-  int32_t list_offset_at, list_slot_at;  // CombineLists; in a plan without groups the arrays of combine_offset_at and
-                                         // combine_slot_at
+  int32_t combine_query_at, combine_offset_at, combine_slot_at;  // only the Triton kernels read them
+  int32_t num_cta_items;    // items at the front of the queue whose tile takes a whole CTA
+  int32_t active_warps;     // warps per CTA of the warp kernel that take tiles
+  int32_t narrow_prevails;  // 1 if the warp kernel has more work than the CTA kernel
+  // CombineLists, which the CUDA kernels read; in a plan without groups the arrays of combine_offset_at and
+  // combine_slot_at.
+  int32_t list_offset_at, list_slot_at;
 };
 
 // Follows the header. Not a part of it, because CTAs hold the header in shared memory, which is full.

@@ -55,11 +55,6 @@ PREFIXPACK_DEVICE PartialRow partial_row(const AttentionParams& attention, int32
   return {attention.partial_o + index * attention.head_dim, attention.partial_lse + index};
 }
 
-template <class Element>
-PREFIXPACK_DEVICE void store_output(uint16_t* row, int32_t column, float left, float right) {
-  *reinterpret_cast<uint32_t*>(row + column) = Element::pack(left, right);
-}
-
 PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
