@@ -15,15 +15,12 @@ _Int64 = npt.NDArray[np.int64]
 
 built_with_cuda: bool
 # Sizes of the device's structs in 32-bit words (csrc/cuda/kernel_params.h).
-plan_header_words: int
-plan_padding_words: int
-plan_deferred_words: int
-plan_item_words: int
+plan_header_words: int  # of a serialized plan's header, the deferred combines' behind it included
+plan_deferred_words: int  # of a deferred combine
 item_record_words: int
 item_start_words: int
-# Partial results of one query that the CUDA kernels can combine.
-tile_counters: int  # words of the kernels' work queue counters
-combine_room: int
+tile_counters: int  # of the kernels' work queue counters
+combine_room: int  # partial results of one query that the CUDA kernels can combine
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
 
 class CudaDevice:
@@ -46,10 +43,21 @@ def cta_warps(capability: int) -> int:
 def head_splits(group: int) -> int:
     """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
 
+class SerializedPlan:
+    words: _Int32  # [words] header and arrays, as csrc/cuda/kernel_params.h describes them
+    combine_lists: int  # lists of partial results: semaphores that each virtual KV head needs
+    kv_slots: int  # KV slots of all items, with room for growing tails
+
+def most_plan_words(*, queries: int, items: int, partials: int) -> int:
+    """Upper bound of `SerializedPlan.words` of plans with so many queries, work items and partial results."""
+
+def most_combine_lists(*, queries: int, partials: int) -> int:
+    """Upper bound of `SerializedPlan.combine_lists` of plans with so many queries and partial results."""
+
 def serialize_plan(
     plan: Plan, seq_lens: _Int64, *, growth: int, group: int, kv_heads: int = 1, warp_ctas: int = 0, cta_warps: int = 8
-) -> tuple[_Int32, int]:
-    """The plan as one block of words for the device, and the KV slots that it needs room for.
+) -> SerializedPlan:
+    """The plan as one block of words for the device, and the room that it needs there.
 
     Args:
         plan: made for the group.

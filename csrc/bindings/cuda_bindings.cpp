@@ -20,8 +20,8 @@ namespace prefixpack {
 
 namespace {
 
-py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
-                   int32_t group, int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps) {
+SerializedPlan serialize(const Plan& plan, const py::array_t<int64_t, py::array::c_style>& seq_lens, int32_t growth,
+                         int32_t group, int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps) {
   if (seq_lens.ndim() != 1 || seq_lens.shape(0) != plan.num_requests) {
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
@@ -34,9 +34,7 @@ py::tuple words_of(const Plan& plan, const py::array_t<int64_t, py::array::c_sty
     throw std::invalid_argument("cta_warps is " + std::to_string(cta_warps) + "; it has to be " +
                                 std::to_string(kMinActiveWarps) + " to " + std::to_string(kDecodeWarps));
   }
-  SerializedPlan made = serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas, cta_warps);
-  py::array_t<int32_t> words(static_cast<py::ssize_t>(made.words.size()), made.words.data());
-  return py::make_tuple(words, made.kv_slots);
+  return serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas, cta_warps);
 }
 
 #ifdef PREFIXPACK_WITH_CUDA
@@ -158,9 +156,23 @@ void bind_devices(py::module_& m) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.def("serialize_plan", &words_of, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
+  py::class_<SerializedPlan>(m, "SerializedPlan")
+      .def_property_readonly("words",
+                             [](py::object self) {
+                               const auto& words = self.cast<const SerializedPlan&>().words;
+                               py::array_t<int32_t> view(static_cast<py::ssize_t>(words.size()), words.data(), self);
+                               view.attr("setflags")(py::arg("write") = false);
+                               return view;
+                             })
+      .def_readonly("combine_lists", &SerializedPlan::combine_lists)
+      .def_readonly("kv_slots", &SerializedPlan::kv_slots);
+  m.def("serialize_plan", &serialize, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),
         py::arg("group"), py::arg("kv_heads") = 1, py::arg("warp_ctas") = 0, py::arg("cta_warps") = kDecodeWarps,
-        "(words of the plan for the device, KV slots it needs room for). See csrc/cuda/serialize_plan.h.");
+        "The plan as the device reads it, and the room that it needs. See csrc/cuda/serialize_plan.h.");
+  m.def("most_plan_words", &most_plan_words, py::kw_only(), py::arg("queries"), py::arg("items"), py::arg("partials"),
+        "See csrc/cuda/serialize_plan.h.");
+  m.def("most_combine_lists", &most_combine_lists, py::kw_only(), py::arg("queries"), py::arg("partials"),
+        "See csrc/cuda/serialize_plan.h.");
   m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("tile_counters") = kTileCounters;
@@ -172,8 +184,6 @@ void bind_cuda(py::module_& m) {
       "CTAs of a kernel that share an SM, in code compiled for a compute capability.");
   m.def("cta_warps", &decode_warps, py::arg("capability"),
         "Warps of a CTA of the warp kernel, in code compiled for a compute capability.");
-  m.attr("plan_item_words") = kPlanItemWords;
-  m.attr("plan_padding_words") = kPlanPaddingWords;
   m.attr("plan_deferred_words") = kDeferredStride;
   m.attr("item_record_words") = kRecordWords;
   m.attr("item_start_words") = kItemStartWords;

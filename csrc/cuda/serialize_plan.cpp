@@ -64,6 +64,19 @@ class KvSlotLists {
 
 }  // namespace
 
+int64_t most_combine_lists(int64_t queries, int64_t partials) { return queries + partials / 2; }
+
+int64_t most_plan_words(int64_t queries, int64_t items, int64_t partials) {
+  // query_token, query_request, query_back; combine_query, combine_offset and combine_slot.
+  const int64_t of_plan = 3 * queries + 2 * queries + 1 + partials;
+  // CombineLists: offsets, and slots. A group's slots leave one in the lists of the queries. A deferred list has one
+  // entry more.
+  const int64_t of_lists = most_combine_lists(queries, partials) + 1 + partials + partials / 2 + queries;
+  // Records begin at a multiple of their size.
+  const int64_t of_deferred = kDeferredStride * (queries + 1);
+  return kPlanHeaderWords + kPlanItemWords * items + of_plan + of_lists + of_deferred + kPlanPaddingWords;
+}
+
 SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t growth, int32_t group,
                               int32_t kv_heads, int32_t warp_ctas, int32_t cta_warps, int32_t fan_in) {
   const int32_t narrow = warp_item_rows(group);

@@ -15,6 +15,12 @@ struct SerializedPlan {
   int64_t kv_slots = 0;       // entries of StepState::kv_slots
 };
 
+// Upper bounds of SerializedPlan::words and SerializedPlan::combine_lists by the size of a plan: buffers are allocated
+// before it is known. A query has at most one list. A group of KV splits has one list for each query of its tile, of
+// two partials or more, and no partial is in two groups: there are at most half as many of these lists as partials.
+int64_t most_combine_lists(int64_t queries, int64_t partials);
+int64_t most_plan_words(int64_t queries, int64_t items, int64_t partials);
+
 // seq_lens: [num_requests] lengths that the plan was made for. Items of one request may share KV slots. growth: tokens
 // by which open-ended items may grow before the plan is serialized again; room for their slots is reserved. group:
 // query heads per KV head. warp_ctas: CTAs of the warp kernel; 0: unknown, or there is none: all warps take part, and

@@ -75,9 +75,7 @@ class GpuStep(StepBuffers):
         num_starts = min(max(limits.items, self.launch_size.ctas), MOST_STARTS)
         self._starts = self._ints(_native.item_start_words * num_starts)
         self._tile_counters = self._ints(_native.tile_counters)
-        # A semaphore for each combine list: one a query, and one for each group of two KV splits or more.
-        lists = limits.queries + limits.partial_slots // 2
-        self._semaphores = self._ints(lists * shape.kv_heads * _native.head_splits(shape.group))
+        self._semaphores = self._ints(limits.combine_lists * shape.kv_heads * _native.head_splits(shape.group))
         self._hidden = torch.zeros(limits.queries, dtype=torch.int64, device=device)
         self._trees = False
         self._addresses = _native.StepAddresses(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn._native import Plan
+from sgl_prefix_attn._native import Plan, SerializedPlan
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import ModelShape
 
@@ -38,6 +36,11 @@ class StepLimits:
     kv_slots: int
     partial_slots: int
 
+    @property
+    def combine_lists(self) -> int:
+        """Lists of partial results that the CUDA kernels combine: no plan within the other limits has more."""
+        return _native.most_combine_lists(queries=self.queries, partials=self.partial_slots)
+
 
 def serialize_plan(
     plan: Plan,
@@ -46,7 +49,7 @@ def serialize_plan(
     shape: ModelShape,
     warp_ctas: int = 0,
     cta_warps: int = DECODE_WARPS,
-) -> tuple[npt.NDArray[np.int32], int]:
+) -> SerializedPlan:
     """A plan as the device reads it (csrc/cuda/serialize_plan.h).
 
     Args:
@@ -56,9 +59,6 @@ def serialize_plan(
         shape: attention shape.
         warp_ctas: CTAs of the launch whose warps take work tiles of their own and deferred combines.
         cta_warps: warps of each.
-
-    Returns:
-        [words] int32, and the number of KV slots to reserve.
 
     Raises:
         PlanTooLarge: more than 2^31 - 1 KV slots.
@@ -87,18 +87,7 @@ class StepBuffers:
         self._int_buffers: list[torch.Tensor] = []
         self.warp_ctas = 0  # CTAs of a launch whose warps take work tiles of their own
         self.cta_warps = DECODE_WARPS  # warps of each
-        # Three words a query, three for its combine lists, a record and an entry of its list if its combine is
-        # deferred, and the slots of the lists. Lists of groups of KV splits, of which each has two slots or more, come
-        # on top. Records begin at a multiple of their size.
-        num_words = (
-            _native.plan_header_words
-            + _native.plan_padding_words
-            + _native.plan_item_words * limits.items
-            + (7 + _native.plan_deferred_words) * limits.queries
-            + _native.plan_deferred_words
-            + 4 * limits.partial_slots
-            + 2
-        )
+        num_words = _native.most_plan_words(queries=limits.queries, items=limits.items, partials=limits.partial_slots)
         self._words = self._ints(num_words)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
@@ -133,12 +122,13 @@ class StepBuffers:
         Raises:
             PlanTooLarge: the buffers are unchanged.
         """
-        words, kv_slots = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_ctas, self.cta_warps)
+        made = serialize_plan(plan, seq_lens, growth, self.shape, self.warp_ctas, self.cta_warps)
         for name, needed in (
             ("queries", plan.num_queries),
             ("items", len(plan.items)),
-            ("kv_slots", kv_slots),
+            ("kv_slots", made.kv_slots),
             ("partial_slots", plan.num_slots),
+            ("combine_lists", made.combine_lists),
         ):
             limit = getattr(self.limits, name)
             if needed > limit:
@@ -147,6 +137,7 @@ class StepBuffers:
         staging, copied = self._staging[self._turn], self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
+        words = made.words
         staging.numpy()[: len(words)] = words
         self._words[: len(words)].copy_(staging[: len(words)], non_blocking=True)
         if copied is not None:

@@ -65,6 +65,6 @@ def test_drawn_steps(emulation_without_wgmma: ModuleType, seed: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_deferred_combines(emulation_without_wgmma: ModuleType, head_dim: int) -> None:
     case = document(16, 1000, head_dim=head_dim, num_sms=10, with_sinks=True)
-    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=8, warp_ctas=64, cta_warps=7)
+    words = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=8, warp_ctas=64, cta_warps=7).words
     assert words[_native.plan_header_words - 3] > 0, "combines are deferred"
     check(case, emulate(emulation_without_wgmma, case, fan_in=64, layers=2))

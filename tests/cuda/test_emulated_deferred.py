@@ -30,9 +30,9 @@ class Deferred(NamedTuple):
 
 def deferred(case: Case, warp_ctas: int = 64) -> Deferred:
     shape = case.shape
-    words, _ = _native.serialize_plan(
+    words = _native.serialize_plan(
         case.plan, case.planned_lens, growth=0, group=shape.group, kv_heads=shape.kv_heads, warp_ctas=warp_ctas
-    )
+    ).words
     count, at, part_bits = words[_native.plan_header_words - 3 : _native.plan_header_words].tolist()
     stride = _native.plan_deferred_words
     counts = words[at : at + count * stride].reshape(count, stride)[:, 2].tolist()

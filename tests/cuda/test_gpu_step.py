@@ -77,15 +77,21 @@ def test_more_partial_results_than_can_be_combined_are_refused(launches, monkeyp
         step_of(128).load(plan, lens, 0)
 
 
-def test_a_plan_of_any_size_within_the_limits_fits_the_words(launches: list[str]) -> None:
+def test_a_plan_of_any_size_within_the_limits_fits_the_buffers(launches, monkeypatch):
     plan, lens = shared_by(60, 128, replace(DeviceModel.gpu(132), item_overhead=0.0))
     exact = StepLimits(
-        plan.num_queries, len(plan.items), _native.serialize_plan(plan, lens, growth=0, group=4)[1], plan.num_slots
+        plan.num_queries,
+        len(plan.items),
+        _native.serialize_plan(plan, lens, growth=0, group=4).kv_slots,
+        plan.num_slots,
     )
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
-    words = _native.serialize_plan(plan, lens, growth=0, group=4, cta_warps=7)[0]
+    words = _native.serialize_plan(plan, lens, growth=0, group=4, cta_warps=7).words
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
+    monkeypatch.setattr(StepLimits, "combine_lists", 59)
+    with pytest.raises(PlanTooLarge, match="the plan needs 60 combine_lists; the buffers hold 59"):
+        step.load(plan, lens, 0)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
         GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)
 

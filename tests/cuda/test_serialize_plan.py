@@ -23,7 +23,8 @@ RECORD = 32  # words of a record
 def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warps: int) -> None:
     case = make_case(1, heads=(2 * group, 2), requests=12, levels=4)
     plan, growth = case.plan, 9
-    words, kv_slots = _native.serialize_plan(plan, case.planned_lens, growth=growth, group=group)
+    made = _native.serialize_plan(plan, case.planned_lens, growth=growth, group=group)
+    words, kv_slots = made.words, made.kv_slots
     num_items, num_queries, num_combines, *at, header_cta_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_combines) == (len(plan.items), plan.num_queries, len(plan.combine_query))
     assert words[HEADER + 1] == plan.narrow_prevails
@@ -58,7 +59,8 @@ def test_query_tiles_of_a_prefill_share_one_copy_of_its_kv_slots() -> None:
     lens, new = np.array([3000, 9000, 9500]), np.array([1500, 1, 1])
     shape, paths = ModelShape(16, 2, 128), ((), *([((0, 0, 4000), (leaf, 4000, 8800)) for leaf in (1, 2)]))
     plan = Planner(shape, DeviceModel.gpu(132, group=8)).plan(PrefixForest.from_paths(paths), lens, new)
-    words, kv_slots = serialize_plan(plan, lens, 5, shape)
+    made = serialize_plan(plan, lens, 5, shape)
+    words, kv_slots = made.words, made.kv_slots
     items = words[words[3] : words[3] + 7 * words[0]].reshape(-1, 7)
     first, tiles = item_columns(words)[0], items[:, 2] == 0
     assert tiles.sum() > 1500 * 8 // 128
@@ -72,10 +74,13 @@ def test_many_splits_of_an_item_form_groups() -> None:
     requests = 6
     case = document(requests, 4000, num_sms=60)
     plan = case.plan
-    words, _ = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8)
+    made = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8)
+    words = made.words
     _, lists, parents, group_slots = item_columns(words)
     grouped = parents >= 0
     assert grouped.any()
+    assert made.combine_lists == lists[grouped].max() + requests
+    assert made.combine_lists <= _native.most_combine_lists(queries=requests, partials=plan.num_slots)
     lists_of_queries = combine_lists(words, len(plan.combine_query))
     groups = combine_lists(words, int(lists[grouped].max()) + requests)[len(plan.combine_query) :]
     assert {len(group) for group in groups[:-requests]} == {8}  # the next multiple of four after the root of some 50
@@ -99,7 +104,7 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     """So no arriver is the last one; the longest combines are deferred first."""
     case = document(16, 1000, num_sms=10)
     plan = case.plan
-    words, _ = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas)
+    words = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8, kv_heads=1, warp_ctas=warp_ctas).words
     count, at, part_bits = words[DEFERRED : DEFERRED + 3]
     assert count == {0: 0, 1: 0, 264: 16}[warp_ctas]  # one CTA's eight warps are too few for 128 rows
     lists = combine_lists(words, len(plan.combine_query))
@@ -125,7 +130,7 @@ def test_few_deferred_rows_have_parts(requests: int, parts: int) -> None:
     batch = decode_batch([6000] * requests, 5000)
     plan = make_case(1, heads=(32, 4), batch=batch, num_sms=132).plan
     for warp_ctas in (264, 1000):
-        words, _ = _native.serialize_plan(plan, batch[1], growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas)
+        words = _native.serialize_plan(plan, batch[1], growth=0, group=8, kv_heads=4, warp_ctas=warp_ctas).words
         assert words[DEFERRED] == requests
         assert 1 << words[DEFERRED + 2] == parts
 
@@ -135,7 +140,8 @@ def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
     """Though they are just large enough for the plan's queries, items and partials."""
     case = document(64, 5000, heads=heads)
     plan, lens = case.plan, case.planned_lens
-    words, kv_slots = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
+    made = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
+    words, kv_slots = made.words, made.kv_slots
     assert words[DEFERRED] == 64
     limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
     buffers = StepBuffers(case.shape, torch.device("cpu"), limits)
@@ -146,7 +152,7 @@ def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
 
 def test_few_splits_form_no_groups() -> None:
     case = make_case(1, heads=(8, 2), requests=12, levels=4)
-    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4)
+    words = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4).words
     assert (item_columns(words)[2] == -1).all()
     assert words[HEADER + 2 : HEADER + 4].tolist() == words[9:11].tolist()
 
@@ -163,7 +169,9 @@ def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: 
     case = make_case(1, batch=decode_batch([tokens] * 10))
     assert (case.plan.items[:, 6] == 8).all()
     assert len(case.plan.items) == 10
-    words, _ = _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas)
+    words = _native.serialize_plan(
+        case.plan, case.planned_lens, growth=0, group=4, kv_heads=2, warp_ctas=warp_ctas
+    ).words
     assert words[HEADER] == warps
 
 
