@@ -15,6 +15,8 @@ _Int64 = npt.NDArray[np.int64]
 
 built_with_cuda: bool
 # Sizes of the device's structs in 32-bit words (csrc/cuda/kernel_params.h).
+plan_header: dict[str, int]  # word of each field of PlanHeader
+plan_item_words: int  # of a WorkItem
 plan_header_words: int  # of a serialized plan's header, the deferred combines' behind it included
 plan_deferred_words: int  # of a deferred combine
 item_record_words: int

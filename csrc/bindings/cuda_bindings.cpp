@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -35,6 +36,30 @@ SerializedPlan serialize(const Plan& plan, const py::array_t<int64_t, py::array:
                                 std::to_string(kMinActiveWarps) + " to " + std::to_string(kDecodeWarps));
   }
   return serialize_plan(plan, seq_lens.data(), growth, group, kv_heads, warp_ctas, cta_warps);
+}
+
+// Word of each field of PlanHeader.
+py::dict plan_header() {
+  py::dict fields;
+#define PREFIXPACK_FIELD(NAME) fields[#NAME] = offsetof(PlanHeader, NAME) / sizeof(int32_t)
+  PREFIXPACK_FIELD(num_items);
+  PREFIXPACK_FIELD(num_queries);
+  PREFIXPACK_FIELD(num_combines);
+  PREFIXPACK_FIELD(items_at);
+  PREFIXPACK_FIELD(item_slots_at);
+  PREFIXPACK_FIELD(query_token_at);
+  PREFIXPACK_FIELD(query_request_at);
+  PREFIXPACK_FIELD(query_back_at);
+  PREFIXPACK_FIELD(combine_query_at);
+  PREFIXPACK_FIELD(combine_offset_at);
+  PREFIXPACK_FIELD(combine_slot_at);
+  PREFIXPACK_FIELD(num_cta_items);
+  PREFIXPACK_FIELD(active_warps);
+  PREFIXPACK_FIELD(narrow_prevails);
+  PREFIXPACK_FIELD(list_offset_at);
+  PREFIXPACK_FIELD(list_slot_at);
+#undef PREFIXPACK_FIELD
+  return fields;
 }
 
 #ifdef PREFIXPACK_WITH_CUDA
@@ -174,6 +199,8 @@ void bind_cuda(py::module_& m) {
   m.def("most_combine_lists", &most_combine_lists, py::kw_only(), py::arg("queries"), py::arg("partials"),
         "See csrc/cuda/serialize_plan.h.");
   m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
+  m.attr("plan_header") = plan_header();
+  m.attr("plan_item_words") = sizeof(WorkItem) / sizeof(int32_t);
   m.attr("plan_header_words") = kPlanHeaderWords;
   m.attr("tile_counters") = kTileCounters;
   m.def(

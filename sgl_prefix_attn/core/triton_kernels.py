@@ -9,15 +9,17 @@ kernels are compiled or interpreted (TRITON_INTERPRET=1).
 import triton
 import triton.language as tl
 
+from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import planner
 
-# PlanHeader of csrc/cuda/kernel_params.h.
-_NUM_ITEMS, _NUM_QUERIES, _NUM_COMBINES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ITEMS_AT, _ITEM_SLOTS_AT = tl.constexpr(3), tl.constexpr(4)
-_QUERY_TOKEN_AT, _QUERY_REQUEST_AT, _QUERY_BACK_AT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-_COMBINE_QUERY_AT, _COMBINE_OFFSET_AT, _COMBINE_SLOT_AT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+_HEADER = {field: tl.constexpr(word) for field, word in _native.plan_header.items()}
+_NUM_ITEMS, _NUM_QUERIES, _NUM_COMBINES = _HEADER["num_items"], _HEADER["num_queries"], _HEADER["num_combines"]
+_ITEMS_AT, _ITEM_SLOTS_AT = _HEADER["items_at"], _HEADER["item_slots_at"]
+_QUERY_TOKEN_AT, _QUERY_REQUEST_AT = _HEADER["query_token_at"], _HEADER["query_request_at"]
+_QUERY_BACK_AT, _COMBINE_QUERY_AT = _HEADER["query_back_at"], _HEADER["combine_query_at"]
+_COMBINE_OFFSET_AT, _COMBINE_SLOT_AT = _HEADER["combine_offset_at"], _HEADER["combine_slot_at"]
 # WorkItem of csrc/plan/plan.h.
-_ITEM_WORDS = tl.constexpr(7)
+_ITEM_WORDS = tl.constexpr(_native.plan_item_words)
 _QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(planner.QUERY_COUNT)
 _REQUEST, _SLOT_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.SLOT_BEGIN)
 _KV_BEGIN, _KV_END = tl.constexpr(planner.KV_BEGIN), tl.constexpr(planner.KV_END)
