@@ -42,8 +42,11 @@ def ctas_per_sm(capability: int) -> int:
 def cta_warps(capability: int) -> int:
     """Warps of a CTA of the warp kernel, in code for a compute capability."""
 
-def head_splits(group: int) -> int:
-    """Work tiles of one warp each that a single query takes, by query heads of a KV head."""
+def head_halves(group: int) -> int:
+    """Parts of the query heads of a KV head that have semaphores of their own, and warp tiles if they fit: 1 or 2.
+
+    Even groups of more than eight heads have two.
+    """
 
 class SerializedPlan:
     words: _Int32  # [words] header and arrays, as csrc/cuda/kernel_params.h describes them

@@ -198,7 +198,7 @@ void bind_cuda(py::module_& m) {
         "See csrc/cuda/serialize_plan.h.");
   m.def("most_combine_lists", &most_combine_lists, py::kw_only(), py::arg("queries"), py::arg("partials"),
         "See csrc/cuda/serialize_plan.h.");
-  m.def("head_splits", &head_splits, py::arg("group"), "See csrc/cuda/common/index_math.h.");
+  m.def("head_halves", &head_halves, py::arg("group"), "See csrc/cuda/common/index_math.h.");
   m.attr("plan_header") = plan_header();
   m.attr("plan_item_words") = sizeof(WorkItem) / sizeof(int32_t);
   m.attr("plan_header_words") = kPlanHeaderWords;

@@ -126,7 +126,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   result.kv_slots = kv_slots.size();
   const bool alike = longest <= shortest + shortest / 4;
   const WarpLaunch launch{warp_ctas, int64_t{header.num_cta_items} * kv_heads, plan.narrow_prevails, cta_warps};
-  header.active_warps = active_warps(items * kv_heads * head_splits(group), alike ? longest : 0, launch);
+  header.active_warps = active_warps(items * kv_heads * head_halves(group), alike ? longest : 0, launch);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());
     words.insert(words.end(), column.begin(), column.end());

@@ -75,7 +75,7 @@ class GpuStep(StepBuffers):
         num_starts = min(max(limits.items, self.launch_size.ctas), MOST_STARTS)
         self._starts = self._ints(_native.item_start_words * num_starts)
         self._tile_counters = self._ints(_native.tile_counters)
-        self._semaphores = self._ints(limits.combine_lists * shape.kv_heads * _native.head_splits(shape.group))
+        self._semaphores = self._ints(limits.combine_lists * shape.kv_heads * _native.head_halves(shape.group))
         self._hidden = torch.zeros(limits.queries, dtype=torch.int64, device=device)
         self._trees = False
         self._addresses = _native.StepAddresses(

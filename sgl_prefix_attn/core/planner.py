@@ -204,7 +204,7 @@ class DeviceModel:
         """
         wide = head_dim > 128
         max_tile_rows = min(max_tile_rows, 64 if wide else 128)
-        halves = 1 if wide else _native.head_splits(group)
+        halves = 1 if wide else _native.head_halves(group)
         narrow_rows = 0 if wide else 8 * halves
         kernels = _H200_KERNELS[64 if head_dim <= 64 else 256 if wide else 128, 1 if kv_bytes == 1 else 2]
         warps_to_fill = max(1, round(kernels.warps_to_fill * rates.bandwidth_per_sm * 2 / ctas_per_sm))

@@ -43,7 +43,7 @@ def test_whoever_brings_the_last_partial_combines_to_the_same_bits(emulation, he
     prefix = 480 if group == 32 else 160  # worth the partials of so many heads
     batch = decode_batch(prefix + 7 * np.arange(1, 13), prefix)
     case = make_case(heads[0] + 1, heads=heads, head_dim=head_dim, batch=batch)
-    of_ctas = case.plan.items[:, 6] > 8 * _native.head_splits(group)
+    of_ctas = case.plan.items[:, 6] > 8 * _native.head_halves(group)
     assert (case.plan.items[of_ctas, 5] >= 0).any(), "CTAs have partials to combine"
     assert of_ctas.all() == (group in (11, 32)), "warps have tails, but of odd and of the largest groups"
     same_bits(emulation, case, orders=[{"warps_first": True}])

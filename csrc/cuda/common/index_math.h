@@ -21,13 +21,16 @@ struct WorkTile {
 // Rows of a warp tile: the N dimension of its MMAs.
 constexpr int32_t kWarpRows = 8;
 
-// Warp tiles that the query heads of one KV head are split into. Groups of more than eight heads are halved; the two
-// halves read the same KV at about the same time. Virtual KV heads number the halves: each has a share of the query
-// heads, as if the model had more KV heads. Odd groups of more than eight heads have no warp tiles.
-PREFIXPACK_BOTH int32_t head_splits(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
+// Parts of the query heads of one KV head: 2 halves of an even group of more than eight heads, else the group itself.
+// Virtual KV heads number the halves: each has a share of the query heads, as if the model had more KV heads. A half's
+// partials share a semaphore.
+//
+// Groups of up to eight heads fit a warp tile, and so do halves of 10 to 16; the warp tiles of two halves read the same
+// KV at about the same time. Odd groups above eight heads, and all above sixteen, have no warp tiles.
+PREFIXPACK_BOTH int32_t head_halves(int32_t group) { return group > kWarpRows && group % 2 == 0 ? 2 : 1; }
 
 // Most rows of an item that runs as warp tiles. Larger items run as CTA tiles.
-PREFIXPACK_BOTH int32_t warp_item_rows(int32_t group) { return kWarpRows * head_splits(group); }
+PREFIXPACK_BOTH int32_t warp_item_rows(int32_t group) { return kWarpRows * head_halves(group); }
 
 // Division of a dividend in [0, 2^31) by a divisor known on the host, by one multiplication. (Granlund and Montgomery
 // 1994, theorem 4.2: with 2^shift >= number, the error of the inverse is too small to change a quotient.)
@@ -51,15 +54,15 @@ inline Divisor divisor(int32_t number) {
 // Head counts. The host computes them once, because computing them in a kernel takes 200 instructions of cold code.
 struct Heads {
   Divisor kv;
-  Divisor group;          // query heads per KV head
-  int32_t splits;         // head_splits(group)
-  Divisor split_heads;    // query heads per split; their partials share a semaphore
-  Divisor virtual_heads;  // virtual KV heads: kv_heads * splits
+  Divisor group;           // query heads per KV head
+  int32_t halves;          // head_halves(group)
+  Divisor heads_per_half;  // query heads per half; their partials share a semaphore
+  Divisor virtual_heads;   // virtual KV heads: kv_heads * halves
 };
 
 inline Heads heads_of(int32_t q_heads, int32_t kv_heads) {
-  const int32_t group = q_heads / kv_heads, splits = head_splits(group);
-  return {divisor(kv_heads), divisor(group), splits, divisor(group / splits), divisor(kv_heads * splits)};
+  const int32_t group = q_heads / kv_heads, halves = head_halves(group);
+  return {divisor(kv_heads), divisor(group), halves, divisor(group / halves), divisor(kv_heads * halves)};
 }
 
 // Consecutive tiles read neighbouring heads of the same tokens.

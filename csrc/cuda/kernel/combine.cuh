@@ -17,68 +17,68 @@ struct RowEpilogue {
   float lse;     // to base 2
 };
 
-// The heads of one query whose partials share a semaphore, see query_of_split.
-struct QuerySplit {
+// The query heads of one query and KV head whose partials share a semaphore: all, or half of them. See query_of_unit.
+struct CombineUnit {
   int32_t token;
   PartialList list;
   bool ready;  // this CTA combines it
 };
-static_assert(sizeof(RowEpilogue) + sizeof(QuerySplit) <= kTightRowEpilogueBytes, "room for each row");
+static_assert(sizeof(RowEpilogue) + sizeof(CombineUnit) <= kTightRowEpilogueBytes, "room for each row");
 
 // Results of the CTA's tile, in shared memory.
 struct TileResults {
   const RowEpilogue* rows;
-  const QuerySplit* splits;
+  const CombineUnit* units;
   const float* accumulators;  // [rows][kAccumulatorStride] the tile's own partial
   int32_t* scratch;           // [kCombineScratchWords] partial slots
 };
 
-// End of the splits from `split` on whose partial slots fit into the scratch; nearly always all. Called by all threads.
-PREFIXPACK_DEVICE int32_t scratch_split_end(const TileResults& own, int32_t split, int32_t num_splits) {
-  const int32_t first_entry = own.splits[split].list.first;
-  int32_t end = num_splits;
+// End of the units from `unit` on whose partial slots fit into the scratch; nearly always all. Called by all threads.
+PREFIXPACK_DEVICE int32_t scratch_unit_end(const TileResults& own, int32_t unit, int32_t num_units) {
+  const int32_t first_entry = own.units[unit].list.first;
+  int32_t end = num_units;
 #pragma unroll 1
-  for (; end > split + 1; --end) {
-    const PartialList& last = own.splits[end - 1].list;
+  for (; end > unit + 1; --end) {
+    const PartialList& last = own.units[end - 1].list;
     if (ptx::uniform(last.first + last.count - first_entry <= kCombineScratchWords)) break;
   }
   return end;
 }
 
-// Loads the partial slots of splits [split, end) into the scratch; a barrier follows. The last warps load first,
+// Loads the partial slots of units [unit, end) into the scratch; a barrier follows. The last warps load first,
 // because the first ones handle the semaphores.
 template <int HeadDim>
-PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own, int32_t split, int32_t end) {
+PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own, int32_t unit, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
-  const PartialList& last = own.splits[end - 1].list;
-  const int32_t first_entry = own.splits[split].list.first, entries = last.first + last.count - first_entry;
+  const PartialList& last = own.units[end - 1].list;
+  const int32_t first_entry = own.units[unit].list.first, entries = last.first + last.count - first_entry;
 #pragma unroll 1
   for (int32_t entry = kThreads - 1 - ptx::volatile_thread_index(); entry < entries; entry += kThreads) {
     own.scratch[entry] = state.plan().list_slot(first_entry + entry);
   }
 }
 
-// Combines those of the splits [split, end) that are ready. Their slots are in the scratch. Results go to the output,
-// or, if the tile belongs to a group, to the group's slot.
+// Combines those of the units [unit, end) that are ready. Their slots are in the scratch. Results go to the output,
+// or, if the tile belongs to a group of KV splits, to the group's slot.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& own, int32_t split, int32_t end) {
+PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& own, int32_t unit, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   const AttentionParams& attention = state.params.attention;
   const Heads& all_heads = state.params.heads;
   const int32_t thread = ptx::volatile_thread_index(), lane = thread % kCombineLanes;
-  const int32_t group = all_heads.group.number, first_head = state.kv_head * group;
+  const int32_t heads_per_kv_head = all_heads.group.number, first_head = state.kv_head * heads_per_kv_head;
   const float* lse_of_head = attention.partial_lse + first_head;
   const int32_t partial_stride = attention.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));
-  const int32_t first_entry = own.splits[split].list.first;
-  const int32_t heads = all_heads.split_heads.number, rows = (end - split) * heads;
+  const int32_t first_entry = own.units[unit].list.first;
+  const int32_t heads = all_heads.heads_per_half.number, rows = (end - unit) * heads;
   // Eight lanes combine a row. All lanes of a warp iterate alike, because they exchange what they loaded.
 #pragma unroll 1
   for (int32_t begin = thread / 32 * (32 / kCombineLanes); begin < rows; begin += kThreads / kCombineLanes) {
     const int32_t row = begin + thread % 32 / kCombineLanes < rows ? begin + thread % 32 / kCombineLanes : begin;
-    const int32_t split_index = split + all_heads.split_heads.quotient(row),
-                  query = query_of_split(state.params, split_index);
-    const int32_t in_group = split * heads + row - query * group, head = first_head + in_group;
-    const QuerySplit& mine = own.splits[split_index];
+    const int32_t unit_index = unit + all_heads.heads_per_half.quotient(row),
+                  query = query_of_unit(state.params, unit_index);
+    const int32_t in_kv_head = unit * heads + row - query * heads_per_kv_head, head = first_head + in_kv_head;
+    const CombineUnit& mine = own.units[unit_index];
     const int32_t count = mine.ready ? mine.list.count : 0;
     if (!ptx::any(count > 0)) continue;
     const int32_t* slots = own.scratch + (mine.list.first - first_entry);
@@ -86,11 +86,12 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
     const auto lse_at = [&](int32_t i) {
       if (i >= count) return kMinusInfinity;
       const int32_t slot = slots[i];
-      if (slot == own_slot) return own.rows[query * group + in_group].lse;
-      return ptx::load_relaxed(lse_of_head + int64_t{slot} * attention.q_heads + in_group);
+      if (slot == own_slot) return own.rows[query * heads_per_kv_head + in_kv_head].lse;
+      return ptx::load_relaxed(lse_of_head + int64_t{slot} * attention.q_heads + in_kv_head);
     };
     const auto* partials_of_row = reinterpret_cast<const char*>(attention.partial_o + head * HeadDim + lane * 4);
-    const float* own_row = own.accumulators + (query * group + in_group) * kAccumulatorStride<HeadDim> + lane * 4;
+    const float* own_row =
+        own.accumulators + (query * heads_per_kv_head + in_kv_head) * kAccumulatorStride<HeadDim> + lane * 4;
     constexpr int kQuads = HeadDim / 32;
     float accumulators[kQuads][4] = {};
     CombineWeights weights{};
@@ -150,19 +151,19 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
   }
 }
 
-// Combines the splits that are ready; the slots of those before `end` are loaded. A barrier precedes the call, and
+// Combines the units that are ready; the slots of those before `end` are loaded. A barrier precedes the call, and
 // another one its return.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE void combine_splits(const CtaState& state, const TileResults& own, int32_t end) {
-  const int32_t num_splits = state.item.query_count * state.params.heads.splits;
+PREFIXPACK_DEVICE void combine_units(const CtaState& state, const TileResults& own, int32_t end) {
+  const int32_t num_units = state.item.query_count * state.params.heads.halves;
 #pragma unroll 1
-  for (int32_t split = 0;;) {
-    combine_ready<HeadDim, Output>(state, own, split, end);
+  for (int32_t unit = 0;;) {
+    combine_ready<HeadDim, Output>(state, own, unit, end);
     ptx::cta_sync();
-    if (ptx::uniform(end == num_splits)) return;
-    split = end;
-    end = scratch_split_end(own, split, num_splits);
-    load_slots<HeadDim>(state, own, split, end);
+    if (ptx::uniform(end == num_units)) return;
+    unit = end;
+    end = scratch_unit_end(own, unit, num_units);
+    load_slots<HeadDim>(state, own, unit, end);
     ptx::cta_sync();
   }
 }

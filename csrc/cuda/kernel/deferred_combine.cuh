@@ -53,9 +53,9 @@ class DeferredCombine {
       if (ptx::uniform(place >= end)) return queue.end(claimed);
       const int32_t row = place >> deferred_.part_bits, part = place - (row << deferred_.part_bits);
       // Virtual KV heads follow each other in a record's rows, as query heads do.
-      const int32_t split = heads.split_heads.quotient(row), index = heads.virtual_heads.quotient(split);
+      const int32_t unit = heads.heads_per_half.quotient(row), index = heads.virtual_heads.quotient(unit);
       const int32_t word = params_.plan.words[deferred_.at + index * kDeferredStride + lane_];
-      const int32_t head = row - index * attention_.q_heads, virtual_head = split - index * heads.virtual_heads.number;
+      const int32_t head = row - index * attention_.q_heads, virtual_head = unit - index * heads.virtual_heads.number;
       const DeferredRecord record{ptx::broadcast(word, 0), ptx::broadcast(word, 1), ptx::broadcast(word, 2),
                                   ptx::broadcast(word, 3)};
       const int32_t* list = params_.plan.words + record.slots_at;
@@ -81,7 +81,8 @@ class DeferredCombine {
           if (ptx::uniform(!rehearses)) {
             claimed = queue.claim();
             if (lane_ == 0) {
-              ptx::increment_or_reset(semaphore, record.count + (heads.split_heads.number << deferred_.part_bits) - 1);
+              ptx::increment_or_reset(semaphore,
+                                      record.count + (heads.heads_per_half.number << deferred_.part_bits) - 1);
             }
             ptx::warp_sync();
           }

@@ -50,29 +50,29 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
                   {weights[0] * factor, weights[1] * factor, weights[2] * factor, weights[3] * factor});
 }
 
-// Counts the tile's partial of the split that is this thread's number; whether it was the last one.
-PREFIXPACK_DEVICE bool arrive(const CtaState& state, QuerySplit* splits) {
+// Counts the tile's partial of the unit that is this thread's number; whether it was the last one.
+PREFIXPACK_DEVICE bool arrive(const CtaState& state, CombineUnit* units) {
   const int32_t thread = ptx::volatile_thread_index();
-  QuerySplit& split = splits[thread];
-  int32_t* semaphore = semaphore_of_split(state.params, state, state.item.list, thread);
-  bool ready = split.ready;
-  if (!ready) ready = ptx::atomic_add_release(semaphore, 1) == split.list.count - 1;
+  CombineUnit& unit = units[thread];
+  int32_t* semaphore = semaphore_of_unit(state.params, state, state.item.list, thread);
+  bool ready = unit.ready;
+  if (!ready) ready = ptx::atomic_add_release(semaphore, 1) == unit.list.count - 1;
   if (ready) *semaphore = 0;
-  split.ready = ready;
+  unit.ready = ready;
   return ready;
 }
 
 // Turns to the queries' own lists, where the results of the groups that this CTA has combined are its partials. Called
-// by all threads. Whether the split that is this thread's number has such a result.
-PREFIXPACK_DEVICE bool leave_group(CtaState& state, QuerySplit* splits) {
+// by all threads. Whether the unit that is this thread's number has such a result.
+PREFIXPACK_DEVICE bool leave_group(CtaState& state, CombineUnit* units) {
   const int32_t thread = ptx::volatile_thread_index();
   const int32_t parent = state.item.parent;
   bool arrives = false;
-  if (thread < state.item.query_count * state.params.heads.splits) {
-    const int32_t list = parent + query_of_split(state.params, thread), first = state.plan().list_offset(list);
-    arrives = splits[thread].ready;
-    splits[thread].list = {first, state.plan().list_offset(list + 1) - first};
-    splits[thread].ready = false;
+  if (thread < state.item.query_count * state.params.heads.halves) {
+    const int32_t list = parent + query_of_unit(state.params, thread), first = state.plan().list_offset(list);
+    arrives = units[thread].ready;
+    units[thread].list = {first, state.plan().list_offset(list + 1) - first};
+    units[thread].ready = false;
   }
   ptx::cta_sync();
   if (thread < 32) {
@@ -97,20 +97,20 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
   const ItemRecord& item = state.item;
   const int32_t thread = ptx::volatile_thread_index();
   auto* results = reinterpret_cast<RowEpilogue*>(shared);
-  auto* splits = reinterpret_cast<QuerySplit*>(results + layout.rows);
+  auto* units = reinterpret_cast<CombineUnit*>(results + layout.rows);
   auto* accumulators = reinterpret_cast<float*>(shared + layout.at);
   const int32_t rows = item.query_count * state.params.heads.group.number, stride = layout.rows * kWidth;
 
   const bool combines = item.slot_begin != kWriteThrough;
-  const bool has_split = combines && thread < item.query_count * state.params.heads.splits;
+  const bool has_unit = combines && thread < item.query_count * state.params.heads.halves;
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
                  results + thread);
   }
   // Behind the rows' arithmetic, which waits for none of the inputs of a tile with partials.
-  if (has_split) {
+  if (has_unit) {
     const PartialList list{inputs.list_begin, inputs.list_end - inputs.list_begin};
-    splits[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
+    units[thread] = {inputs.token, list, inputs.arrived == list.count - 1};
   }
   const int32_t claimed_tile = state.next.tile_index_of(inputs.claimed);
   if (thread < 32) state.next.tile_index = claimed_tile;
@@ -126,16 +126,16 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
   const int32_t column = thread % kQuads * 4;
-  const Divisor split_heads = state.params.heads.split_heads;
+  const Divisor heads_per_half = state.params.heads.heads_per_half;
 #pragma unroll 1
   for (int32_t first = thread / kQuads; first < rows; first += kAtOnce * kRowsApart) {
     float* own = accumulators + first * kWidth + column;
-    void* targets[kAtOnce];  // nullptr if the split is combined here
+    void* targets[kAtOnce];  // nullptr if the unit is combined here
     float quads[kAtOnce][4] = {};
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
       const int32_t row = first + k * kRowsApart < rows ? first + k * kRowsApart : first;
-      targets[k] = combines && splits[split_heads.quotient(row)].ready ? nullptr : results[row].target;
+      targets[k] = combines && units[heads_per_half.quotient(row)].ready ? nullptr : results[row].target;
     }
 #pragma unroll 1
     for (int32_t warp = 0; warp < layout.key_warps; ++warp) {
@@ -164,17 +164,17 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
   NextTile::store_record(state.next.record, word);
   ptx::cta_sync();
   if (!combines) return next;
-  const TileResults own{results, splits, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
+  const TileResults own{results, units, accumulators, reinterpret_cast<int32_t*>(shared + layout.scratch_at)};
 #pragma unroll 1
-  for (bool arrives = has_split;;) {
+  for (bool arrives = has_unit;;) {
     // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
-    const int32_t end = scratch_split_end(own, 0, item.query_count * state.params.heads.splits);
+    const int32_t end = scratch_unit_end(own, 0, item.query_count * state.params.heads.halves);
     load_slots<HeadDim>(state, own, 0, end);
-    if (arrives) arrives = arrive(state, splits);
+    if (arrives) arrives = arrive(state, units);
     if (!ptx::cta_any(arrives)) return next;
-    combine_splits<HeadDim, Output>(state, own, end);
+    combine_units<HeadDim, Output>(state, own, end);
     if (ptx::uniform(item.parent < 0)) return next;
-    arrives = leave_group(state, splits);
+    arrives = leave_group(state, units);
   }
 }
 

@@ -8,24 +8,24 @@
 
 namespace prefixpack {
 
-// A query has one or two head splits (see head_splits), each with a semaphore of its own. Splits of a tile's queries
-// are numbered consecutively.
-PREFIXPACK_DEVICE int32_t query_of_split(const KernelParams& params, int32_t split) {
-  return params.heads.splits > 1 ? split >> 1 : split;
+// A query has one combine unit, or two if its heads are halved (see head_halves), each with a semaphore of its own.
+// Units of a tile's queries are numbered consecutively.
+PREFIXPACK_DEVICE int32_t query_of_unit(const KernelParams& params, int32_t unit) {
+  return params.heads.halves > 1 ? unit >> 1 : unit;
 }
 
 // list: of the item's first query.
-PREFIXPACK_DEVICE int32_t* semaphore_of_split(const KernelParams& params, const CtaState& state, int32_t list,
-                                              int32_t split) {
-  const int32_t query = query_of_split(params, split), splits = params.heads.splits;
-  return semaphore_of(params, list + query, state.kv_head * splits + split - query * splits);
+PREFIXPACK_DEVICE int32_t* semaphore_of_unit(const KernelParams& params, const CtaState& state, int32_t list,
+                                             int32_t unit) {
+  const int32_t query = query_of_unit(params, unit), halves = params.heads.halves;
+  return semaphore_of(params, list + query, state.kv_head * halves + unit - query * halves);
 }
 
 // As loaded: nothing here is used yet, because that would wait for it.
 struct EpilogueInputs {
   int32_t claimed;  // see NextTile::claim
-  int32_t token;    // of the split that is this thread's number; of the row, if the tile writes the output
-  int32_t arrived, list_begin, list_end;  // of the split, see PartialList
+  int32_t token;    // of the unit that is this thread's number; of the row, if the tile writes the output
+  int32_t arrived, list_begin, list_end;  // of the unit, see PartialList
 
   // Asks memory for them when the tile begins, so that prefetch() finds them in the L2: all wait for what it reads.
   static PREFIXPACK_DEVICE void announce(const KernelParams& params, const CtaState& state) {
@@ -33,12 +33,12 @@ struct EpilogueInputs {
     const PlanReader plan{params.plan, state.header};
     const int32_t thread = ptx::volatile_thread_index();
     const bool combines = item.slot_begin != kWriteThrough;
-    const int32_t query = combines ? query_of_split(params, thread) : params.heads.group.quotient(thread);
+    const int32_t query = combines ? query_of_unit(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
       ptx::prefetch_l2(&plan.words[plan.header.query_token_at + item.query_begin + query]);
       if (combines) {
         ptx::prefetch_l2(&plan.words[plan.header.list_offset_at + item.list + query + 1]);
-        ptx::prefetch_l2(semaphore_of_split(params, state, item.list, thread));
+        ptx::prefetch_l2(semaphore_of_unit(params, state, item.list, thread));
       }
     }
   }
@@ -50,13 +50,13 @@ struct EpilogueInputs {
     const int32_t thread = ptx::volatile_thread_index();
     EpilogueInputs inputs{state.next.claim(params), 0, 0, 0, 0};
     const bool combines = item.slot_begin != kWriteThrough;
-    const int32_t query = combines ? query_of_split(params, thread) : params.heads.group.quotient(thread);
+    const int32_t query = combines ? query_of_unit(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
       inputs.token = plan.query_token(item.query_begin + query);
       if (combines) {
         inputs.list_begin = plan.list_offset(item.list + query);
         inputs.list_end = plan.list_offset(item.list + query + 1);
-        inputs.arrived = ptx::load_relaxed(semaphore_of_split(params, state, item.list, thread));
+        inputs.arrived = ptx::load_relaxed(semaphore_of_unit(params, state, item.list, thread));
       }
     }
     return inputs;

@@ -23,12 +23,12 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
   using Rows::attention_;
   using Rows::head_shift;
   using Rows::header;
+  using Rows::heads_per_half_;
   using Rows::kKvBegin, Rows::kKvEnd, Rows::kKvHead, Rows::kLowest, Rows::kQueryCount, Rows::kSlotsAt,
       Rows::kVirtualHead;
   using Rows::lane_;
   using Rows::params_;
   using Rows::query_;
-  using Rows::split_heads_;
   using Rows::token_of_row;
   using Rows::word;
 
@@ -129,9 +129,9 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
   // Joins the cp.async group of the tile's first stage; the previous tile's queries are in registers by now. Missing
   // rows are left as they are: columns of an mma are independent.
   PREFIXPACK_DEVICE void load_queries(int32_t token) const {
-    const int32_t head = word(load_record_, kVirtualHead) * split_heads_ + lane_ - query_ * split_heads_;
+    const int32_t head = word(load_record_, kVirtualHead) * heads_per_half_ + lane_ - query_ * heads_per_half_;
     const int64_t mine = token < 0 ? -1 : token * attention_.q_token_stride + head * attention_.q_head_stride;
-    const int32_t rows = word(load_record_, kQueryCount) * split_heads_;
+    const int32_t rows = word(load_record_, kQueryCount) * heads_per_half_;
     const int32_t chunk = lane_ % kQueryChunks;
     const auto* q = static_cast<const uint16_t*>(attention_.q) + chunk * 8;
 #pragma unroll 1

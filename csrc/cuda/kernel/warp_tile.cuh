@@ -50,8 +50,8 @@ class WarpEpilogue {
       : params_(params),
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
-        split_heads_(params.heads.split_heads.number),
-        query_(ptx::kept(params.heads.split_heads.quotient(lane_))),
+        heads_per_half_(params.heads.heads_per_half.number),
+        query_(ptx::kept(params.heads.heads_per_half.quotient(lane_))),
         header_(lane_ < kPlanHeaderWords ? params.plan.words[lane_] : 0) {}
 
   PREFIXPACK_DEVICE void clear_accumulators() {
@@ -62,10 +62,10 @@ class WarpEpilogue {
     }
   }
 
-  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * split_heads_; }
+  PREFIXPACK_DEVICE int32_t rows() const { return word(record_, kQueryCount) * heads_per_half_; }
   PREFIXPACK_DEVICE int32_t virtual_head() const { return word(record_, kVirtualHead); }
   // Virtual KV head h is of KV head h >> head_shift().
-  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.splits - 1; }
+  PREFIXPACK_DEVICE int32_t head_shift() const { return params_.heads.halves - 1; }
 
   // Token of the row that is this lane's number; -1 beyond the last row.
   PREFIXPACK_DEVICE int32_t token_of_row(int32_t record) const {
@@ -193,7 +193,7 @@ class WarpEpilogue {
   }
 
   PREFIXPACK_DEVICE int32_t head_of(int32_t row, int32_t query) const {
-    return virtual_head() * split_heads_ + row - query * split_heads_;
+    return virtual_head() * heads_per_half_ + row - query * heads_per_half_;
   }
 
   // Writes the partials of the queries that are not flagged in lane `query` of `complete`.
@@ -360,7 +360,7 @@ class WarpEpilogue {
   const KernelParams& params_;
   const AttentionParams& attention_;
   const int32_t lane_;
-  const int32_t split_heads_;  // query heads of a tile
+  const int32_t heads_per_half_;  // query heads of a tile
 
   const int32_t query_;  // query, within the item, of the row that is this lane's number
 

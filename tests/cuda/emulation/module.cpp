@@ -101,7 +101,7 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   std::memset(static_cast<void*>(items.data()), 0x7f, items.size() * sizeof(ItemRecord));
   std::memset(static_cast<void*>(starts.data()), 0x7f, starts.size() * sizeof(ItemStart));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
-  std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_splits(q_heads / kv_heads), 0);
+  std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_halves(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
   const auto visible_words = visible.is_none() ? Array<int64_t>(0) : visible.cast<Array<int64_t>>();
   std::vector<uint64_t> hidden(plan.num_queries, ~uint64_t{0});
