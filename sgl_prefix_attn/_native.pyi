@@ -103,7 +103,7 @@ class AttentionParams:
     def kv_dtype(self) -> int:
         """Type of k and v: as dtype, or 3 float8_e4m3fn."""
     q: int  # address of queries [num_tokens, q_heads, head_dim]; innermost stride 1
-    k: int  # address of keys [num_slots, kv_heads, head_dim]; innermost stride 1
+    k: int  # address of keys [kv_slots, kv_heads, head_dim]; innermost stride 1
     v: int  # address of values, same shape as k; innermost stride 1
     o: int  # address of outputs, same shape as q; innermost stride 1
     lse: int  # address of float32 [num_tokens, q_heads], natural logarithm of the softmax denominator; 0 for none
@@ -122,8 +122,8 @@ class AttentionParams:
     seq_lens: int  # address of int64 [num_requests], KV length with the step's own tokens (CPU executor only)
     visible: int  # address of int64 [num_tokens], bit j: sees the position j before its own; 0 for none (CPU only)
     sinks: int  # address of float32 [q_heads], logits that take part in the denominator; 0 for none
-    partial_o: int  # address of float32 [partial slots, q_heads, head_dim], workspace
-    partial_lse: int  # address of float32 [partial slots, q_heads], workspace
+    partial_o: int  # address of float32 [partials, q_heads, head_dim], workspace
+    partial_lse: int  # address of float32 [partials, q_heads], workspace
     window_left: int  # positions before its own that a query sees; negative for all
     scale: float  # softmax scale times the factor of stored keys
     v_scale: float  # factor of stored values
@@ -137,11 +137,11 @@ class TensorSizes:
         num_requests: entries of req_pool_indices and seq_lens.
         max_requests: rows of req_to_token.
         max_context: columns of req_to_token.
-        num_slots: slots of the KV cache.
+        kv_slots: slots of the KV cache.
     """
 
     def __init__(
-        self, *, num_tokens: int, num_requests: int, max_requests: int, max_context: int, num_slots: int
+        self, *, num_tokens: int, num_requests: int, max_requests: int, max_context: int, kv_slots: int
     ) -> None: ...
 
 def cpu_isas() -> list[str]:
@@ -295,7 +295,7 @@ class Plan:
     Attributes:
         num_requests: requests of the batch.
         num_queries: entries.
-        num_slots: partial slots; a slot holds every query head of one query.
+        num_partials: partials; each holds every query head of one query.
         kv_tokens_packed: KV positions that the items read, once per item.
         kv_tokens_per_request: KV positions that request-wise attention reads.
         kv_tokens_unique: KV positions of the batch, each once.
@@ -304,16 +304,16 @@ class Plan:
         query_request: [num_queries] batch index.
         query_back: [num_queries] tokens of the request after this one.
         combine_query: [combines] entries with more than one partial result.
-        combine_offset: [combines + 1] start of a combine in combine_slot.
-        combine_slot: partial slots in ascending KV position, the order of summation.
+        combine_offset: [combines + 1] start of a combine in combine_partial.
+        combine_partial: partials in ascending KV position, the order of summation.
         items: [items, 7] work items in queue order. Columns: first entry, number of entries, batch index of the request
             whose KV slots are read, first KV position, one past the last KV position (-1: up to each query's own),
-            first partial slot (-1: writes the output), rows of the tile.
+            first partial (-1: writes the output), rows of the tile.
     """
 
     num_requests: int
     num_queries: int
-    num_slots: int
+    num_partials: int
     kv_tokens_packed: int
     kv_tokens_per_request: int
     kv_tokens_unique: int
@@ -323,12 +323,12 @@ class Plan:
     query_back: _Int32
     combine_query: _Int32
     combine_offset: _Int32
-    combine_slot: _Int32
+    combine_partial: _Int32
     items: _Int32
 
 class Machine:
-    slots: int
-    few_slots: int
+    resident_ctas: int
+    few_ctas: int
     warps: int
     narrow_rows: int
     narrow_parts: int

@@ -217,7 +217,7 @@ def measure_case(
     return {
         "number": number, "tree": tree, "dtype": dtype, "q_heads": heads[0], "kv_heads": heads[1],
         "token_scale": case.token_scale, "requests": len(case.q), "items": len(plan.items),
-        "partial_slots": plan.num_slots,
+        "partial_slots": plan.num_partials,
         "kv_tokens_packed": plan.kv_tokens_packed, "kv_tokens_per_request": plan.kv_tokens_per_request,
         "kv_tokens_unique": plan.kv_tokens_unique, "limit": plan.kv_tokens_per_request / plan.kv_tokens_unique,
         "packed_ms": median["packed"], "request_wise_ms": median["request_wise"], "sdpa_ms": sdpa_ms,

@@ -77,7 +77,7 @@ def measure(tree: str, heads: tuple[int, int], repeats: int, steps: int) -> dict
         "kv_heads": heads[1],
         "requests": len(paths),
         "items": len(plan.items),
-        "partial_slots": plan.num_slots,
+        "partial_slots": plan.num_partials,
         "kv_tokens_packed": tokens.packed,
         "kv_tokens_per_request": tokens.per_request,
         "kv_tokens_unique": tokens.unique,

@@ -73,11 +73,11 @@ void bind_attention(py::module_& m) {
 
   py::class_<TensorSizes>(m, "TensorSizes")
       .def(py::init([](int64_t num_tokens, int64_t num_requests, int64_t max_requests, int64_t max_context,
-                       int64_t num_slots) {
-             return TensorSizes{num_tokens, num_requests, max_requests, max_context, num_slots};
+                       int64_t kv_slots) {
+             return TensorSizes{num_tokens, num_requests, max_requests, max_context, kv_slots};
            }),
            py::kw_only(), py::arg("num_tokens"), py::arg("num_requests"), py::arg("max_requests"),
-           py::arg("max_context"), py::arg("num_slots"));
+           py::arg("max_context"), py::arg("kv_slots"));
 }
 
 }  // namespace prefixpack

@@ -46,18 +46,18 @@ py::dict plan_header() {
   PREFIXPACK_FIELD(num_queries);
   PREFIXPACK_FIELD(num_combines);
   PREFIXPACK_FIELD(items_at);
-  PREFIXPACK_FIELD(item_slots_at);
+  PREFIXPACK_FIELD(item_kv_slots_at);
   PREFIXPACK_FIELD(query_token_at);
   PREFIXPACK_FIELD(query_request_at);
   PREFIXPACK_FIELD(query_back_at);
   PREFIXPACK_FIELD(combine_query_at);
   PREFIXPACK_FIELD(combine_offset_at);
-  PREFIXPACK_FIELD(combine_slot_at);
+  PREFIXPACK_FIELD(combine_partial_at);
   PREFIXPACK_FIELD(num_cta_items);
   PREFIXPACK_FIELD(active_warps);
   PREFIXPACK_FIELD(narrow_prevails);
   PREFIXPACK_FIELD(list_offset_at);
-  PREFIXPACK_FIELD(list_slot_at);
+  PREFIXPACK_FIELD(list_partial_at);
 #undef PREFIXPACK_FIELD
   return fields;
 }

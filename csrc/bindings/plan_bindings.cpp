@@ -134,7 +134,7 @@ void bind_planner(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def_readonly("num_requests", &Plan::num_requests)
       .def_readonly("num_queries", &Plan::num_queries)
-      .def_readonly("num_slots", &Plan::num_slots)
+      .def_readonly("num_partials", &Plan::num_partials)
       .def_readonly("kv_tokens_packed", &Plan::kv_tokens_packed)
       .def_readonly("kv_tokens_per_request", &Plan::kv_tokens_per_request)
       .def_readonly("kv_tokens_unique", &Plan::kv_tokens_unique)
@@ -144,7 +144,7 @@ void bind_planner(py::module_& m) {
       .def_property_readonly("query_back", column(&Plan::query_back))
       .def_property_readonly("combine_query", column(&Plan::combine_query))
       .def_property_readonly("combine_offset", column(&Plan::combine_offset))
-      .def_property_readonly("combine_slot", column(&Plan::combine_slot))
+      .def_property_readonly("combine_partial", column(&Plan::combine_partial))
       .def_property_readonly("items", [](py::object self) {
         const auto& items = self.cast<const Plan&>().items;
         return view(self, reinterpret_cast<const int32_t*>(items.data()), {static_cast<py::ssize_t>(items.size()), 7});
@@ -172,8 +172,8 @@ void bind_planner(py::module_& m) {
 
   py::class_<Machine>(m, "Machine")
       .def(py::init<>())
-      .def_readwrite("slots", &Machine::slots)
-      .def_readwrite("few_slots", &Machine::few_slots)
+      .def_readwrite("resident_ctas", &Machine::resident_ctas)
+      .def_readwrite("few_ctas", &Machine::few_ctas)
       .def_readwrite("warps", &Machine::warps)
       .def_readwrite("narrow_rows", &Machine::narrow_rows)
       .def_readwrite("narrow_parts", &Machine::narrow_parts)

@@ -49,12 +49,12 @@ void check_inputs(const Plan& plan, const AttentionParams& params, const TensorS
     for (int32_t position = range.begin; position < range.end; ++position) {
       largest = std::max(largest, static_cast<uint32_t>(slots[position]));
     }
-    if (largest < sizes.num_slots) continue;
+    if (largest < sizes.kv_slots) continue;
     for (int32_t position = range.begin; position < range.end; ++position) {
-      if (inside(slots[position], sizes.num_slots)) continue;
+      if (inside(slots[position], sizes.kv_slots)) continue;
       throw std::invalid_argument("request " + std::to_string(request) + ": req_to_token names KV slot " +
                                   std::to_string(slots[position]) + " for position " + std::to_string(position) +
-                                  ", but the KV cache has " + std::to_string(sizes.num_slots) + " slots");
+                                  ", but the KV cache has " + std::to_string(sizes.kv_slots) + " slots");
     }
   }
 }

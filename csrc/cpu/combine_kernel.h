@@ -1,14 +1,14 @@
-// Combine of a query's partials, in the order of Plan::combine_slot. Part of kernels.h; see isa.h.
+// Combine of a query's partials, in the order of Plan::combine_partial. Part of kernels.h; see isa.h.
 
 inline void combine_query(const Plan& plan, const AttentionParams& p, int32_t combine) {
   using S = Simd<kLanes>;
   const int64_t token = plan.query_token[plan.combine_query[combine]];
-  const int32_t* slots = plan.combine_slot.data() + plan.combine_offset[combine];
+  const int32_t* list = plan.combine_partial.data() + plan.combine_offset[combine];
   const int32_t count = plan.combine_offset[combine + 1] - plan.combine_offset[combine];
   for (int32_t head = 0; head < p.q_heads; ++head) {
     float largest = p.sinks == nullptr ? -kInfinity : p.sinks[head];
     for (int32_t i = 0; i < count; ++i) {
-      const float lse = p.partial_lse[static_cast<int64_t>(slots[i]) * p.q_heads + head];
+      const float lse = p.partial_lse[static_cast<int64_t>(list[i]) * p.q_heads + head];
       largest = lse > largest ? lse : largest;
     }
     const float base = largest > -kInfinity ? largest : 0;
@@ -16,7 +16,7 @@ inline void combine_query(const Plan& plan, const AttentionParams& p, int32_t co
     alignas(64) float acc[256];
     for (int32_t d = 0; d < p.head_dim; ++d) acc[d] = 0;
     for (int32_t i = 0; i < count; ++i) {
-      const int64_t partial = static_cast<int64_t>(slots[i]) * p.q_heads + head;
+      const int64_t partial = static_cast<int64_t>(list[i]) * p.q_heads + head;
       const float weight = __builtin_exp2f((p.partial_lse[partial] - base) * kLog2E);
       if (weight == 0) continue;
       sum += weight;

@@ -14,7 +14,7 @@ struct TensorSizes {
   int64_t num_requests;  // entries of req_pool_indices and seq_lens
   int64_t max_requests;  // rows of req_to_token
   int64_t max_context;   // columns of req_to_token
-  int64_t num_slots;     // slots of the KV cache
+  int64_t kv_slots;      // slots of the KV cache
 };
 
 // Throws std::invalid_argument with request, position and value if an index exceeds its tensor. Checks every KV slot

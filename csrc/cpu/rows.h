@@ -92,7 +92,7 @@ inline void load_query_row(const ItemTask& task, Row row, float factor, float* d
   }
 }
 
-// Target of a row's result: the output, or the row's partial slot.
+// Target of a row's result: the output, or the row's partial.
 struct RowTarget {
   void* base;
   int64_t element;
@@ -104,13 +104,13 @@ struct RowTarget {
 inline RowTarget target_of(const ItemTask& task, Row row) {
   const AttentionParams& p = *task.params;
   const WorkItem& item = *task.item;
-  if (item.slot_begin == kWriteThrough) {
+  if (item.partial_begin == kWriteThrough) {
     const int64_t token = task.plan->query_token[row.query];
     float* lse = p.lse == nullptr ? nullptr : p.lse + token * p.lse_token_stride + row.q_head;
     return {p.o, token * p.o_token_stride + row.q_head * p.o_head_stride, p.dtype, lse, true};
   }
-  const int64_t slot = item.slot_begin + (row.query - item.query_begin);
-  const int64_t partial = slot * p.q_heads + row.q_head;
+  const int64_t of_query = item.partial_begin + (row.query - item.query_begin);
+  const int64_t partial = of_query * p.q_heads + row.q_head;
   return {p.partial_o, partial * p.head_dim, DType::kFloat32, p.partial_lse + partial, false};
 }
 

@@ -19,7 +19,8 @@ int32_t group_size(int32_t splits) {
 
 bool follows(const WorkItem& item, const WorkItem& before) {
   return item.query_count == before.query_count && item.tile_rows == before.tile_rows &&
-         item.kv_begin == before.kv_end && item.slot_begin > before.slot_begin && before.slot_begin != kWriteThrough;
+         item.kv_begin == before.kv_end && item.partial_begin > before.partial_begin &&
+         before.partial_begin != kWriteThrough;
 }
 
 // The KV splits of each tile, as indices of items in ascending KV position.
@@ -28,7 +29,7 @@ std::vector<std::vector<int32_t>> find_splits(const Plan& plan) {
   std::vector<int32_t> tile_of(plan.num_queries, -1);  // latest tile that begins with the query
   for (size_t i = 0; i < plan.items.size(); ++i) {
     const WorkItem& item = plan.items[i];
-    if (item.slot_begin == kWriteThrough) continue;
+    if (item.partial_begin == kWriteThrough) continue;
     int32_t& tile = tile_of[item.query_begin];
     if (tile < 0 || !follows(item, plan.items[tiles[tile].back()])) {
       tile = static_cast<int32_t>(tiles.size());
@@ -50,8 +51,8 @@ class Builder {
     lists_.list.resize(num_items);
     for (size_t i = 0; i < num_items; ++i) lists_.list[i] = combine_of[plan.items[i].query_begin];
     lists_.parent.assign(num_items, -1);
-    lists_.group_slot.assign(num_items, kWriteThrough);
-    absorbed_.assign(plan.num_slots, false);
+    lists_.group_partial.assign(num_items, kWriteThrough);
+    absorbed_.assign(plan.num_partials, false);
   }
 
   void add_groups(int32_t fan_in) {
@@ -72,14 +73,14 @@ class Builder {
     lists_.offset.push_back(0);
     for (size_t combine = 0; combine < plan_.combine_query.size(); ++combine) {
       for (int32_t i = plan_.combine_offset[combine]; i < plan_.combine_offset[combine + 1]; ++i) {
-        if (!absorbed_[plan_.combine_slot[i]]) lists_.slot.push_back(plan_.combine_slot[i]);
+        if (!absorbed_[plan_.combine_partial[i]]) lists_.partial.push_back(plan_.combine_partial[i]);
       }
-      if (deferred_[combine]) lists_.slot.push_back(lists_.slot.back());
-      lists_.offset.push_back(static_cast<int32_t>(lists_.slot.size()));
+      if (deferred_[combine]) lists_.partial.push_back(lists_.partial.back());
+      lists_.offset.push_back(static_cast<int32_t>(lists_.partial.size()));
     }
-    const auto shift = static_cast<int32_t>(lists_.slot.size());
+    const auto shift = static_cast<int32_t>(lists_.partial.size());
     for (int32_t end : group_end_) lists_.offset.push_back(shift + end);
-    lists_.slot.insert(lists_.slot.end(), group_slots_.begin(), group_slots_.end());
+    lists_.partial.insert(lists_.partial.end(), group_partials_.begin(), group_partials_.end());
     return std::move(lists_);
   }
 
@@ -96,23 +97,23 @@ class Builder {
     const WorkItem& first = plan_.items[splits[0]];
     const auto list = static_cast<int32_t>(plan_.combine_query.size() + group_end_.size());
     for (int32_t query = 0; query < first.query_count; ++query) {
-      for (int32_t i = 0; i < size; ++i) group_slots_.push_back(plan_.items[splits[i]].slot_begin + query);
-      group_end_.push_back(static_cast<int32_t>(group_slots_.size()));
+      for (int32_t i = 0; i < size; ++i) group_partials_.push_back(plan_.items[splits[i]].partial_begin + query);
+      group_end_.push_back(static_cast<int32_t>(group_partials_.size()));
     }
     for (int32_t i = 0; i < size; ++i) {
-      const int32_t item = splits[i], slot = plan_.items[item].slot_begin;
+      const int32_t item = splits[i], partial = plan_.items[item].partial_begin;
       lists_.parent[item] = lists_.list[item];
       lists_.list[item] = list;
-      lists_.group_slot[item] = first.slot_begin;
-      if (i > 0) std::fill_n(absorbed_.begin() + slot, first.query_count, true);
+      lists_.group_partial[item] = first.partial_begin;
+      if (i > 0) std::fill_n(absorbed_.begin() + partial, first.query_count, true);
     }
   }
 
   const Plan& plan_;
   const std::vector<bool>& deferred_;
   CombineLists lists_;
-  std::vector<bool> absorbed_;  // [num_slots] slots that the first slot of their group stands for
-  std::vector<int32_t> group_end_, group_slots_;
+  std::vector<bool> absorbed_;  // [num_partials] partials that the first partial of their group stands for
+  std::vector<int32_t> group_end_, group_partials_;
 };
 
 }  // namespace

@@ -18,17 +18,17 @@ struct PlanHeader {
   int32_t num_items, num_queries;
   int32_t num_combines;  // entries of Plan::combine_query; only the Triton kernels read it
   int32_t items_at;
-  // Four arrays of [num_items]: the item's first entry in StepState::kv_slots; then `list`, `parent` and `group_slot`
-  // of CombineLists.
-  int32_t item_slots_at;
+  // Four arrays of [num_items]: the item's first entry in StepState::kv_slots; then `list`, `parent` and
+  // `group_partial` of CombineLists.
+  int32_t item_kv_slots_at;
   int32_t query_token_at, query_request_at, query_back_at;
-  int32_t combine_query_at, combine_offset_at, combine_slot_at;  // only the Triton kernels read them
+  int32_t combine_query_at, combine_offset_at, combine_partial_at;  // only the Triton kernels read them
   int32_t num_cta_items;    // items at the front of the queue whose tile takes a whole CTA
   int32_t active_warps;     // warps per CTA of the warp kernel that take tiles
   int32_t narrow_prevails;  // 1 if the warp kernel has more work than the CTA kernel
   // CombineLists, which the CUDA kernels read; in a plan without groups the arrays of combine_offset_at and
-  // combine_slot_at.
-  int32_t list_offset_at, list_slot_at;
+  // combine_partial_at.
+  int32_t list_offset_at, list_partial_at;
 };
 
 // Follows the header. Not a part of it, because CTAs hold the header in shared memory, which is full.
@@ -41,19 +41,19 @@ struct DeferredHeader {
 constexpr int32_t kPlanHeaderWords = (sizeof(PlanHeader) + sizeof(DeferredHeader)) / sizeof(int32_t);
 // Padding behind the last array: a warp loads the first 32 entries of a partial list before it knows the list's length.
 constexpr int32_t kPlanPaddingWords = 32;
-constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // with its words of item_slots_at
+constexpr int32_t kPlanItemWords = sizeof(WorkItem) / sizeof(int32_t) + 4;  // with its words of item_kv_slots_at
 
 // A query whose partials the warp kernel combines after its last tile.
 struct DeferredRecord {
-  int32_t list;      // of PlanHeader::list_offset_at
-  int32_t slots_at;  // partial slots of the list: offset in words
-  int32_t count;     // partials: one less than the list has entries
-  int32_t token;     // row of the output
+  int32_t list;         // of PlanHeader::list_offset_at
+  int32_t partials_at;  // partials of the list: offset in words
+  int32_t count;        // partials: one less than the list has entries
+  int32_t token;        // row of the output
 };
 constexpr int32_t kDeferredWords = sizeof(DeferredRecord) / sizeof(int32_t);
-// Behind each record: the first partial slots of its list, so that they are loaded together, by a warp at once and from
+// Behind each record: the first partials of its list, so that they are loaded together, by a warp at once and from
 // one line of the cache.
-constexpr int32_t kDeferredStride = 32, kInlineSlots = kDeferredStride - kDeferredWords;
+constexpr int32_t kDeferredStride = 32, kInlinePartials = kDeferredStride - kDeferredWords;
 
 struct DevicePlan {
   const int32_t* words;  // device address of the serialized plan
@@ -72,21 +72,21 @@ struct PlanReader {
   PREFIXPACK_BOTH const WorkItem& item(int32_t index) const {
     return reinterpret_cast<const WorkItem*>(words + header.items_at)[index];
   }
-  PREFIXPACK_BOTH int32_t item_slots(int32_t index) const { return words[header.item_slots_at + index]; }
+  PREFIXPACK_BOTH int32_t item_kv_slots(int32_t index) const { return words[header.item_kv_slots_at + index]; }
   PREFIXPACK_BOTH int32_t item_list(int32_t index) const {
-    return words[header.item_slots_at + header.num_items + index];
+    return words[header.item_kv_slots_at + header.num_items + index];
   }
   PREFIXPACK_BOTH int32_t item_parent(int32_t index) const {
-    return words[header.item_slots_at + 2 * header.num_items + index];
+    return words[header.item_kv_slots_at + 2 * header.num_items + index];
   }
-  PREFIXPACK_BOTH int32_t item_group_slot(int32_t index) const {
-    return words[header.item_slots_at + 3 * header.num_items + index];
+  PREFIXPACK_BOTH int32_t item_group_partial(int32_t index) const {
+    return words[header.item_kv_slots_at + 3 * header.num_items + index];
   }
   PREFIXPACK_BOTH int32_t query_token(int32_t query) const { return words[header.query_token_at + query]; }
   PREFIXPACK_BOTH int32_t query_request(int32_t query) const { return words[header.query_request_at + query]; }
   PREFIXPACK_BOTH int32_t query_back(int32_t query) const { return words[header.query_back_at + query]; }
   PREFIXPACK_BOTH int32_t list_offset(int32_t list) const { return words[header.list_offset_at + list]; }
-  PREFIXPACK_BOTH int32_t list_slot(int32_t index) const { return words[header.list_slot_at + index]; }
+  PREFIXPACK_BOTH int32_t list_partial(int32_t index) const { return words[header.list_partial_at + index]; }
 };
 
 // A work item with the lengths of this step: all that a layer needs of it in one record.
@@ -95,13 +95,13 @@ struct ItemRecord {
   int32_t kv_begin, kv_end;          // KV positions
   int32_t lowest;                    // position of the earliest query; in a tree, up to which all queries see all
   int32_t highest;                   // position of the latest query
-  int32_t slot_begin;                // as in WorkItem
+  int32_t partial_begin;             // as in WorkItem
   int32_t list;                      // combine list of the first query; those of the other queries follow
-  int32_t list_first;                // first entry of that list in the plan's list_slot
-  int32_t slots_at;                  // first entry in StepState::kv_slots
+  int32_t list_first;                // first entry of that list in the plan's list_partial
+  int32_t kv_slots_at;               // first entry in StepState::kv_slots
   int32_t tile_rows;                 // as in WorkItem
   int32_t parent;                    // as in CombineLists
-  int32_t group_slot;                // as in CombineLists
+  int32_t group_partial;             // as in CombineLists
 };
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 

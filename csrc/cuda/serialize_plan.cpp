@@ -67,10 +67,10 @@ class KvSlotLists {
 int64_t most_combine_lists(int64_t queries, int64_t partials) { return queries + partials / 2; }
 
 int64_t most_plan_words(int64_t queries, int64_t items, int64_t partials) {
-  // query_token, query_request, query_back; combine_query, combine_offset and combine_slot.
+  // query_token, query_request, query_back; combine_query, combine_offset and combine_partial.
   const int64_t of_plan = 3 * queries + 2 * queries + 1 + partials;
-  // CombineLists: offsets, and slots. A group's slots leave one in the lists of the queries. A deferred list has one
-  // entry more.
+  // CombineLists: offsets, and partials. A group's partials leave one in the lists of the queries. A deferred list has
+  // one entry more.
   const int64_t of_lists = most_combine_lists(queries, partials) + 1 + partials + partials / 2 + queries;
   // Records begin at a multiple of their size.
   const int64_t of_deferred = kDeferredStride * (queries + 1);
@@ -89,7 +89,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.num_queries = plan.num_queries;
   header.num_combines = static_cast<int32_t>(plan.combine_query.size());
   header.items_at = kPlanHeaderWords;
-  header.item_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
+  header.item_kv_slots_at = static_cast<int32_t>(kPlanHeaderWords + num_items * kWordsPerItem);
   const std::vector<bool> deferred =
       deferred_combines(plan, {kv_heads * group, group, narrow, int64_t{warp_ctas} * cta_warps});
   const CombineLists lists = make_combine_lists(plan, fan_in, deferred);
@@ -100,11 +100,11 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   const auto add_item = [&](size_t index) {
     const WorkItem& item = plan.items[index];
     std::memcpy(words.data() + header.items_at + place * kWordsPerItem, &item, sizeof(WorkItem));
-    int32_t* const more = words.data() + header.item_slots_at + place;
+    int32_t* const more = words.data() + header.item_kv_slots_at + place;
     more[0] = static_cast<int32_t>(kv_slots.place(item));
     more[num_items] = lists.list[index];
     more[2 * num_items] = lists.parent[index];
-    more[3 * num_items] = lists.group_slot[index];
+    more[3 * num_items] = lists.group_partial[index];
     ++place;
     if (kv_slots.size() > INT32_MAX) {
       throw std::overflow_error("a plan of more than 2^31 - 1 KV slots (" + std::to_string(num_items) + " items)");
@@ -137,9 +137,9 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   header.query_back_at = append(plan.query_back);
   header.combine_query_at = append(plan.combine_query);
   header.combine_offset_at = append(plan.combine_offset);
-  header.combine_slot_at = append(plan.combine_slot);
+  header.combine_partial_at = append(plan.combine_partial);
   header.list_offset_at = grouped ? append(lists.offset) : header.combine_offset_at;
-  header.list_slot_at = grouped ? append(lists.slot) : header.combine_slot_at;
+  header.list_partial_at = grouped ? append(lists.partial) : header.combine_partial_at;
   DeferredHeader deferred_header{};
   deferred_header.count = static_cast<int32_t>(std::count(deferred.begin(), deferred.end(), true));
   deferred_header.part_bits = deferred_part_bits(int64_t{deferred_header.count} * kv_heads * group);
@@ -151,11 +151,11 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
     if (!deferred[combine]) continue;
     const int32_t first = lists.offset[combine], count = lists.offset[combine + 1] - first - 1;
     const int32_t token = plan.query_token[plan.combine_query[combine]];
-    const DeferredRecord record{static_cast<int32_t>(combine), header.list_slot_at + first, count, token};
+    const DeferredRecord record{static_cast<int32_t>(combine), header.list_partial_at + first, count, token};
     words.resize(words.size() + kDeferredStride, -1);
     int32_t* const place = words.data() + words.size() - kDeferredStride;
     std::memcpy(place, &record, sizeof(record));
-    std::copy_n(lists.slot.data() + first, std::min(count, kInlineSlots), place + kDeferredWords);
+    std::copy_n(lists.partial.data() + first, std::min(count, kInlinePartials), place + kDeferredWords);
   }
   words.resize(words.size() + kPlanPaddingWords);
   std::memcpy(words.data(), &header, sizeof(header));

@@ -9,14 +9,15 @@ namespace prefixpack {
 constexpr int32_t kMinActiveWarps = 4;          // per CTA, enough to saturate memory bandwidth
 constexpr int32_t kBandwidthBoundTokens = 256;  // tiles of this length are bound by bandwidth, shorter ones by latency
 
-// slots: CTAs of either kernel that are resident at a time.
+// resident_ctas: CTAs of either kernel that are resident at a time.
 struct WarpLaunch {
-  int64_t slots, cta_tiles;
-  bool narrow_prevails;  // CTA tiles then take half of the slots at most
+  int64_t resident_ctas, cta_tiles;
+  bool narrow_prevails;  // CTA tiles then take half of the resident_ctas at most
   int32_t warps;         // of a CTA
 
-  int64_t free_slots() const {
-    return slots - std::min(cta_tiles, narrow_prevails ? std::max<int64_t>(1, slots / 2) : slots);
+  int64_t free_ctas() const {
+    return resident_ctas -
+           std::min(cta_tiles, narrow_prevails ? std::max<int64_t>(1, resident_ctas / 2) : resident_ctas);
   }
 };
 
@@ -26,8 +27,8 @@ struct WarpLaunch {
 //
 // tokens: KV positions of each tile; 0: various.
 inline int32_t active_warps(int64_t work_tiles, int64_t tokens, const WarpLaunch& launch) {
-  if (tokens < kBandwidthBoundTokens || launch.slots == 0) return launch.warps;
-  const int64_t free = launch.free_slots(), ctas = work_tiles <= free * launch.warps ? free : launch.slots;
+  if (tokens < kBandwidthBoundTokens || launch.resident_ctas == 0) return launch.warps;
+  const int64_t free = launch.free_ctas(), ctas = work_tiles <= free * launch.warps ? free : launch.resident_ctas;
   int32_t best = launch.warps;
   float best_share = 0.0f;
   for (int32_t warps = launch.warps; warps >= kMinActiveWarps && ctas > 0; --warps) {

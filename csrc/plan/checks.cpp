@@ -55,9 +55,9 @@ const DeviceModel& checked(const DeviceModel& device) {
 }
 
 const Machine& checked(const Machine& machine) {
-  require(machine.slots >= 1 && machine.warps >= 1 && machine.narrow_parts >= 1 && machine.few_slots >= 1 &&
+  require(machine.resident_ctas >= 1 && machine.warps >= 1 && machine.narrow_parts >= 1 && machine.few_ctas >= 1 &&
               machine.key_tile >= 1,
-          "slots, few_slots, warps, narrow_parts and key_tile must be positive");
+          "resident_ctas, few_ctas, warps, narrow_parts and key_tile must be positive");
   for (double rate : {machine.bandwidth, machine.cta_store, machine.warp_rate, machine.flops32, machine.flops64,
                       machine.flops128, machine.lone_speedup, machine.sibling}) {
     require(is_rate(rate), "rates of the machine must be positive and finite");

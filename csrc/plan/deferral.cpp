@@ -29,7 +29,7 @@ int32_t steps_of(int32_t rows, int32_t partials) {
 std::vector<int32_t> steps_of_combines(const Plan& plan, const DeferralLimits& limits) {
   std::vector<int32_t> most_rows(plan.num_queries, 0);  // of an item that a CTA runs
   for (const WorkItem& item : plan.items) {
-    if (item.slot_begin == kWriteThrough || item.tile_rows <= limits.narrow_rows) continue;
+    if (item.partial_begin == kWriteThrough || item.tile_rows <= limits.narrow_rows) continue;
     for (int32_t query = item.query_begin; query < item.query_begin + item.query_count; ++query) {
       most_rows[query] = std::max(most_rows[query], item.query_count * limits.group);
     }

@@ -115,7 +115,7 @@ class Simulation {
     const double flops[] = {machine_.flops32, machine_.flops64, machine_.flops128};
     constexpr int32_t kRows[] = {32, 64, 128};
     for (int32_t i = 0; i < kWarpClass; ++i) {
-      multiply_[i] = 4.0 * shape_.head_dim * kRows[i / 2] / (flops[i / 2] / machine_.slots);
+      multiply_[i] = 4.0 * shape_.head_dim * kRows[i / 2] / (flops[i / 2] / machine_.resident_ctas);
     }
     multiply_[kWarpClass] = multiply_[kWarpClass + 1] = position_bytes_ / machine_.warp_rate;
     classes_[kStores].most = machine_.cta_store;
@@ -124,7 +124,7 @@ class Simulation {
 
   // How much faster CTAs multiply than if two ran on every SM. They spread over the SMs.
   double speed() const {
-    const double sms = machine_.slots / 2.0, paired = running_ctas_ <= sms ? 0 : 2 * (1 - sms / running_ctas_);
+    const double sms = machine_.resident_ctas / 2.0, paired = running_ctas_ <= sms ? 0 : 2 * (1 - sms / running_ctas_);
     return paired + (1 - paired) * machine_.lone_speedup;
   }
 
@@ -148,7 +148,7 @@ class Simulation {
     const WorkItem& item = plan_.items[index];
     const int64_t tokens = item_tokens(item);
     const double rows = static_cast<double>(item.query_count) * shape_.group() / work_tiles;
-    const bool partial = item.slot_begin != kWriteThrough;
+    const bool partial = item.partial_begin != kWriteThrough;
     const double fastest = narrow ? 1.0 : std::max(1.0, machine_.lone_speedup);
     const double stored = rows * (partial ? shape_.head_dim * kPartialBytes + 4.0 : shape_.head_dim * kOutputBytes);
     for (int32_t head = 0; head < shape_.kv_heads; ++head) {
@@ -185,7 +185,7 @@ class Simulation {
       add_work_tiles(i, machine_.narrow_parts, true, false);
     }
     const bool alike = longest <= shortest + shortest / 4;
-    const WarpLaunch launch{machine_.slots, static_cast<int64_t>(cta_work_tiles_), plan_.narrow_prevails,
+    const WarpLaunch launch{machine_.resident_ctas, static_cast<int64_t>(cta_work_tiles_), plan_.narrow_prevails,
                             machine_.warps};
     active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_parts, alike ? longest : 0, launch);
   }
@@ -201,19 +201,20 @@ class Simulation {
 
   void begin() {
     now_ = machine_.begin;
-    const int32_t active = plan_.narrow_prevails ? machine_.few_slots : machine_.slots;
+    const int32_t active = plan_.narrow_prevails ? machine_.few_ctas : machine_.resident_ctas;
     const auto taken = static_cast<int32_t>(std::min<size_t>(cta_work_tiles_, active));
     next_cta_ = 0;
     next_narrow_ = static_cast<int32_t>(cta_work_tiles_);
     for (int32_t i = 0; i < taken; ++i) start(next_cta_++);
-    for (int32_t i = taken; i < machine_.slots; ++i) give_to_warps();
+    for (int32_t i = taken; i < machine_.resident_ctas; ++i) give_to_warps();
   }
 
   void start(int32_t work_tile) {
     const bool narrow = is_narrow(work_tile);
     if (!narrow) ++running_ctas_, set_rates();
     const double delay = narrow ? machine_.warp_start : machine_.cta_start;
-    const double workers = machine_.slots * (narrow ? machine_.warps : std::max(1.0, machine_.lone_speedup / 2));
+    const double workers =
+        machine_.resident_ctas * (narrow ? machine_.warps : std::max(1.0, machine_.lone_speedup / 2));
     const WorkTile& started = list_[work_tile];
     const double reading =
         static_cast<double>(item_tokens(plan_.items[started.item])) * multiply_[started.stream_class];
@@ -263,7 +264,7 @@ class Simulation {
 
   void find_deferred() {
     deferred_.assign(plan_.num_queries, false);
-    const int64_t warps = machine_.narrow_rows > 0 ? int64_t{machine_.slots} * machine_.warps : 0;
+    const int64_t warps = machine_.narrow_rows > 0 ? int64_t{machine_.resident_ctas} * machine_.warps : 0;
     const std::vector<bool> combines =
         deferred_combines(plan_, {shape_.q_heads, shape_.group(), machine_.narrow_rows, warps});
     for (size_t i = 0; i < combines.size(); ++i) deferred_[plan_.combine_query[i]] = combines[i];
@@ -285,7 +286,7 @@ class Simulation {
   double combine_seconds(int32_t index) {
     const WorkTile& work_tile = list_[index];
     const WorkItem& item = plan_.items[work_tile.item];
-    if (item.slot_begin == kWriteThrough) return 0;
+    if (item.partial_begin == kWriteThrough) return 0;
     const bool narrow = is_narrow(index);
     int32_t rows = 0, most = 0;
     for (int32_t query = item.query_begin; query < item.query_begin + item.query_count; ++query) {

@@ -9,22 +9,22 @@
 
 namespace prefixpack {
 
-// The machine that is simulated. A slot is half an SM: it runs one CTA of the CTA kernel or `warps` warps.
+// The machine that is simulated. Half an SM has one CTA of the CTA kernel or `warps` warps.
 // Times in seconds, rates in bytes per second unless said otherwise.
 struct Machine {
-  int32_t slots = 264;
-  int32_t few_slots = 132;  // that the CTA kernel takes where most work is narrow
+  int32_t resident_ctas = 264;  // two of each SM
+  int32_t few_ctas = 132;       // of these, those that the CTA kernel has where most work is narrow
   int32_t warps = 8;
   int32_t narrow_rows = 8;   // items of so many rows or fewer are for warps
   int32_t narrow_parts = 1;  // work tiles of such an item and KV head
   double bandwidth = 4.3e12;
   double begin = 0;                                    // from the launch to the first work
-  double warp_begin = 0;                               // from when a slot is given to warps to their first work tile
+  double warp_begin = 0;                               // from when a CTA of warps begins to their first work tile
   double cta_start = 0, cta_end = 0;                   // latency of a work tile before and after its KV streams
   double warp_start = 0;                               // likewise; after it a warp tile needs no time
   double cta_store = 1e11;                             // bytes of its rows that one CTA can write
   double warp_rate = 1e12;                             // KV that one warp can read
-  double flops32 = 1, flops64 = 1, flops128 = 1;       // operations per second of all slots, by rows of the tile
+  double flops32 = 1, flops64 = 1, flops128 = 1;       // operations per second of all CTAs, by rows of the tile
   int32_t key_tile = 1;                                // positions of a CTA's KV tile: it multiplies all of the last
   double lone_speedup = 1;                             // of a CTA whose SM runs no other, by multiplying
   double sibling = 1;                                  // share of the bytes that a sibling tile takes of the bandwidth

@@ -12,7 +12,7 @@ constexpr int32_t kMaskedPositions = 64;
 
 struct AttentionParams {
   const void* q;                          // [num_tokens, q_heads, head_dim], dtype `dtype`
-  const void* k;                          // [num_slots, kv_heads, head_dim], dtype `kv_dtype`
+  const void* k;                          // [kv_slots, kv_heads, head_dim], dtype `kv_dtype`
   const void* v;                          // as k
   void* o;                                // as q
   float* lse;                             // [num_tokens, q_heads] natural logarithm, or nullptr
@@ -28,8 +28,8 @@ struct AttentionParams {
   // [num_tokens] bit j: the query sees the position j before its own; earlier positions are visible. nullptr: all are.
   const uint64_t* visible;
   const float* sinks;  // [q_heads] attention sink logits, or nullptr
-  float* partial_o;    // [num_slots, q_heads, head_dim] workspace
-  float* partial_lse;  // [num_slots, q_heads] workspace, natural logarithm
+  float* partial_o;    // [num_partials, q_heads, head_dim] workspace
+  float* partial_lse;  // [num_partials, q_heads] workspace, natural logarithm
   DType dtype;
   DType kv_dtype;
   int32_t q_heads, kv_heads, head_dim;

@@ -12,18 +12,18 @@ constexpr int32_t kCombineFanIn = 16;
 
 // WorkItem::kv_end of a range that ends with the item's own last query: it grows by one token per decode step.
 constexpr int32_t kOpenEnd = -1;
-// WorkItem::slot_begin of an item whose queries have no other partial: it writes the output itself.
+// WorkItem::partial_begin of an item whose queries have no other partial: it writes the output itself.
 constexpr int32_t kWriteThrough = -1;
 
 // A row tile of the work queue, run once per KV head: some queries against one range of KV positions.
 struct WorkItem {
-  int32_t query_begin;  // first entry in Plan::query_token and its siblings
-  int32_t query_count;  // consecutive entries; times the GQA group size = rows of the tile
-  int32_t request;      // batch index of the request whose req_to_token row names the KV slots
-  int32_t kv_begin;     // first KV position
-  int32_t kv_end;       // one past the last KV position, or kOpenEnd: position of the item's last query + 1
-  int32_t slot_begin;   // partial slot of the first query (the others follow it), or kWriteThrough
-  int32_t tile_rows;    // smallest tile of the device's tile table that holds the rows
+  int32_t query_begin;    // first entry in Plan::query_token and its siblings
+  int32_t query_count;    // consecutive entries; times the GQA group size = rows of the tile
+  int32_t request;        // batch index of the request whose req_to_token row names the KV slots
+  int32_t kv_begin;       // first KV position
+  int32_t kv_end;         // one past the last KV position, or kOpenEnd: position of the item's last query + 1
+  int32_t partial_begin;  // partial of the first query (those of the others follow it), or kWriteThrough
+  int32_t tile_rows;      // smallest tile of the device's tile table that holds the rows
 };
 
 // Queries are query tokens in packed order: depth-first over the forest, so that the queries of a node are
@@ -32,18 +32,18 @@ struct WorkItem {
 struct Plan {
   int32_t num_requests = 0;
   int32_t num_queries = 0;
-  int32_t num_slots = 0;                // partial slots; a slot holds every query head of one query
-  std::vector<int32_t> query_token;     // [num_queries] row of q and o
-  std::vector<int32_t> query_request;   // [num_queries] batch index
-  std::vector<int32_t> query_back;      // [num_queries] tokens of the request after this one
-  std::vector<WorkItem> items;          // queue order: longest first
-  std::vector<int32_t> combine_query;   // [num_combines] entries with more than one partial
-  std::vector<int32_t> combine_offset;  // [num_combines + 1] into combine_slot
-  std::vector<int32_t> combine_slot;    // slots of an entry in ascending KV position: the order of summation
-  int64_t kv_tokens_packed = 0;         // KV positions that the items read, once per item
-  int64_t kv_tokens_per_request = 0;    // KV positions that request-wise attention reads
-  int64_t kv_tokens_unique = 0;         // KV positions of the forest, each once: the limit
-  bool narrow_prevails = false;         // most of the work is in items that take only a part of a worker
+  int32_t num_partials = 0;              // partials; each holds every query head of one query
+  std::vector<int32_t> query_token;      // [num_queries] row of q and o
+  std::vector<int32_t> query_request;    // [num_queries] batch index
+  std::vector<int32_t> query_back;       // [num_queries] tokens of the request after this one
+  std::vector<WorkItem> items;           // queue order: longest first
+  std::vector<int32_t> combine_query;    // [num_combines] entries with more than one partial
+  std::vector<int32_t> combine_offset;   // [num_combines + 1] into combine_partial
+  std::vector<int32_t> combine_partial;  // partials of an entry in ascending KV position: the order of summation
+  int64_t kv_tokens_packed = 0;          // KV positions that the items read, once per item
+  int64_t kv_tokens_per_request = 0;     // KV positions that request-wise attention reads
+  int64_t kv_tokens_unique = 0;          // KV positions of the forest, each once: the limit
+  bool narrow_prevails = false;          // most of the work is in items that take only a part of a worker
 };
 
 }  // namespace prefixpack

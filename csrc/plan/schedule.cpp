@@ -29,7 +29,7 @@ Schedule Scheduler::make(const Forest& forest, const BatchLens& lens, const Pack
   choose_tiles(packing.packs, lens);
   count_splits();
   place_combines();
-  take_slots();
+  number_partials();
   order_queue();
   list_items();
   plan_.narrow_prevails = tiling_->narrow_prevails();
@@ -147,45 +147,46 @@ void Scheduler::count_splits() {
   num_queued_ = queued - queue_.data();
 }
 
-// Slots of a query follow each other in combine_slot; combine_next_ says where its next one goes, or -1.
+// Partials of a query follow each other in combine_partial; combine_next_ says where its next one goes, or -1.
 void Scheduler::place_combines() {
-  int32_t combines = 0, slots = 0;
+  int32_t combines = 0, partials = 0;
   for (int32_t count : partials_) {
     combines += count > 1;
-    slots += count > 1 ? count : 0;
+    partials += count > 1 ? count : 0;
   }
   plan_.combine_query.resize(combines);
   plan_.combine_offset.resize(combines + 1);
-  plan_.combine_slot.resize(slots);
+  plan_.combine_partial.resize(partials);
   combine_next_.resize(plan_.num_queries);
-  combines = slots = 0;
+  combines = partials = 0;
   for (int32_t query = 0; query < plan_.num_queries; ++query) {
     const int32_t count = partials_[query];
-    combine_next_[query] = count < 2 ? -1 : slots;
+    combine_next_[query] = count < 2 ? -1 : partials;
     if (count < 2) continue;
     plan_.combine_query[combines] = query;
-    plan_.combine_offset[combines++] = slots;
-    slots += count;
+    plan_.combine_offset[combines++] = partials;
+    partials += count;
   }
-  plan_.combine_offset[combines] = slots;
+  plan_.combine_offset[combines] = partials;
 }
 
-// Slots are dealt pack by pack and, in a pack, split by split: so a query's slots ascend with its KV positions.
-void Scheduler::take_slots() {
-  int32_t *const next = combine_next_.data(), *const slots = plan_.combine_slot.data();
-  int32_t num_slots = 0;
+// Partials are numbered pack by pack and, in a pack, split by split: so a query's partials ascend with its KV
+// positions.
+void Scheduler::number_partials() {
+  int32_t *const next = combine_next_.data(), *const list = plan_.combine_partial.data();
+  int32_t num_partials = 0;
   double longest = 0, longest_open = 0;
   longest_open_tokens_ = 0;
   for (QueuedPack *queued = queue_.data(), *end = queued + num_queued_; queued != end; ++queued) {
     const Tile* const lead = queued->lead;
     const int32_t begin = lead->query_begin;
     if (next[begin] >= 0) {
-      queued->slot_begin = num_slots;
+      queued->partial_begin = num_partials;
       if (queued->splits == 1 && queued->tiles == 1 && lead->query_count == 1) {  // most tiles
-        slots[next[begin]++] = num_slots++;
+        list[next[begin]++] = num_partials++;
       } else {
         const int32_t queries = queries_of(lead, lead + queued->tiles);
-        num_slots = fill_slots(begin, queries, Tiling::num_splits(*lead, queued->splits), num_slots);
+        num_partials = number_splits(begin, queries, Tiling::num_splits(*lead, queued->splits), num_partials);
       }
     }
     longest = std::max(longest, queued->key);
@@ -195,19 +196,19 @@ void Scheduler::take_slots() {
       longest_open_tokens_ = lead->tokens;
     }
   }
-  plan_.num_slots = num_slots;
+  plan_.num_partials = num_partials;
   plan_.kv_tokens_packed = tiling_->tokens();
   longest_ = longest;
   longest_open_ = longest_open;
 }
 
-int32_t Scheduler::fill_slots(int32_t query_begin, int32_t queries, int32_t splits, int32_t slot) {
+int32_t Scheduler::number_splits(int32_t query_begin, int32_t queries, int32_t splits, int32_t partial) {
   int32_t* const next = combine_next_.data() + query_begin;
-  int32_t* const slots = plan_.combine_slot.data();
+  int32_t* const list = plan_.combine_partial.data();
   for (int32_t split = 0; split < splits; ++split) {
-    for (int32_t i = 0; i < queries; ++i) slots[next[i]++] = slot++;
+    for (int32_t i = 0; i < queries; ++i) list[next[i]++] = partial++;
   }
-  return slot;
+  return partial;
 }
 
 // Longest first; a stable counting sort. The two halves of the queue are counted apart, so that a run of alike packs
@@ -244,7 +245,7 @@ void Scheduler::list_items() {
     const QueuedPack& queued = queue_[order_[i]];
     if (queued.splits == 1 && queued.tiles == 1) {
       *next = tiling_->item(*queued.lead);
-      next->slot_begin = queued.slot_begin;
+      next->partial_begin = queued.partial_begin;
       ++next;
     } else {
       next = list_splits(queued, next);
@@ -257,14 +258,14 @@ WorkItem* Scheduler::list_splits(const QueuedPack& queued, WorkItem* next) {
   const Tile* const lead = queued.lead;
   const int32_t length = Tiling::split_length(*lead, queued.splits);
   const int32_t kv_begin = lead->kv_begin, kv_end = kv_begin + lead->tokens;
-  int32_t slot = queued.slot_begin;
+  int32_t partial = queued.partial_begin;
   for (int32_t begin = kv_begin; begin < kv_end; begin += length) {
     for (const Tile* tile = lead; tile != lead + queued.tiles; ++tile, ++next) {
       *next = tiling_->item(*tile);
       next->kv_begin = begin;
       if (begin + length < kv_end) next->kv_end = begin + length;
-      next->slot_begin = slot;
-      if (slot != kWriteThrough) slot += tile->query_count;
+      next->partial_begin = partial;
+      if (partial != kWriteThrough) partial += tile->query_count;
     }
   }
   return next;

@@ -1,4 +1,4 @@
-// Cuts packs into row tiles and KV splits, orders the queue and lays out the partial slots.
+// Cuts packs into row tiles and KV splits, orders the queue and numbers the partials.
 #pragma once
 
 #include <array>
@@ -36,7 +36,7 @@ class Scheduler {
     const Tile* lead;  // the first of them
     double key;        // seconds of a split of that tile: what the queue is ordered by
     int32_t place;
-    int32_t slot_begin;  // of its first item, or kWriteThrough
+    int32_t partial_begin;  // of its first item, or kWriteThrough
     int32_t splits, tiles;
   };
 
@@ -46,8 +46,8 @@ class Scheduler {
   void choose_tiles(const std::vector<Pack>& packs, const BatchLens& lens);
   void count_splits();
   void place_combines();
-  void take_slots();
-  int32_t fill_slots(int32_t query_begin, int32_t queries, int32_t splits, int32_t slot);
+  void number_partials();
+  int32_t number_splits(int32_t query_begin, int32_t queries, int32_t splits, int32_t partial);
   void order_queue();
   void list_items();
   WorkItem* list_splits(const QueuedPack& queued, WorkItem* next);

@@ -69,7 +69,7 @@ class Tiling {
   int64_t narrow_work_tiles() const { return narrow_work_tiles_; }
   double finish() const { return finish_; }  // when the last worker is done
 
-  // What a tile becomes if it is not split, but for its slots.
+  // What a tile becomes if it is not split, but for its partials.
   WorkItem item(const Tile& tile) const {
     const int32_t kv_end = tile.open ? kOpenEnd : tile.kv_begin + tile.tokens;
     return {tile.query_begin, tile.query_count, tile.request, tile.kv_begin, kv_end, kWriteThrough, kind(tile).rows};

@@ -45,10 +45,10 @@ class PartialWorkspace:
         """Bytes of host memory."""
         return self._buffer.numel() * self._buffer.element_size()
 
-    def reserve(self, num_slots: int, q_heads: int, head_dim: int) -> tuple[int, int]:
-        """Addresses of [num_slots, q_heads, head_dim] and [num_slots, q_heads] floats, contents undefined."""
-        outputs = num_slots * q_heads * head_dim
-        needed = outputs + num_slots * q_heads
+    def reserve(self, num_partials: int, q_heads: int, head_dim: int) -> tuple[int, int]:
+        """Addresses of [num_partials, q_heads, head_dim] and [num_partials, q_heads] floats, contents undefined."""
+        outputs = num_partials * q_heads * head_dim
+        needed = outputs + num_partials * q_heads
         if needed > self._buffer.numel():
             self._buffer = torch.empty(needed, dtype=torch.float32)
         address = self._buffer.data_ptr()
@@ -138,7 +138,7 @@ def packed_attention(
     if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
         _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     num_tokens, q_heads, head_dim = q_shape
-    num_slots, kv_heads, kv_head_dim = k_shape
+    kv_slots, kv_heads, kv_head_dim = k_shape
     if kv_head_dim != head_dim:
         raise ValueError(f"q has head_dim {head_dim} but k_cache has {kv_head_dim}")
     if not head_dim_fits(head_dim):
@@ -191,7 +191,7 @@ def packed_attention(
         threads = torch.get_num_threads()
     if threads < 1:
         raise ValueError(f"threads is {threads}; expected at least 1")
-    num_partials = plan.num_slots
+    num_partials = plan.num_partials
     partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
     table_stride, (rows, context), window = req_to_token.stride(0), req_to_token.shape, max(window_left, -1)
     layout = (
@@ -221,7 +221,7 @@ def packed_attention(
             num_requests=num_requests,
             max_requests=rows,
             max_context=context,
-            num_slots=num_slots,
+            kv_slots=kv_slots,
         )
         workspace.layout, workspace.tables = layout, None
     else:

@@ -1,4 +1,4 @@
-"""Forest -> plan: packs, row tiles, KV splits, queue order and partial slots, made by native code."""
+"""Forest -> plan: packs, row tiles, KV splits, queue order and partials, made by native code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_prefix_attn._native import grown_by as grown_by
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 
 # WorkItem of csrc/plan/plan.h: the columns of Plan.items.
-QUERY_BEGIN, QUERY_COUNT, REQUEST, KV_BEGIN, KV_END, SLOT_BEGIN, TILE_ROWS = range(7)
+QUERY_BEGIN, QUERY_COUNT, REQUEST, KV_BEGIN, KV_END, PARTIAL_BEGIN, TILE_ROWS = range(7)
 OPEN_END = -1
 WRITE_THROUGH = -1
 

@@ -28,18 +28,18 @@ class StepLimits:
         queries: query tokens of a step.
         items: work items of a plan.
         kv_slots: KV slots of all items together, including room for growing tails.
-        partial_slots: partial results.
+        partials: partial results.
     """
 
     queries: int
     items: int
     kv_slots: int
-    partial_slots: int
+    partials: int
 
     @property
     def combine_lists(self) -> int:
         """Lists of partial results that the CUDA kernels combine: no plan within the other limits has more."""
-        return _native.most_combine_lists(queries=self.queries, partials=self.partial_slots)
+        return _native.most_combine_lists(queries=self.queries, partials=self.partials)
 
 
 def serialize_plan(
@@ -87,12 +87,12 @@ class StepBuffers:
         self._int_buffers: list[torch.Tensor] = []
         self.warp_ctas = 0  # CTAs of a launch whose warps take work tiles of their own
         self.cta_warps = DECODE_WARPS  # warps of each
-        num_words = _native.most_plan_words(queries=limits.queries, items=limits.items, partials=limits.partial_slots)
+        num_words = _native.most_plan_words(queries=limits.queries, items=limits.items, partials=limits.partials)
         self._words = self._ints(num_words)
         self._positions = self._ints(limits.queries)
         self._kv_slots = self._ints(limits.kv_slots)
-        self._partial_o = torch.empty(limits.partial_slots, shape.q_heads, shape.head_dim, device=device)
-        self._partial_lse = torch.empty(limits.partial_slots, shape.q_heads, device=device)
+        self._partial_o = torch.empty(limits.partials, shape.q_heads, shape.head_dim, device=device)
+        self._partial_lse = torch.empty(limits.partials, shape.q_heads, device=device)
         # The host runs ahead of a GPU: a staging buffer is written again only after its last copy.
         on_gpu = device.type != "cpu"
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_STAGING_BUFFERS)]
@@ -127,7 +127,7 @@ class StepBuffers:
             ("queries", plan.num_queries),
             ("items", len(plan.items)),
             ("kv_slots", made.kv_slots),
-            ("partial_slots", plan.num_slots),
+            ("partials", plan.num_partials),
             ("combine_lists", made.combine_lists),
         ):
             limit = getattr(self.limits, name)

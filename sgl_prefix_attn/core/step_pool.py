@@ -141,7 +141,7 @@ def _triton_step(problem: str) -> MakeStep:
 def limits_of(plan: Plan, seq_lens: Int64Array, shape: ModelShape) -> StepLimits:
     """Buffer sizes for a plan at these lengths. Raises PlanTooLarge beyond 2^31 - 1 KV slots."""
     kv_slots = serialize_plan(plan, seq_lens, 0, shape).kv_slots
-    return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
+    return StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_partials)
 
 
 def _fits(needed: StepLimits, limits: StepLimits) -> bool:

@@ -14,14 +14,14 @@ from sgl_prefix_attn.core import planner
 
 _HEADER = {field: tl.constexpr(word) for field, word in _native.plan_header.items()}
 _NUM_ITEMS, _NUM_QUERIES, _NUM_COMBINES = _HEADER["num_items"], _HEADER["num_queries"], _HEADER["num_combines"]
-_ITEMS_AT, _ITEM_SLOTS_AT = _HEADER["items_at"], _HEADER["item_slots_at"]
+_ITEMS_AT, _ITEM_SLOTS_AT = _HEADER["items_at"], _HEADER["item_kv_slots_at"]
 _QUERY_TOKEN_AT, _QUERY_REQUEST_AT = _HEADER["query_token_at"], _HEADER["query_request_at"]
 _QUERY_BACK_AT, _COMBINE_QUERY_AT = _HEADER["query_back_at"], _HEADER["combine_query_at"]
-_COMBINE_OFFSET_AT, _COMBINE_SLOT_AT = _HEADER["combine_offset_at"], _HEADER["combine_slot_at"]
+_COMBINE_OFFSET_AT, _COMBINE_PARTIAL_AT = _HEADER["combine_offset_at"], _HEADER["combine_partial_at"]
 # WorkItem of csrc/plan/plan.h.
 _ITEM_WORDS = tl.constexpr(_native.plan_item_words)
 _QUERY_BEGIN, _QUERY_COUNT = tl.constexpr(planner.QUERY_BEGIN), tl.constexpr(planner.QUERY_COUNT)
-_REQUEST, _SLOT_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.SLOT_BEGIN)
+_REQUEST, _PARTIAL_BEGIN = tl.constexpr(planner.REQUEST), tl.constexpr(planner.PARTIAL_BEGIN)
 _KV_BEGIN, _KV_END = tl.constexpr(planner.KV_BEGIN), tl.constexpr(planner.KV_END)
 _OPEN_END, _WRITE_THROUGH = tl.constexpr(planner.OPEN_END), tl.constexpr(planner.WRITE_THROUGH)
 # Record of an item at the lengths of the step. Adjacent fields shorten the chain of dependent loads.
@@ -86,7 +86,7 @@ def prepare_step(
         tl.store(record + _KEYS_FROM, kv_begin)
         tl.store(record + _KEYS_TO, kv_end)
         tl.store(record + _LOWEST_POSITION, lowest)
-        tl.store(record + _PARTIALS_AT, tl.load(item_words + _SLOT_BEGIN))
+        tl.store(record + _PARTIALS_AT, tl.load(item_words + _PARTIAL_BEGIN))
         tl.store(record + _SLOTS_AT, slots_at)
 
         row = tl.load(req_pool_indices + tl.load(item_words + _REQUEST)).to(tl.int64)
@@ -169,7 +169,7 @@ def _attend_rows(
     Products are taken in type PRODUCT, sums in fp32.
     """
     kv_begin, kv_end = tl.load(record + _KEYS_FROM), tl.load(record + _KEYS_TO)
-    slot_begin = tl.load(record + _PARTIALS_AT)
+    partial_begin = tl.load(record + _PARTIALS_AT)
     item_slots = kv_slots + tl.load(record + _SLOTS_AT)
 
     row = first_row + tl.arange(0, ROWS)
@@ -226,7 +226,7 @@ def _attend_rows(
         output = tl.dot(weights.to(PRODUCT), values, output * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
 
-    if slot_begin == _WRITE_THROUGH:
+    if partial_begin == _WRITE_THROUGH:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=valid, other=0.0) * _LOG2E
             with_sink = tl.maximum(maximum, sink)
@@ -243,7 +243,7 @@ def _attend_rows(
             tl.store(lse + token * lse_token_stride + head, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
     else:
         result = output * (_reciprocal(total) * v_scale)[:, None]
-        partial = (slot_begin + row // group).to(tl.int64) * (kv_heads * group) + head
+        partial = (partial_begin + row // group).to(tl.int64) * (kv_heads * group) + head
         tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None] & in_head[None, :])
         tl.store(partial_lse + partial, (_safe_max(maximum) + tl.log2(total)) * _LN2, mask=valid)
 
@@ -345,7 +345,7 @@ def combine_partials(
     head_blocks = tl.cdiv(q_heads, HEADS)
     dim = tl.arange(0, PADDED_DIM)
     offsets = words + tl.load(words + _COMBINE_OFFSET_AT)
-    slots = words + tl.load(words + _COMBINE_SLOT_AT)
+    slots = words + tl.load(words + _COMBINE_PARTIAL_AT)
     for block in range(tl.program_id(0), tl.load(words + _NUM_COMBINES) * head_blocks, tl.num_programs(0)):
         combine = block // head_blocks
         head = block % head_blocks * HEADS + tl.arange(0, HEADS)

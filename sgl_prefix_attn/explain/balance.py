@@ -16,9 +16,9 @@ from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.planner import (
     KV_BEGIN,
     KV_END,
+    PARTIAL_BEGIN,
     QUERY_COUNT,
     REQUEST,
-    SLOT_BEGIN,
     TILE_ROWS,
     WRITE_THROUGH,
     DeviceModel,
@@ -78,7 +78,7 @@ def item_seconds(plan: Plan, seq_lens: Int64Array, shape: ModelShape, device: De
     again = read * np.where(narrow, device.narrow_reread * (device.narrow_parts - 1), 0.0)
     read = np.where(follows_sibling, read * device.reread, read) + again
     compute = tokens * rows * (4 * shape.head_dim / flops)
-    partials = np.where(items[:, SLOT_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])
+    partials = np.where(items[:, PARTIAL_BEGIN] == WRITE_THROUGH, 0, items[:, QUERY_COUNT])
     write = partials * (partial_bytes(1, shape) / 2 / shape.kv_heads / bandwidth)
     both = np.maximum(read, compute) + (1 - device.overlap) * np.minimum(read, compute)
     overhead = np.where(narrow, device.narrow_overhead, device.item_overhead)

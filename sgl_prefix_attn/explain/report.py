@@ -53,7 +53,7 @@ class Explanation:
     @property
     def partial_bytes(self) -> int:
         """Bytes per layer to write and read back the partial results."""
-        return partial_bytes(self.plan.num_slots, self.shape)
+        return partial_bytes(self.plan.num_partials, self.shape)
 
     @property
     def kv_splits(self) -> int:

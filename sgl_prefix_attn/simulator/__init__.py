@@ -106,7 +106,7 @@ def makespan(
         figures = figures_of(gpu.H200.name, shape)
     for name, value in figures.items():
         setattr(machine, name, value)
-    machine.slots, machine.few_slots = device.workers, max(1, device.workers // 2)
+    machine.resident_ctas, machine.few_ctas = device.workers, max(1, device.workers // 2)
     machine.narrow_parts = device.narrow_parts
     machine.narrow_rows = WARP_ROWS * device.narrow_parts if shape.head_dim <= WIDEST_HEAD_OF_WARPS else 0
     return Makespan(*_native.simulate_makespan(plan, seq_lens, _native.ModelShape(**asdict(shape)), machine))

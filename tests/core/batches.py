@@ -58,7 +58,7 @@ class Batch:
 
 def poisoned_workspace(plan: Plan, q: torch.Tensor) -> PartialWorkspace:
     workspace = PartialWorkspace()
-    workspace.reserve(plan.num_slots, q.shape[1], q.shape[2])
+    workspace.reserve(plan.num_partials, q.shape[1], q.shape[2])
     workspace._buffer.fill_(torch.nan)
     return workspace
 

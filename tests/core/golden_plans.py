@@ -30,9 +30,17 @@ FOREST_FIELDS = (
     "order", "node_parent", "node_begin", "node_end", "node_first", "node_last", "node_request", "tail_begin",
     "tail_node",
 )  # fmt: skip
-PLAN_ARRAYS = ("query_token", "query_request", "query_back", "combine_query", "combine_offset", "combine_slot", "items")
+PLAN_ARRAYS = (
+    "query_token",
+    "query_request",
+    "query_back",
+    "combine_query",
+    "combine_offset",
+    "combine_partial",
+    "items",
+)
 PLAN_NUMBERS = (
-    "num_requests", "num_queries", "num_slots", "kv_tokens_packed", "kv_tokens_per_request", "kv_tokens_unique",
+    "num_requests", "num_queries", "num_partials", "kv_tokens_packed", "kv_tokens_per_request", "kv_tokens_unique",
     "narrow_prevails",
 )  # fmt: skip
 # Tokens by which all lengths grow before the second call: shows how long a plan is reused.

@@ -69,8 +69,8 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
     seen = [np.zeros(position + 1, dtype=np.int32) for position in positions]
     owners = [slot_owners(forest, request, int(seq_lens[request])) for request in range(forest.num_requests)]
     partials: list[list[tuple[int, int]]] = [[] for _ in positions]
-    slots = np.zeros(plan.num_slots, dtype=np.int32)
-    for query_begin, query_count, request, kv_begin, kv_end, slot_begin, _tile in plan.items.tolist():
+    slots = np.zeros(plan.num_partials, dtype=np.int32)
+    for query_begin, query_count, request, kv_begin, kv_end, partial_begin, _tile in plan.items.tolist():
         last = query_begin + query_count - 1
         end = positions[last] + 1 if kv_end == planning.OPEN_END else kv_end
         assert kv_begin < end
@@ -81,7 +81,7 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
             own = owners[plan.query_request[query]][kv_begin:visible]
             np.testing.assert_array_equal(own, owners[request][kv_begin:visible])
             seen[query][kv_begin:visible] += 1
-            slot = slot_begin if slot_begin == planning.WRITE_THROUGH else slot_begin + query - query_begin
+            slot = partial_begin if partial_begin == planning.WRITE_THROUGH else partial_begin + query - query_begin
             partials[query].append((kv_begin, slot))
             if slot >= 0:
                 slots[slot] += 1
@@ -90,7 +90,7 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
     assert (slots == 1).all()
     combined = {}
     for index, query in enumerate(plan.combine_query.tolist()):
-        combined[query] = plan.combine_slot[plan.combine_offset[index] : plan.combine_offset[index + 1]].tolist()
+        combined[query] = plan.combine_partial[plan.combine_offset[index] : plan.combine_offset[index + 1]].tolist()
     for query, parts in enumerate(partials):
         expected = [slot for _, slot in sorted(parts)]
         assert combined.get(query, [planning.WRITE_THROUGH]) == expected

@@ -178,7 +178,7 @@ def test_workspace_is_reused_and_only_grows() -> None:
     workspace = PartialWorkspace()
     small = make_batch(rng, [[(0, 0, 300)]] * 4, np.full(4, 310, dtype=np.int64), np.ones(4, dtype=np.int64))
     large = make_batch(rng, [[(0, 0, 300)]] * 40, np.full(40, 310, dtype=np.int64), np.ones(40, dtype=np.int64))
-    assert 0 < small.plan.num_slots < large.plan.num_slots
+    assert 0 < small.plan.num_partials < large.plan.num_partials
     sizes = []
     for batch in (small, large, small):
         check(batch, workspace=workspace)

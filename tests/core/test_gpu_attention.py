@@ -84,5 +84,5 @@ def test_without_triton_the_error_says_what_is_missing(monkeypatch: pytest.Monke
 def test_limits_hold_what_the_plan_reads() -> None:
     plan, lens = make_plan(DeviceModel.gpu(132), requests=60)
     limits = limits_of(plan, lens, ModelShape(8, 2, 128))
-    assert (limits.queries, limits.items, limits.partial_slots) == (60, len(plan.items), plan.num_slots)
+    assert (limits.queries, limits.items, limits.partials) == (60, len(plan.items), plan.num_partials)
     assert limits.kv_slots >= plan.kv_tokens_packed > 0

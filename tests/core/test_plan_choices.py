@@ -53,7 +53,7 @@ def test_the_price_of_partials_decides_by_group_size() -> None:
     wide = Planner(ModelShape(128, 8, 128, partial_bytes=4), device).plan(forest, lens)
     assert narrow.kv_tokens_packed < narrow.kv_tokens_per_request
     assert wide.kv_tokens_packed == wide.kv_tokens_per_request
-    assert wide.num_slots == 0
+    assert wide.num_partials == 0
 
 
 def greedy_finish(plan: Plan, planner: Planner, seq_lens: np.ndarray) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def test_a_balanced_batch_is_not_split() -> None:
     forest = PrefixForest.from_paths([[] for _ in range(256)])
     plan = Planner(ModelShape(32, 8, 128), DeviceModel.gpu(132)).plan(forest, np.full(256, 1024))
     assert len(plan.items) == 256
-    assert plan.num_slots == 0
+    assert plan.num_partials == 0
 
 
 def tiles_of_tails(heads: tuple[int, int], lens: list[int]) -> dict[int, set[int]]:

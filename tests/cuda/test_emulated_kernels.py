@@ -185,13 +185,13 @@ def test_lengths_around_the_kv_tile(emulation: ModuleType, length: int) -> None:
 
 def test_more_partials_of_an_item_than_a_cta_has_room_for(emulation: ModuleType) -> None:
     case = make_case(7, heads=(1, 1), batch=decode_batch([16_600], new=128), num_sms=264)
-    assert case.plan.num_slots > _native.combine_room
+    assert case.plan.num_partials > _native.combine_room
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
 
 def test_more_partials_of_a_query_than_the_lanes_of_a_row_have_at_a_time(emulation: ModuleType) -> None:
     case = make_case(8, heads=(64, 1), batch=decode_batch([16_000]), num_sms=250)
-    assert case.plan.num_slots > 100
+    assert case.plan.num_partials > 100
     check(case, emulate(emulation, case, fan_in=1 << 20))
 
 

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 GROWTH = 16
-LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partials=32768)
 
 
 def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:

@@ -19,7 +19,7 @@ from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape, Pla
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
 from sgl_prefix_attn.core.step_pool import limits_of
 
-LIMITS = StepLimits(queries=256, items=512, kv_slots=1 << 16, partial_slots=1024)
+LIMITS = StepLimits(queries=256, items=512, kv_slots=1 << 16, partials=1024)
 FEW = 2  # num_sms, so few that the widest tiles leave none idle
 
 
@@ -83,7 +83,7 @@ def test_a_plan_of_any_size_within_the_limits_fits_the_buffers(launches, monkeyp
         plan.num_queries,
         len(plan.items),
         _native.serialize_plan(plan, lens, growth=0, group=4).kv_slots,
-        plan.num_slots,
+        plan.num_partials,
     )
     step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)

@@ -32,7 +32,7 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
     assert header_cta_items == (items[:, 6] > rows_of_warps).sum()
     queries = plan.query_token, plan.query_request, plan.query_back
-    arrays = [items.ravel(), None, *queries, plan.combine_query, plan.combine_offset, plan.combine_slot]
+    arrays = [items.ravel(), None, *queries, plan.combine_query, plan.combine_offset, plan.combine_partial]
     for offset, array in zip(at, arrays, strict=False):
         if array is not None:
             np.testing.assert_array_equal(words[offset : offset + len(array)], array)
@@ -76,22 +76,22 @@ def test_many_splits_of_an_item_form_groups() -> None:
     plan = case.plan
     made = _native.serialize_plan(plan, case.planned_lens, growth=0, group=8)
     words = made.words
-    _, lists, parents, group_slots = item_columns(words)
+    _, lists, parents, group_partials = item_columns(words)
     grouped = parents >= 0
     assert grouped.any()
     assert made.combine_lists == lists[grouped].max() + requests
-    assert made.combine_lists <= _native.most_combine_lists(queries=requests, partials=plan.num_slots)
+    assert made.combine_lists <= _native.most_combine_lists(queries=requests, partials=plan.num_partials)
     lists_of_queries = combine_lists(words, len(plan.combine_query))
     groups = combine_lists(words, int(lists[grouped].max()) + requests)[len(plan.combine_query) :]
     assert {len(group) for group in groups[:-requests]} == {8}  # the next multiple of four after the root of some 50
     summed = {group[0]: group for group in groups}
     for combine, roots in enumerate(lists_of_queries):
         slots = [slot for root in roots for slot in summed.get(root, [root])]
-        assert slots == plan.combine_slot[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
+        assert slots == plan.combine_partial[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
         assert len(roots) <= 16
     items = words[words[3] : words[3] + 7 * words[0]].reshape(-1, 7)
     for item, index, parent, slot in zip(
-        items[grouped], lists[grouped], parents[grouped], group_slots[grouped], strict=True
+        items[grouped], lists[grouped], parents[grouped], group_partials[grouped], strict=True
     ):
         group = groups[index - len(plan.combine_query)]
         assert group[0] == slot
@@ -113,7 +113,7 @@ def test_deferred_lists_have_one_entry_more_than_partials(warp_ctas: int) -> Non
     records = words[at : at + RECORD * count].reshape(-1, RECORD)
     deferred = {int(record[0]): record for record in records}
     for combine, slots in enumerate(lists):
-        expected = plan.combine_slot[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
+        expected = plan.combine_partial[plan.combine_offset[combine] : plan.combine_offset[combine + 1]].tolist()
         if combine not in deferred:
             assert slots == expected
             continue
@@ -143,7 +143,7 @@ def test_buffers_hold_a_record_for_each_query(heads: tuple[int, int]) -> None:
     made = serialize_plan(plan, lens, 3, case.shape, warp_ctas=264)
     words, kv_slots = made.words, made.kv_slots
     assert words[DEFERRED] == 64
-    limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_slots)
+    limits = StepLimits(plan.num_queries, len(plan.items), kv_slots, plan.num_partials)
     buffers = StepBuffers(case.shape, torch.device("cpu"), limits)
     buffers.warp_ctas = 264
     buffers.load(plan, lens, 3)

@@ -29,9 +29,9 @@ DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 E4M3 = torch.float8_e4m3fn
 GROWTH = 8
 LIMITS = (
-    StepLimits(queries=512, items=512, kv_slots=1 << 14, partial_slots=512)
+    StepLimits(queries=512, items=512, kv_slots=1 << 14, partials=512)
     if INTERPRETED
-    else StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partial_slots=32768)
+    else StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partials=32768)
 )
 
 
@@ -107,8 +107,8 @@ def test_lengths_around_the_kv_tile(length: int) -> None:
 def test_partials_of_one_query_are_combined() -> None:
     """A long request cut into many parts."""
     case = make_case(1, heads=(5, 1), head_dim=256, batch=decode_batch([40, 4000]), num_sms=4)
-    assert np.diff(case.plan.combine_offset).tolist() == [case.plan.num_slots]
-    assert case.plan.num_slots > 2
+    assert np.diff(case.plan.combine_offset).tolist() == [case.plan.num_partials]
+    assert case.plan.num_partials > 2
     check(case, run(case))
 
 
@@ -130,7 +130,7 @@ def test_sinks_count_once(combined: bool, level: float) -> None:
     """A sink far above all scores takes all the weight; one far below takes none."""
     batch = decode_batch(600 + np.arange(1, 18), 600) if combined else decode_batch([41, 42, 43])
     case = make_case(2, heads=(4, 1), with_sinks=True, sink_offset=level, batch=batch)
-    assert (case.plan.num_slots > 0) == combined
+    assert (case.plan.num_partials > 0) == combined
     check(case, run(case))
 
 

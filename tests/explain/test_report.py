@@ -58,7 +58,7 @@ def test_reads_of_one_shared_prompt() -> None:
     assert numbers["kv_bytes"]["packed"] == 8256 * 2 * 8 * 128 * 2
     assert explanation.shared_share == pytest.approx(4096 / 4512)
     assert numbers["work_items"] == 11 + numbers["kv_splits"]
-    assert numbers["partial_bytes"] == 2 * explanation.plan.num_slots * 32 * (128 * 4 + 4)
+    assert numbers["partial_bytes"] == 2 * explanation.plan.num_partials * 32 * (128 * 4 + 4)
     assert len(numbers["worker_seconds"]) == 264
     assert (numbers["time"]["by"], numbers["gain"].keys()) == ("simulator", {"none"})
     assert numbers["plan_seconds"] > 0

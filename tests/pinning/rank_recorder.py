@@ -40,7 +40,7 @@ LONG, LONG_TOKENS = "long", 100
 HELD_SECONDS = 120
 ENTRY_POINT = "[sglang.srt.plugins]\nrank_recorder = tests.pinning.rank_recorder:register\n"
 _FOREST = ("order", "node_parent", "node_begin", "node_end", "node_first", "node_last", "node_request", "tail_begin")
-_PLAN = ("items", "query_token", "query_request", "query_back", "combine_query", "combine_offset", "combine_slot")
+_PLAN = ("items", "query_token", "query_request", "query_back", "combine_query", "combine_offset", "combine_partial")
 
 _file: TextIO | None = None
 _pauses: random.Random | None = None

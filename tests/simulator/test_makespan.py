@@ -29,7 +29,7 @@ def simulated(lens: list[int], shape: ModelShape = SHAPE, **figures: float) -> t
     device = DeviceModel.gpu(132, group=shape.group)
     seq_lens = np.array(lens)
     plan = Planner(shape, device).plan(PrefixForest.from_paths([[] for _ in lens]), seq_lens)
-    return makespan(plan, seq_lens, shape, device, {**H200, **figures}), plan.num_slots
+    return makespan(plan, seq_lens, shape, device, {**H200, **figures}), plan.num_partials
 
 
 def test_a_combine_is_waited_for() -> None:
@@ -86,7 +86,7 @@ def test_measured_times_are_met(file: str, gpu: Gpu) -> None:
         device = planner_model(gpu, case.shape, code=90)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         ours = rows[case.key]
-        if (len(plan.items), plan.num_slots) != (ours["items"], ours["partial_slots"]):
+        if (len(plan.items), plan.num_partials) != (ours["items"], ours["partial_slots"]):
             continue  # another plan than the one that was measured
         seconds = makespan(plan, case.lengths, case.shape, device, figures_of(gpu.name, case.shape)).seconds
         errors[case.family].append(abs(seconds * 1e6 / ours["cold_us"] - 1))

@@ -30,10 +30,11 @@ struct TileResults {
   const RowEpilogue* rows;
   const CombineUnit* units;
   const float* accumulators;  // [rows][kAccumulatorStride] the tile's own partial
-  int32_t* scratch;           // [kCombineScratchWords] partial slots
+  int32_t* scratch;           // [kCombineScratchWords] numbers of partials
 };
 
-// End of the units from `unit` on whose partial slots fit into the scratch; nearly always all. Called by all threads.
+// End of the units from `unit` on whose lists of partials fit into the scratch; nearly always all. Called by all
+// threads.
 PREFIXPACK_DEVICE int32_t scratch_unit_end(const TileResults& own, int32_t unit, int32_t num_units) {
   const int32_t first_entry = own.units[unit].list.first;
   int32_t end = num_units;
@@ -45,21 +46,21 @@ PREFIXPACK_DEVICE int32_t scratch_unit_end(const TileResults& own, int32_t unit,
   return end;
 }
 
-// Loads the partial slots of units [unit, end) into the scratch; a barrier follows. The last warps load first,
+// Loads the lists of units [unit, end) into the scratch; a barrier follows. The last warps load first,
 // because the first ones handle the semaphores.
 template <int HeadDim>
-PREFIXPACK_DEVICE void load_slots(const CtaState& state, const TileResults& own, int32_t unit, int32_t end) {
+PREFIXPACK_DEVICE void load_lists(const CtaState& state, const TileResults& own, int32_t unit, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   const PartialList& last = own.units[end - 1].list;
   const int32_t first_entry = own.units[unit].list.first, entries = last.first + last.count - first_entry;
 #pragma unroll 1
   for (int32_t entry = kThreads - 1 - ptx::volatile_thread_index(); entry < entries; entry += kThreads) {
-    own.scratch[entry] = state.plan().list_slot(first_entry + entry);
+    own.scratch[entry] = state.plan().list_partial(first_entry + entry);
   }
 }
 
-// Combines those of the units [unit, end) that are ready. Their slots are in the scratch. Results go to the output,
-// or, if the tile belongs to a group of KV splits, to the group's slot.
+// Combines those of the units [unit, end) that are ready. Their lists are in the scratch. Results go to the output,
+// or, if the tile belongs to a group of KV splits, to the group's partial.
 template <int HeadDim, class Output>
 PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& own, int32_t unit, int32_t end) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
@@ -81,13 +82,13 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
     const CombineUnit& mine = own.units[unit_index];
     const int32_t count = mine.ready ? mine.list.count : 0;
     if (!ptx::any(count > 0)) continue;
-    const int32_t* slots = own.scratch + (mine.list.first - first_entry);
-    const int32_t own_slot = state.item.slot_begin + query;
+    const int32_t* list = own.scratch + (mine.list.first - first_entry);
+    const int32_t own_partial = state.item.partial_begin + query;
     const auto lse_at = [&](int32_t i) {
       if (i >= count) return kMinusInfinity;
-      const int32_t slot = slots[i];
-      if (slot == own_slot) return own.rows[query * heads_per_kv_head + in_kv_head].lse;
-      return ptx::load_relaxed(lse_of_head + int64_t{slot} * attention.q_heads + in_kv_head);
+      const int32_t partial = list[i];
+      if (partial == own_partial) return own.rows[query * heads_per_kv_head + in_kv_head].lse;
+      return ptx::load_relaxed(lse_of_head + int64_t{partial} * attention.q_heads + in_kv_head);
     };
     const auto* partials_of_row = reinterpret_cast<const char*>(attention.partial_o + head * HeadDim + lane * 4);
     const float* own_row =
@@ -104,9 +105,9 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
       float partials[kCombineBatch][kQuads][4];
 #pragma unroll
       for (int32_t i = 0; i < kCombineBatch; ++i) {
-        const int32_t slot = done + i < count ? slots[done + i] : own_slot;
-        const auto* from = reinterpret_cast<const float*>(ptx::at(partials_of_row, slot, partial_stride));
-        if (slot == own_slot) from = own_row;
+        const int32_t partial = done + i < count ? list[done + i] : own_partial;
+        const auto* from = reinterpret_cast<const float*>(ptx::at(partials_of_row, partial, partial_stride));
+        if (partial == own_partial) from = own_row;
 #pragma unroll
         for (int32_t quad = 0; quad < kQuads; ++quad) ptx::load_relaxed_generic(from + quad * 32, partials[i][quad]);
       }
@@ -132,7 +133,8 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
     } while (ptx::any(done < count));
     if (count == 0) continue;
     if (state.item.parent >= 0) {
-      const PartialRow target = partial_row(attention, state.item.group_slot + own_slot - state.item.slot_begin, head);
+      const PartialRow target =
+          partial_row(attention, state.item.group_partial + own_partial - state.item.partial_begin, head);
 #pragma unroll
       for (int32_t quad = 0; quad < kQuads; ++quad) {
         ptx::store_quad(target.output + lane * 4 + quad * 32, accumulators[quad]);
@@ -151,7 +153,7 @@ PREFIXPACK_DEVICE void combine_ready(const CtaState& state, const TileResults& o
   }
 }
 
-// Combines the units that are ready; the slots of those before `end` are loaded. A barrier precedes the call, and
+// Combines the units that are ready; the lists of those before `end` are loaded. A barrier precedes the call, and
 // another one its return.
 template <int HeadDim, class Output>
 PREFIXPACK_DEVICE void combine_units(const CtaState& state, const TileResults& own, int32_t end) {
@@ -163,7 +165,7 @@ PREFIXPACK_DEVICE void combine_units(const CtaState& state, const TileResults& o
     if (ptx::uniform(end == num_units)) return;
     unit = end;
     end = scratch_unit_end(own, unit, num_units);
-    load_slots<HeadDim>(state, own, unit, end);
+    load_lists<HeadDim>(state, own, unit, end);
     ptx::cta_sync();
   }
 }

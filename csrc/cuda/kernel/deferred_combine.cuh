@@ -58,12 +58,12 @@ class DeferredCombine {
       const int32_t head = row - index * attention_.q_heads, virtual_head = unit - index * heads.virtual_heads.number;
       const DeferredRecord record{ptx::broadcast(word, 0), ptx::broadcast(word, 1), ptx::broadcast(word, 2),
                                   ptx::broadcast(word, 3)};
-      const int32_t* list = params_.plan.words + record.slots_at;
+      const int32_t* list = params_.plan.words + record.partials_at;
       int32_t* semaphore = semaphore_of(params_, record.list, virtual_head);
-      // The list is read only behind the slots that the record has.
-      Pair slots{ptx::shuffle(word, kDeferredWords + lane_), 0};
-      if (lane_ >= kInlineSlots && lane_ < record.count) slots.low = list[lane_];
-      if (32 + lane_ < record.count) slots.high = list[32 + lane_];
+      // The list is read only behind the partials that the record has.
+      Pair entries{ptx::shuffle(word, kDeferredWords + lane_), 0};
+      if (lane_ >= kInlinePartials && lane_ < record.count) entries.low = list[lane_];
+      if (32 + lane_ < record.count) entries.high = list[32 + lane_];
       const float sink = attention_.sinks == nullptr ? kMinusInfinity : attention_.sinks[head];
       ptx::warp_sync();
 #pragma unroll 1
@@ -88,7 +88,7 @@ class DeferredCombine {
           }
         };
         const int32_t count = rehearses && record.count > kGroup ? kGroup : record.count;
-        const Sums sums = sum(count, head, part, list, slots, sink, arrived);
+        const Sums sums = sum(count, head, part, list, entries, sink, arrived);
         if (ptx::uniform(rehearses)) continue;
         store(sums, record.token, head, part);
         break;
@@ -127,7 +127,7 @@ class DeferredCombine {
 
   // arrived(): called once, while partials are in flight.
   template <class Arrived>
-  PREFIXPACK_DEVICE Sums sum(int32_t count, int32_t head, int32_t part, const int32_t* list, Pair slots, float sink,
+  PREFIXPACK_DEVICE Sums sum(int32_t count, int32_t head, int32_t part, const int32_t* list, Pair entries, float sink,
                              const Arrived& arrived) const {
     const int32_t group_bits = 7 - lane_bits();  // of partials in a group
     const int32_t of_load = lane_ >> lane_bits(), per_load = 32 >> lane_bits();
@@ -143,17 +143,17 @@ class DeferredCombine {
       // Behind the list's end the last partial is read again, with weight 0.
       const int32_t last = left < 64 ? left - 1 : 63;
       float low = kMinusInfinity, high = kMinusInfinity;
-      if (lane_ <= last) low = ptx::load_relaxed(lse_of_head + int64_t{slots.low} * attention_.q_heads);
-      if (32 + lane_ <= last) high = ptx::load_relaxed(lse_of_head + int64_t{slots.high} * attention_.q_heads);
+      if (lane_ <= last) low = ptx::load_relaxed(lse_of_head + int64_t{entries.low} * attention_.q_heads);
+      if (32 + lane_ <= last) high = ptx::load_relaxed(lse_of_head + int64_t{entries.high} * attention_.q_heads);
       ptx::warp_sync();
       const auto load = [&](int32_t group, ptx::SharedAddress to) {
         const int32_t first = group << group_bits;
-        const int32_t mine = first < 32 ? slots.low : slots.high;
+        const int32_t mine = first < 32 ? entries.low : entries.high;
 #pragma unroll
         for (int32_t i = 0; i < kGroup; ++i) {
           const int32_t at = first + i * per_load + of_load;
-          const int32_t slot = ptx::shuffle(mine, at < last ? at : last);
-          ptx::cp_async(to + i * 512, ptx::at(partials, slot, stride));
+          const int32_t partial = ptx::shuffle(mine, at < last ? at : last);
+          ptx::cp_async(to + i * 512, ptx::at(partials, partial, stride));
         }
         ptx::cp_async_commit();
       };
@@ -200,9 +200,9 @@ class DeferredCombine {
         from = from == shared_ + (kGroups - 1) * kGroupBytes ? shared_ : from + kGroupBytes;
       }
       if (ptx::uniform(left > 64)) {
-        slots.low = slots.high = 0;
-        if (64 + lane_ < left) slots.low = list[begin + 64 + lane_];
-        if (96 + lane_ < left) slots.high = list[begin + 96 + lane_];
+        entries.low = entries.high = 0;
+        if (64 + lane_ < left) entries.low = list[begin + 64 + lane_];
+        if (96 + lane_ < left) entries.high = list[begin + 96 + lane_];
         ptx::warp_sync();
       }
     }

@@ -33,13 +33,13 @@ PREFIXPACK_DEVICE void finalize_row(const CtaState& state, int32_t row, const fl
     joined.sum = ptx::fma(weights[warp], of_warps[warp].sum, joined.sum);
   }
   FinalSoftmax normalized;
-  if (item.slot_begin == kWriteThrough) {
+  if (item.partial_begin == kWriteThrough) {
     const OutputRow output = output_row(attention, token, place.head);
     normalized = finalize_with_sink(joined, attention, place.head);
     result->target = output.output;
     store_lse(output.lse, normalized.lse);
   } else {
-    const PartialRow partial = partial_row(attention, item.slot_begin + place.query, place.head);
+    const PartialRow partial = partial_row(attention, item.partial_begin + place.query, place.head);
     normalized = finalize(joined);
     result->target = partial.output;
     *partial.lse = normalized.lse;
@@ -76,7 +76,7 @@ PREFIXPACK_DEVICE bool leave_group(CtaState& state, CombineUnit* units) {
   }
   ptx::cta_sync();
   if (thread < 32) {
-    state.item.slot_begin = kInGlobalMemory;
+    state.item.partial_begin = kInGlobalMemory;
     state.item.list = parent;
     state.item.parent = -1;
   }
@@ -101,7 +101,7 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
   auto* accumulators = reinterpret_cast<float*>(shared + layout.at);
   const int32_t rows = item.query_count * state.params.heads.group.number, stride = layout.rows * kWidth;
 
-  const bool combines = item.slot_begin != kWriteThrough;
+  const bool combines = item.partial_begin != kWriteThrough;
   const bool has_unit = combines && thread < item.query_count * state.params.heads.halves;
   if (thread < rows) {
     finalize_row(state, thread, accumulators + thread * kWidth + HeadDim, layout.key_warps, stride, inputs.token,
@@ -169,7 +169,7 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
   for (bool arrives = has_unit;;) {
     // Before the semaphores' values are known: the CTA that arrives last has nothing else to do.
     const int32_t end = scratch_unit_end(own, 0, item.query_count * state.params.heads.halves);
-    load_slots<HeadDim>(state, own, 0, end);
+    load_lists<HeadDim>(state, own, 0, end);
     if (arrives) arrives = arrive(state, units);
     if (!ptx::cta_any(arrives)) return next;
     combine_units<HeadDim, Output>(state, own, end);

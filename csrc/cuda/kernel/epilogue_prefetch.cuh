@@ -32,7 +32,7 @@ struct EpilogueInputs {
     const ItemRecord& item = state.item;
     const PlanReader plan{params.plan, state.header};
     const int32_t thread = ptx::volatile_thread_index();
-    const bool combines = item.slot_begin != kWriteThrough;
+    const bool combines = item.partial_begin != kWriteThrough;
     const int32_t query = combines ? query_of_unit(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
       ptx::prefetch_l2(&plan.words[plan.header.query_token_at + item.query_begin + query]);
@@ -49,7 +49,7 @@ struct EpilogueInputs {
     const PlanReader plan{params.plan, state.header};
     const int32_t thread = ptx::volatile_thread_index();
     EpilogueInputs inputs{state.next.claim(params), 0, 0, 0, 0};
-    const bool combines = item.slot_begin != kWriteThrough;
+    const bool combines = item.partial_begin != kWriteThrough;
     const int32_t query = combines ? query_of_unit(params, thread) : params.heads.group.quotient(thread);
     if (query < item.query_count) {
       inputs.token = plan.query_token(item.query_begin + query);

@@ -39,7 +39,7 @@ constexpr int kCtaWarps = HeadDim > 128 ? 4 : 8;
 template <int HeadDim>
 constexpr int kCtaThreads = 32 * kCtaWarps<HeadDim>;
 
-// Partial slots that a CTA can hold while it combines: at least those of one query.
+// Entries of partial lists that a CTA can hold while it combines: at least those of one query.
 constexpr int kCombineScratchWords = 6 * 1024;
 
 // A sliding window skips KV in multiples of this, whatever the CTA's KV tile.

@@ -20,7 +20,7 @@ class MmaMainloop : CtaTile<TileT, Format> {
  public:
   PREFIXPACK_DEVICE MmaMainloop(const KernelParams& params, const CtaState& state, char* shared)
       : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {
-    first_slot_ = item_.slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
+    first_slot_ = item_.kv_slots_at + (begin_ - item_.kv_begin) + thread_ / kChunks;
     const int32_t chunk = thread_ % kChunks;
     k_ = static_cast<const char*>(attention_.k) + state.kv_head * attention_.k_head_stride * Format::kKvBytes +
          chunk * 16;

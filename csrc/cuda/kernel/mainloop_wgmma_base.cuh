@@ -63,7 +63,7 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
 
   PREFIXPACK_DEVICE WgmmaRows(const KernelParams& params, const CtaState& state, char* shared)
       : Rows(params, state, shared), kv_head_(state.kv_head) {
-    first_slot_ = item_.slots_at + (begin_ - item_.kv_begin);
+    first_slot_ = item_.kv_slots_at + (begin_ - item_.kv_begin);
   }
 
   // KV tiles that this warpgroup computes. One without rows only copies.

@@ -1,6 +1,6 @@
 // Persistent scheduler: one queue of CTA tiles and one of warp tiles, each with a kernel of its own that runs beside
 // the other. Resident CTAs take tiles until none is left. The result does not depend on who takes which tile: every
-// tile has outputs or partial slots of its own.
+// tile has outputs or partials of its own.
 #pragma once
 
 #include <type_traits>
@@ -68,7 +68,7 @@ PREFIXPACK_DEVICE TileStart complete_start(const KernelParams& params, const Cta
   }
   if (ptx::uniform(start.slot < 0 || begin != item.kv_begin)) {
     const int32_t thread = ptx::volatile_thread_index(), keys = item.kv_end - begin;
-    const int32_t* slots = params.step.kv_slots + item.slots_at + (begin - item.kv_begin);
+    const int32_t* slots = params.step.kv_slots + item.kv_slots_at + (begin - item.kv_begin);
     if (keys > 0) start.slot = slots[thread < keys ? thread : keys - 1];
     const int32_t query = params.heads.group.quotient(thread);
     start.token = state.plan().query_token(item.query_begin + (query < item.query_count ? query : 0));
@@ -143,7 +143,7 @@ PREFIXPACK_DEVICE void announce_warp_items(const StepState& step, const PlanHead
     ptx::prefetch_l2(start);
     ptx::prefetch_l2(start + kStartSlots);  // tokens
     ptx::prefetch_l2(&step.items[item]);
-    ptx::prefetch_l2(&step.items[item].group_slot);  // in another sector
+    ptx::prefetch_l2(&step.items[item].group_partial);  // in another sector
   }
 }
 

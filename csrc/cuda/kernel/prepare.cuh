@@ -44,7 +44,7 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
         highest = high > highest ? high : highest;
       }
       if (thread == 0) {
-        const bool writes_through = item.slot_begin == kWriteThrough;
+        const bool writes_through = item.partial_begin == kWriteThrough;
         const int32_t list = plan.item_list(index), list_first = writes_through ? 0 : plan.list_offset(list);
         step.items[index] = {item.query_begin,
                              item.query_count,
@@ -52,18 +52,18 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
                              end,
                              lowest,
                              highest,
-                             item.slot_begin,
+                             item.partial_begin,
                              list,
                              list_first,
-                             plan.item_slots(index),
+                             plan.item_kv_slots(index),
                              item.tile_rows,
                              plan.item_parent(index),
-                             plan.item_group_slot(index)};
+                             plan.item_group_partial(index)};
       }
     }
     const int32_t* row =
         attention.req_to_token + attention.req_pool_indices[item.request] * attention.req_to_token_stride;
-    int32_t* slots = step.kv_slots + plan.item_slots(index);
+    int32_t* slots = step.kv_slots + plan.item_kv_slots(index);
     for (int32_t position = item.kv_begin + thread; position < end; position += ptx::cta_size()) {
       slots[position - item.kv_begin] = row[position];
     }

@@ -50,8 +50,8 @@ struct PartialRow {
   float* lse;     // to base 2
 };
 
-PREFIXPACK_DEVICE PartialRow partial_row(const AttentionParams& attention, int32_t slot, int32_t head) {
-  const int64_t index = int64_t{slot} * attention.q_heads + head;
+PREFIXPACK_DEVICE PartialRow partial_row(const AttentionParams& attention, int32_t partial, int32_t head) {
+  const int64_t index = int64_t{partial} * attention.q_heads + head;
   return {attention.partial_o + index * attention.head_dim, attention.partial_lse + index};
 }
 
@@ -59,7 +59,7 @@ PREFIXPACK_DEVICE void store_lse(float* lse, float base_2) {
   if (lse != nullptr) *lse = base_2 * kLn2;
 }
 
-// Instead of the slot of a tile's first query: no partial of the tile is in shared memory.
+// Instead of the partial of a tile's first query: no partial of the tile is in shared memory.
 constexpr int32_t kInGlobalMemory = INT32_MIN / 2;
 
 constexpr int32_t kCombineLanes = 8;
@@ -101,7 +101,7 @@ PREFIXPACK_DEVICE SoftmaxState add_partial(SoftmaxState state, float lse) {
           ptx::sum_of_products(state.sum, ptx::exp2(state.max - safe_max(max)), 1.0f, ptx::exp2(lse - safe_max(max)))};
 }
 
-// Partials of one query: entries [first, first + count) of combine_slot, in ascending KV order.
+// Partials of one query: entries [first, first + count) of combine_partial, in ascending KV order.
 struct PartialList {
   int32_t first, count;
 };

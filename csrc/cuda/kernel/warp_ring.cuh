@@ -24,7 +24,7 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
   using Rows::head_shift;
   using Rows::header;
   using Rows::heads_per_half_;
-  using Rows::kKvBegin, Rows::kKvEnd, Rows::kKvHead, Rows::kLowest, Rows::kQueryCount, Rows::kSlotsAt,
+  using Rows::kKvBegin, Rows::kKvEnd, Rows::kKvHead, Rows::kLowest, Rows::kQueryCount, Rows::kKvSlotsAt,
       Rows::kVirtualHead;
   using Rows::lane_;
   using Rows::params_;
@@ -93,7 +93,7 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
     } else if (lookahead_ == kRecord) {
       const int32_t kv_begin = word(next_record_, kKvBegin), kv_end = word(next_record_, kKvEnd);
       const int32_t begin = first_visited(kv_begin, kv_end, word(next_record_, kLowest), window_, TileT::kKeys);
-      next_first_slot_ = word(next_record_, kSlotsAt) + (begin - kv_begin) + lane_;
+      next_first_slot_ = word(next_record_, kKvSlotsAt) + (begin - kv_begin) + lane_;
       next_keys_ = kv_end - begin;
       // Where the window has passed the item's first keys, not its first slots are needed.
       if (ptx::uniform(!has_start_ || begin != kv_begin)) {

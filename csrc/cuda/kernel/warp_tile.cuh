@@ -26,12 +26,12 @@ class WarpEpilogue {
     kKvEnd,
     kLowest,
     kHighest,
-    kSlotBegin,
+    kPartialBegin,
     kList,
     kListFirst,
-    kSlotsAt,
+    kKvSlotsAt,
     kParent = kRecordWords - 2,
-    kGroupSlot,
+    kGroupPartial,
     // Behind the record, lanes hold the tile's heads.
     kVirtualHead = kRecordWords,
     kKvHead
@@ -91,19 +91,19 @@ class WarpEpilogue {
   // Prefetches what epilogue() needs. Lane i handles query i.
   PREFIXPACK_DEVICE void prefetch_partial_lists() {
     token_ = token_of_row(record_);
-    list_begin_ = list_end_ = list_slots_ = arrived_ = 0;
+    list_begin_ = list_end_ = list_partials_ = arrived_ = 0;
     const int32_t combine = word(record_, kList) + lane_, first = word(record_, kListFirst);
     const bool mine = lane_ < word(record_, kQueryCount);
     const int32_t head = virtual_head();
-    if (word(record_, kSlotBegin) == kWriteThrough) return;
+    if (word(record_, kPartialBegin) == kWriteThrough) return;
     const int32_t* offsets = array(offsetof(PlanHeader, list_offset_at));
-    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
+    const int32_t* partials = array(offsetof(PlanHeader, list_partial_at));
     if (mine) {
       list_begin_ = offsets[combine];
       list_end_ = offsets[combine + 1];
       arrived_ = ptx::load_relaxed(semaphore_of(params_, combine, head));
     }
-    list_slots_ = slots[first + lane_];
+    list_partials_ = partials[first + lane_];
   }
 
   // accumulators: free shared memory, [kRows, kHeadDim] floats.
@@ -113,9 +113,9 @@ class WarpEpilogue {
     int32_t pending = mine;  // this lane's query gets a partial of this warp
 #pragma unroll 1
     for (bool stored = false;; stored = true) {
-      const int32_t slot_begin = word(record_, kSlotBegin);
+      const int32_t partial_begin = word(record_, kPartialBegin);
       int32_t complete = pending;
-      if (slot_begin != kWriteThrough) {
+      if (partial_begin != kWriteThrough) {
         // If all other partials of a query have arrived, its own is not written.
         const int32_t others = list_end_ - list_begin_ - 1;
         const int32_t list = word(record_, kList) + (mine ? lane_ : 0);
@@ -123,7 +123,7 @@ class WarpEpilogue {
         complete = pending != 0 && arrived_ == others;
         ptx::warp_sync();
         if (ptx::any(pending != complete)) {
-          if (ptx::uniform(!stored)) write_partials(accumulators, own_lse, slot_begin, complete);
+          if (ptx::uniform(!stored)) write_partials(accumulators, own_lse, partial_begin, complete);
           ptx::warp_sync();
           if (pending != complete) complete = ptx::atomic_add_release(semaphores, 1) == others;
           ptx::warp_sync();
@@ -134,7 +134,7 @@ class WarpEpilogue {
       const int32_t num_rows = rows();
 #pragma unroll 1
       for (int32_t first_row = 0; first_row < num_rows; first_row += kCombineRows) {
-        combine(accumulators, first_row, own_lse, slot_begin, complete);
+        combine(accumulators, first_row, own_lse, partial_begin, complete);
       }
       if (word(record_, kParent) < 0) return;
       leave_group();
@@ -197,7 +197,7 @@ class WarpEpilogue {
   }
 
   // Writes the partials of the queries that are not flagged in lane `query` of `complete`.
-  PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress accumulators, float own_lse, int32_t slot_begin,
+  PREFIXPACK_DEVICE void write_partials(ptx::SharedAddress accumulators, float own_lse, int32_t partial_begin,
                                         int32_t complete) const {
     const int32_t num_rows = rows();
     const int32_t column = lane_ % kRowLanes * 4;
@@ -209,7 +209,7 @@ class WarpEpilogue {
       const float lse = ptx::shuffle(own_lse, row);
       const int32_t head = head_of(row, query);
       if (written && row < num_rows) {
-        const PartialRow target = partial_row(attention_, slot_begin + query, head);
+        const PartialRow target = partial_row(attention_, partial_begin + query, head);
         float quad[4];
         ptx::load_shared(accumulator_at(accumulators, row, column), quad);
         ptx::store_quad(target.output + column, quad);
@@ -224,23 +224,23 @@ class WarpEpilogue {
     const int32_t first = array(offsetof(PlanHeader, list_offset_at))[parent];
     if (lane_ == kList) record_ = parent;
     if (lane_ == kListFirst) record_ = first;
-    if (lane_ == kSlotBegin) record_ = kInGlobalMemory;
+    if (lane_ == kPartialBegin) record_ = kInGlobalMemory;
     if (lane_ == kParent) record_ = -1;
     prefetch_partial_lists();
   }
 
   // Combines kCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and the
   // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it. Results go to
-  // the output, or, if the tile belongs to a group, to the group's slot.
+  // the output, or, if the tile belongs to a group, to the group's partial.
   PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
-                                 int32_t slot_begin, int32_t complete) const {
+                                 int32_t partial_begin, int32_t complete) const {
     const int32_t row = first_row + lane_ / kCombineLanes;
     const int32_t query = ptx::shuffle(query_, row), token = ptx::shuffle(token_, row);
-    const int32_t head = head_of(row, query), own_slot = slot_begin + query;
+    const int32_t head = head_of(row, query), own_partial = partial_begin + query;
     const float lse = ptx::shuffle(own_lse, row);
     const int32_t list_begin = ptx::shuffle(list_begin_, query), list_end = ptx::shuffle(list_end_, query);
     const bool ready = ptx::shuffle(complete, query) != 0, writes = ready && token >= 0;
-    const bool writes_through = slot_begin == kWriteThrough, of_group = word(record_, kParent) >= 0;
+    const bool writes_through = partial_begin == kWriteThrough, of_group = word(record_, kParent) >= 0;
     const int32_t count = !writes ? 0 : writes_through ? 1 : list_end - list_begin;
     int32_t longest = count;
 #pragma unroll
@@ -249,18 +249,18 @@ class WarpEpilogue {
       longest = other > longest ? other : longest;
     }
     const int32_t first_entry = list_begin - word(record_, kListFirst);
-    const int32_t* slots = array(offsetof(PlanHeader, list_slot_at));
+    const int32_t* partials = array(offsetof(PlanHeader, list_partial_at));
     // A partial of the row. index: in partial_lse, or -1 for the warp's own. Called by all lanes.
     struct Partial {
       int32_t index;
       float lse;
     };
     const auto partial_of = [&](int32_t i) {
-      int32_t slot = ptx::shuffle(list_slots_, first_entry + i);
+      int32_t number = ptx::shuffle(list_partials_, first_entry + i);
       if (i >= count || writes_through) return Partial{-1, lse};
-      if (first_entry + i >= 32) slot = slots[list_begin + i];
-      if (slot == own_slot) return Partial{-1, lse};
-      const int32_t index = slot * attention_.q_heads + head;
+      if (first_entry + i >= 32) number = partials[list_begin + i];
+      if (number == own_partial) return Partial{-1, lse};
+      const int32_t index = number * attention_.q_heads + head;
       return Partial{index, ptx::load_relaxed(attention_.partial_lse + index)};
     };
     const int32_t column = lane_ % kRowLanes * 4;
@@ -327,7 +327,7 @@ class WarpEpilogue {
       }
     }
     if (ptx::uniform(of_group)) {
-      const int32_t index = (word(record_, kGroupSlot) + query) * attention_.q_heads + head;
+      const int32_t index = (word(record_, kGroupPartial) + query) * attention_.q_heads + head;
       if (writes && lane_ % kCombineLanes == 0) attention_.partial_lse[index] = weights.lse;
       ptx::warp_sync();
 #pragma unroll
@@ -375,7 +375,7 @@ class WarpEpilogue {
   const int32_t header_;                   // word `lane` of the plan's header
   int32_t token_ = -1;                     // of the row that is this lane's number
   int32_t list_begin_ = 0, list_end_ = 0;  // partial list of this lane's query
-  int32_t list_slots_ = 0;                 // entry `lane` of combine_slot from the item's first on
+  int32_t list_partials_ = 0;              // entry `lane` of combine_partial from the item's first on
   int32_t arrived_ = 0;                    // partials of this lane's query that had arrived when the tile began
 };
 

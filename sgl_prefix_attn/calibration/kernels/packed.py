@@ -60,7 +60,7 @@ class PrefixPack(Baseline):
             queries=len(self.lens),
             items=len(self.plan_made.items),
             kv_slots=self.plan_made.kv_tokens_packed + room,
-            partial_slots=max(1, self.plan_made.num_slots),
+            partials=max(1, self.plan_made.num_partials),
         )
         self._step = self.step_class(self.shape, torch.bfloat16, self.device, needed, kv_dtype=fixture.kv_dtype)
         return [None]
@@ -94,7 +94,7 @@ class PrefixPack(Baseline):
         return {
             "predicted_us": round(makespan(plan, self.lens, self.shape, self.model, figures).seconds * 1e6, 3),
             "items": len(plan.items),
-            "partial_slots": plan.num_slots,
+            "partial_slots": plan.num_partials,
             "kv_tokens_packed": plan.kv_tokens_packed,
             "tile_rows": {
                 str(rows): int((plan.items[:, 6] == rows).sum()) for rows in sorted(set(plan.items[:, 6].tolist()))

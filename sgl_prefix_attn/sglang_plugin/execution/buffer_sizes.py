@@ -79,7 +79,7 @@ def step_limits(steps: LargestSteps, shape: ModelShape, widest: int) -> StepLimi
         queries=queries,
         items=ITEMS_PER_QUERY * queries + ITEMS_OF_SPLITS,
         kv_slots=tiles * batch * (steps.context + steps.growth),
-        partial_slots=per_token * tokens + PARTIALS_OF_SPLITS + _partials_of_prefill(steps, shape),
+        partials=per_token * tokens + PARTIALS_OF_SPLITS + _partials_of_prefill(steps, shape),
     )
 
 

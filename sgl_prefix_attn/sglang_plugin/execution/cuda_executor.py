@@ -190,7 +190,7 @@ class CudaExecutor:
         # output that starts with zeros and at worst holds old results. Sharing is safe because the next layer's
         # attention runs after the consumer of this layer's output.
         graph_out = torch.zeros(self._graph_tokens, shape.q_heads * shape.head_dim, dtype=dtype, device=device)
-        size = 4 * (limits.kv_slots + limits.partial_slots * shape.q_heads * (shape.head_dim + 1))
+        size = 4 * (limits.kv_slots + limits.partials * shape.q_heads * (shape.head_dim + 1))
         logger.info(
             "prefixpack: %s kernels; buffers for %s: %s, about %.0f MiB",
             self._kernels.name,
@@ -229,7 +229,7 @@ class CudaExecutor:
             most_slots = plan.kv_tokens_packed + len(plan.items) * self._growth
             too_large = (
                 len(plan.items) > limits.items
-                or plan.num_slots > limits.partial_slots
+                or plan.num_partials > limits.partials
                 # Without drafts each request is read once, for which there is always room.
                 or (query_lens is not None and most_slots > limits.kv_slots)
             )

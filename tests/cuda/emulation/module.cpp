@@ -31,14 +31,14 @@ Plan copy_plan(const py::object& source) {
   Plan plan;
   plan.num_requests = source.attr("num_requests").cast<int32_t>();
   plan.num_queries = source.attr("num_queries").cast<int32_t>();
-  plan.num_slots = source.attr("num_slots").cast<int32_t>();
+  plan.num_partials = source.attr("num_partials").cast<int32_t>();
   plan.narrow_prevails = source.attr("narrow_prevails").cast<bool>();
   plan.query_token = column<int32_t>(source, "query_token");
   plan.query_request = column<int32_t>(source, "query_request");
   plan.query_back = column<int32_t>(source, "query_back");
   plan.combine_query = column<int32_t>(source, "combine_query");
   plan.combine_offset = column<int32_t>(source, "combine_offset");
-  plan.combine_slot = column<int32_t>(source, "combine_slot");
+  plan.combine_partial = column<int32_t>(source, "combine_partial");
   const auto items = source.attr("items").cast<Array<int32_t>>();
   const auto* first = reinterpret_cast<const WorkItem*>(items.data());
   plan.items.assign(first, first + items.shape(0));
@@ -93,8 +93,8 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   SerializedPlan words = serialize_plan(plan, planned_lens.data(), growth, q_heads / kv_heads, kv_heads,
                                         head_dim <= 128 ? warp_ctas : 0, decode_warps(kCapability), fan_in);
   const float nan = __builtin_nanf("");
-  std::vector<float> partial_o(size_t(plan.num_slots) * q_heads * head_dim, nan);
-  std::vector<float> partial_lse(size_t(plan.num_slots) * q_heads, nan);
+  std::vector<float> partial_o(size_t(plan.num_partials) * q_heads * head_dim, nan);
+  std::vector<float> partial_lse(size_t(plan.num_partials) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
   std::vector<ItemStart> starts(std::min<size_t>(starts_of, items.size()));
   // As earlier plans leave them: what prepare does not write is not used.

@@ -18,7 +18,7 @@ DECODES = LargestSteps(rows=256, context=1000, growth=24, graph_batch=64, graph_
 
 def test_decode_steps_of_the_largest_graph() -> None:
     assert step_limits(DECODES, SHAPE, 128) == StepLimits(
-        queries=256, items=4 * 256 + 8192, kv_slots=64 * 1024, partial_slots=6 * 64 + 4096
+        queries=256, items=4 * 256 + 8192, kv_slots=64 * 1024, partials=6 * 64 + 4096
     )
 
 
@@ -26,7 +26,7 @@ def test_without_graphs_the_pool_says_how_many_requests_run_up_to_a_limit() -> N
     without = replace(DECODES, graph_batch=0, graph_tokens=0)
     assert step_limits(without, SHAPE, 128).kv_slots == 256 * 1024
     many = step_limits(replace(without, rows=4096), SHAPE, 128)
-    assert (many.queries, many.kv_slots, many.partial_slots) == (4096, 512 * 1024, 6 * 512 + 4096)
+    assert (many.queries, many.kv_slots, many.partials) == (4096, 512 * 1024, 6 * 512 + 4096)
 
 
 @pytest.mark.parametrize(("widest", "tiles"), [(128, 1), (32, 1), (16, 2), (2, 8)])
@@ -34,7 +34,7 @@ def test_a_verify_step_has_room_for_each_tile_of_a_request(widest: int, tiles: i
     drafts = replace(DECODES, drafts=8, graph_tokens=64 * 8)
     limits = step_limits(drafts, SHAPE, widest)
     assert (limits.queries, limits.kv_slots) == (256 * 8, tiles * 64 * 1024)
-    assert limits.partial_slots == 4 * 64 * 8 + 4096
+    assert limits.partials == 4 * 64 * 8 + 4096
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_few_heads_leave_room_for_splits_of_a_prefill_chunk(heads: tuple[int, in
     shape = ModelShape(*heads, 128)
     without = step_limits(DECODES, shape, 128)
     limits = step_limits(chunk, shape, 128)
-    assert limits.partial_slots - without.partial_slots == mixed
+    assert limits.partials - without.partials == mixed
     assert (limits.queries, limits.items) == (without.queries + 8192, without.items + 4 * 8192)
     assert limits.kv_slots == without.kv_slots
     always = step_limits(replace(chunk, packs_prefill=True), shape, 128)
-    assert always.partial_slots - without.partial_slots == packed
+    assert always.partials - without.partials == packed
 
 
 @pytest.mark.parametrize("drafts", [1, 8])
@@ -64,4 +64,4 @@ def test_a_plan_without_splits_of_the_largest_graph_always_fits(drafts: int) -> 
     _, kv_slots = serialize_plan(plan, lens, steps.growth, SHAPE)
     assert kv_slots <= limits.kv_slots
     assert len(plan.items) <= limits.items
-    assert (plan.num_queries, plan.num_slots) == (64 * drafts, 0)
+    assert (plan.num_queries, plan.num_partials) == (64 * drafts, 0)

@@ -107,7 +107,7 @@ class TestEagerSteps:
         fixture.grow(1)
         fixture.backend.decision = STOCK
         fixture.executor._shapes[0].loaded = None
-        fixture.device_step.limits = SimpleNamespace(queries=64, items=64, kv_slots=100, partial_slots=64)
+        fixture.device_step.limits = SimpleNamespace(queries=64, items=64, kv_slots=100, partials=64)
         assert_same(fixture.run(), fixture.run_stock())
         assert fixture.fallbacks == {fallback_reasons.PLAN_TOO_LARGE: 1}
         assert "kv_slots; the buffers hold 100" in caplog.text

@@ -113,18 +113,20 @@ class TestDecodeGraphs:
     def test_reading_one_by_one_never_leaves_more_to_combine_than_the_kernels_can(self, monkeypatch):
         fixture = decode(graphs=4, settings=Settings(metrics=False, workers=64))
         lens = fixture.batch.seq_lens_cpu.numpy()
-        assert any(plan.num_slots for plan in fixture.executor.unshared(lens)), "long requests are split"
-        monkeypatch.setattr(cuda_executor, "unsupported_combine", lambda plan: "too many" if plan.num_slots else None)
-        assert not any(plan.num_slots for plan in fixture.executor.unshared(lens))
+        assert any(plan.num_partials for plan in fixture.executor.unshared(lens)), "long requests are split"
+        monkeypatch.setattr(
+            cuda_executor, "unsupported_combine", lambda plan: "too many" if plan.num_partials else None
+        )
+        assert not any(plan.num_partials for plan in fixture.executor.unshared(lens))
 
     def test_reading_one_by_one_fits_whatever_the_limits_of_split_plans(self) -> None:
         fixture = decode(graphs=4)
         limits = fixture.device_step.limits
         fixture.device_step.limits = SimpleNamespace(queries=limits.queries, items=4, kv_slots=limits.kv_slots,
-                                                   partial_slots=0)  # fmt: skip
+                                                   partials=0)  # fmt: skip
         fixture.graphs.capture(4)
         assert_same(fixture.graphs.replay(NOTHING), fixture.run_stock())
-        assert fixture.device_step.loads[-1].num_slots == 0
+        assert fixture.device_step.loads[-1].num_partials == 0
 
     def test_an_idle_rank_replays_padding_only(self) -> None:
         fixture = graphs(4)
