@@ -24,6 +24,8 @@ item_start_words: int
 tile_counters: int  # of the kernels' work queue counters
 combine_room: int  # partial results of one query that the CUDA kernels can combine
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
+combine_rows: int  # rows that a CTA combines at once
+combine_width: int  # partial results of each that it adds in a step
 
 class CudaDevice:
     name: str

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "plan/combine_shape.h"
 #include "plan/makespan.h"
 #include "plan/planner.h"
 #include "plan/radix_mirror.h"
@@ -94,6 +95,8 @@ void bind_forest(py::module_& m) {
 
 void bind_planner(py::module_& m) {
   m.attr("combine_fan_in") = kCombineFanIn;
+  m.attr("combine_rows") = kCombineRows;
+  m.attr("combine_width") = kCombineWidth;
   py::class_<ModelShape>(m, "ModelShape")
       .def(py::init([](int32_t q_heads, int32_t kv_heads, int32_t head_dim, int32_t kv_bytes, int32_t partial_bytes) {
              return ModelShape{q_heads, kv_heads, head_dim, kv_bytes, partial_bytes};

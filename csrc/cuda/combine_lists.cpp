@@ -1,21 +1,15 @@
 #include "cuda/combine_lists.h"
 
 #include <algorithm>
-#include <cmath>
+
+#include "plan/combine_shape.h"
 
 namespace prefixpack {
 
 namespace {
 
-// Partials whose rows a CTA loads at once; see kCombineBatch.
-constexpr int32_t kGroupMultiple = 4;
 // A warp combines one row of a deferred list, and a CTA up to 128 rows of another one.
 constexpr int32_t kDeferredFanIn = 4;
-
-int32_t group_size(int32_t splits) {
-  const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(splits))));
-  return (root + kGroupMultiple - 1) / kGroupMultiple * kGroupMultiple;
-}
 
 bool follows(const WorkItem& item, const WorkItem& before) {
   return item.query_count == before.query_count && item.tile_rows == before.tile_rows &&
@@ -59,7 +53,7 @@ class Builder {
     for (const std::vector<int32_t>& splits : find_splits(plan_)) {
       const auto count = static_cast<int32_t>(splits.size());
       if (count <= (all_deferred(splits[0]) ? kDeferredFanIn : 1) * fan_in) continue;
-      const int32_t size = group_size(count);
+      const int32_t size = combine_group_size(count);
       for (int32_t begin = 0; begin + 1 < count; begin += size) {
         add_group(splits.data() + begin, std::min(size, count - begin));
       }

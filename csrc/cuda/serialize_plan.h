@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/combine_lists.h"
+#include "plan/combine_shape.h"
 #include "plan/plan.h"
 
 namespace prefixpack {

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "plan/combine_shape.h"
 #include "plan/queue_model.h"
 
 namespace prefixpack {
@@ -193,7 +193,6 @@ class CostModel {
 
  private:
   static constexpr double kMostPairedSpeed = 2;
-  static constexpr int32_t kDeferredSteps = 4, kDeferredWidth = 8;  // see deferral.h
   double flops_of(int32_t rows) const {
     if (device_.wide_rows == 0 || rows < device_.wide_rows) return device_.flops;
     if (!uniform_rows_) return device_.wide_flops;
@@ -222,15 +221,9 @@ class CostModel {
     return static_cast<int32_t>(std::min(std::max(saved / lost, 0.0), double{INT32_MAX}));
   }
 
-  struct CombineLevels {
-    int32_t count;  // 1 or 2
-    int32_t steps;  // of a row's partials in one of them
-  };
   CombineLevels levels_of(int32_t partials, bool narrow) const {
     const int32_t width = std::max(1, narrow ? device_.combine_width / 2 : device_.combine_width);
-    const bool grouped = partials > device_.combine_fan_in;
-    const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(partials))) : partials;
-    return {grouped ? 2 : 1, (in_group + width - 1) / width};
+    return combine_levels(partials, device_.combine_fan_in, width);
   }
 
   int32_t smallest_tile(int32_t rows) const {

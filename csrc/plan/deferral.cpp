@@ -1,16 +1,13 @@
 #include "plan/deferral.h"
 
 #include <algorithm>
-#include <cmath>
+
+#include "plan/combine_shape.h"
 
 namespace prefixpack {
 
 namespace {
 
-constexpr int32_t kRowsPerStep = 32, kPartialsPerStep = 4;  // of a combine by a CTA
-// Fewest steps of a combine that is deferred. A deferred row takes about 4 us from its last partial to its output, as
-// long as three steps of a CTA.
-constexpr int32_t kFewestSteps = 4;
 // Most deferred rows of a warp. With more, the rows that CTAs would combine beside each other wait for the warps.
 constexpr int64_t kMostRowsOfWarp = 2;
 // Most rows in four parts, and in two. An H100 or H200 has 2,112 warps for them.
@@ -18,11 +15,10 @@ constexpr int64_t kMostRowsInFour = 256, kMostRowsInTwo = 1024;
 // A longer list is not deferred: its row would keep one warp busy for too long.
 constexpr int32_t kMostPartials = 1024;
 
+// Of a CTA, if it were to combine them.
 int32_t steps_of(int32_t rows, int32_t partials) {
-  const bool grouped = partials > kCombineFanIn;
-  const auto in_group = grouped ? static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(partials)))) : partials;
-  const int32_t turns = (in_group + kPartialsPerStep - 1) / kPartialsPerStep;
-  return (rows + kRowsPerStep - 1) / kRowsPerStep * (grouped ? 2 : 1) * turns;
+  const CombineLevels levels = combine_levels(partials, kCombineFanIn, kCombineWidth);
+  return (rows + kCombineRows - 1) / kCombineRows * levels.count * levels.steps;
 }
 
 // Of each combine: steps of the largest CTA that combines it; 0 if it is not to be deferred.
@@ -52,7 +48,7 @@ std::vector<bool> deferred_combines(const Plan& plan, const DeferralLimits& limi
   const int64_t most = limits.warps * kMostRowsOfWarp / limits.q_heads;
   const int32_t longest = steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end());
   // The longest combines first, if there are too many.
-  for (int32_t fewest = kFewestSteps; fewest <= longest; fewest *= 2) {
+  for (int32_t fewest = kDeferredSteps; fewest <= longest; fewest *= 2) {
     if (std::count_if(steps.begin(), steps.end(), [&](int32_t count) { return count >= fewest; }) > most) continue;
     for (size_t combine = 0; combine < steps.size(); ++combine) deferred[combine] = steps[combine] >= fewest;
     break;

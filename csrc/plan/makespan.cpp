@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <queue>
@@ -11,15 +10,13 @@
 
 #include "plan/active_warps.h"
 #include "plan/checks.h"
+#include "plan/combine_shape.h"
 #include "plan/deferral.h"
 
 namespace prefixpack {
 
 namespace {
 
-constexpr int32_t kRowsAtOnce = 32, kPartialsAtOnce = 4;             // of a combine by a CTA
-constexpr int32_t kRowsAtOnceByWarp = 4, kPartialsAtOnceByWarp = 2;  // and by a warp
-constexpr int32_t kPartialsOfDeferred = 8;                           // at once, of a deferred row
 constexpr int32_t kPartialBytes = 4, kOutputBytes = 2;
 // Stream classes: two for each of three tile widths, first reader and sibling, then two for warps. The last one is of
 // rows that CTAs store.
@@ -276,7 +273,7 @@ class Simulation {
     for (const Deferred& rows : deferred_rows_) {
       const double bytes = static_cast<double>(rows.rows) * rows.partials * shape_.head_dim * kPartialBytes;
       next = std::max(next, rows.ready) + bytes / machine_.bandwidth;
-      const int32_t turns = (rows.partials + kPartialsOfDeferred - 1) / kPartialsOfDeferred;
+      const int32_t turns = (rows.partials + kDeferredWidth - 1) / kDeferredWidth;
       last = std::max(last, next + machine_.deferred_combine + turns * machine_.deferred_combine_step);
     }
     return last;
@@ -303,17 +300,11 @@ class Simulation {
       }
     }
     if (rows == 0) return 0;
-    const int32_t at_once = narrow ? kRowsAtOnceByWarp : kRowsAtOnce;
-    const int32_t partials_at_once = narrow ? kPartialsAtOnceByWarp : kPartialsAtOnce;
-    const int32_t levels = most > kCombineFanIn ? 2 : 1;
-    int32_t turns = (most + partials_at_once - 1) / partials_at_once;
-    if (levels == 2) {  // the work tile's own group, then the groups
-      const auto root = static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(most))));
-      turns = 2 * ((root + partials_at_once - 1) / partials_at_once);
-    }
-    const int32_t steps = (rows + at_once - 1) / at_once * turns;
-    return narrow ? levels * machine_.warp_combine + steps * machine_.warp_combine_step
-                  : levels * machine_.cta_combine + steps * machine_.cta_combine_step;
+    const int32_t at_once = narrow ? kWarpCombineRows : kCombineRows;
+    const CombineLevels levels = combine_levels(most, kCombineFanIn, narrow ? kWarpCombineWidth : kCombineWidth);
+    const int32_t steps = (rows + at_once - 1) / at_once * levels.count * levels.steps;
+    return narrow ? levels.count * machine_.warp_combine + steps * machine_.warp_combine_step
+                  : levels.count * machine_.cta_combine + steps * machine_.cta_combine_step;
   }
 
   void begin_stream(int32_t index, double bytes, int32_t work_tile) {

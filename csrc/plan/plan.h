@@ -6,10 +6,6 @@
 
 namespace prefixpack {
 
-// KV splits of a tile up to which the GPU kernels combine their partials in one level. One CTA reads some 100 GB/s, so
-// that hundreds of partials of many rows would keep it busy long after all others have finished.
-constexpr int32_t kCombineFanIn = 16;
-
 // WorkItem::kv_end of a range that ends with the item's own last query: it grows by one token per decode step.
 constexpr int32_t kOpenEnd = -1;
 // WorkItem::partial_begin of an item whose queries have no other partial: it writes the output itself.

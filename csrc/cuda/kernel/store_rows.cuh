@@ -5,6 +5,7 @@
 #include "cuda/common/index_math.h"
 #include "cuda/common/ptx.cuh"
 #include "cuda/kernel_params.h"
+#include "plan/combine_shape.h"
 
 namespace prefixpack {
 
@@ -65,8 +66,8 @@ constexpr int32_t kInGlobalMemory = INT32_MIN / 2;
 constexpr int32_t kCombineLanes = 8;
 // Partials loaded together, of the eight whose lse the lanes hold: by a CTA, and by a warp, whose code runs for every
 // tail.
-constexpr int32_t kCombineBatch = 4;
-constexpr int32_t kWarpCombineBatch = 2;
+constexpr int32_t kCombineBatch = kCombineWidth;
+constexpr int32_t kWarpCombineBatch = kWarpCombineWidth;
 static_assert(kCombineLanes % kCombineBatch == 0 && kCombineLanes % kWarpCombineBatch == 0);
 
 // Weights of a row's partials: 2^(lse - base) * factor.

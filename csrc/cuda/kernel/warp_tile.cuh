@@ -133,7 +133,7 @@ class WarpEpilogue {
       }
       const int32_t num_rows = rows();
 #pragma unroll 1
-      for (int32_t first_row = 0; first_row < num_rows; first_row += kCombineRows) {
+      for (int32_t first_row = 0; first_row < num_rows; first_row += kWarpCombineRows) {
         combine(accumulators, first_row, own_lse, partial_begin, complete);
       }
       if (word(record_, kParent) < 0) return;
@@ -143,10 +143,10 @@ class WarpEpilogue {
   }
 
  private:
-  static constexpr int32_t kRowLanes = kHeadDim / 4;           // lanes per row, four values each
-  static constexpr int32_t kRowsPerStore = 32 / kRowLanes;     // rows that the warp stores at once
-  static constexpr int32_t kCombineRows = 32 / kCombineLanes;  // rows that the warp combines at once
-  static constexpr int32_t kPasses = kCombineRows / kRowsPerStore;
+  static constexpr int32_t kRowLanes = kHeadDim / 4;        // lanes per row, four values each
+  static constexpr int32_t kRowsPerStore = 32 / kRowLanes;  // rows that the warp stores at once
+  static constexpr int32_t kPasses = kWarpCombineRows / kRowsPerStore;
+  static_assert(kWarpCombineRows == 32 / kCombineLanes);
 
   // Address of dimension `column` of row `row`, swizzled so that the stores of a fragment hit all banks.
   PREFIXPACK_DEVICE static ptx::SharedAddress accumulator_at(ptx::SharedAddress accumulators, int32_t row,
@@ -229,9 +229,9 @@ class WarpEpilogue {
     prefetch_partial_lists();
   }
 
-  // Combines kCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and the
-  // warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it. Results go to
-  // the output, or, if the tile belongs to a group, to the group's partial.
+  // Combines kWarpCombineRows rows of the queries that are flagged in `complete`: their partials in global memory and
+  // the warp's own in shared memory. Eight lanes compute the weights of a row, then kRowLanes lanes sum it. Results go
+  // to the output, or, if the tile belongs to a group, to the group's partial.
   PREFIXPACK_DEVICE void combine(ptx::SharedAddress own_accumulators, int32_t first_row, float own_lse,
                                  int32_t partial_begin, int32_t complete) const {
     const int32_t row = first_row + lane_ / kCombineLanes;
