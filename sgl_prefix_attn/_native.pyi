@@ -20,7 +20,7 @@ plan_item_words: int  # of a WorkItem
 plan_header_words: int  # of a serialized plan's header, the deferred combines' behind it included
 plan_deferred_words: int  # of a deferred combine
 item_record_words: int
-item_start_words: int
+item_prologue_words: int
 tile_counters: int  # of the kernels' work queue counters
 combine_room: int  # partial results of one query that the CUDA kernels can combine
 combine_fan_in: int  # KV splits of a tile up to which its partials are combined in one level
@@ -172,13 +172,13 @@ class StepAddresses:
         *,
         words: int,
         items: int,
-        starts: int,
+        prologues: int,
         query_position: int,
         kv_slots: int,
         tile_counters: int,
         semaphores: int,
         hidden: int,
-        num_starts: int,
+        num_prologues: int,
     ) -> None: ...
 
 class LaunchSize:

@@ -71,32 +71,33 @@ T* pointer(uintptr_t address) {
 
 // Device addresses of a plan and of what the preparation kernel makes of it.
 struct StepAddresses {
-  uintptr_t words, items, starts, query_position, kv_slots, tile_counters, semaphores, hidden;
-  int32_t num_starts;
+  uintptr_t words, items, prologues, query_position, kv_slots, tile_counters, semaphores, hidden;
+  int32_t num_prologues;
 
   void fill(KernelParams& params, bool trees) const {
     params.plan.words = pointer<const int32_t>(words);
     params.step = {pointer<ItemRecord>(items),
-                   pointer<ItemStart>(starts),
+                   pointer<ItemPrologue>(prologues),
                    pointer<int32_t>(query_position),
                    pointer<int32_t>(kv_slots),
                    pointer<int32_t>(tile_counters),
                    pointer<int32_t>(semaphores),
                    trees ? pointer<uint64_t>(hidden) : nullptr,
-                   num_starts};
+                   num_prologues};
   }
 };
 
 void bind_launches(py::module_& m) {
   py::class_<StepAddresses>(m, "StepAddresses")
-      .def(py::init([](uintptr_t words, uintptr_t items, uintptr_t starts, uintptr_t query_position, uintptr_t kv_slots,
-                       uintptr_t tile_counters, uintptr_t semaphores, uintptr_t hidden, int32_t num_starts) {
-             return StepAddresses{words,         items,      starts, query_position, kv_slots,
-                                  tile_counters, semaphores, hidden, num_starts};
+      .def(py::init([](uintptr_t words, uintptr_t items, uintptr_t prologues, uintptr_t query_position,
+                       uintptr_t kv_slots, uintptr_t tile_counters, uintptr_t semaphores, uintptr_t hidden,
+                       int32_t num_prologues) {
+             return StepAddresses{words,         items,      prologues, query_position, kv_slots,
+                                  tile_counters, semaphores, hidden,    num_prologues};
            }),
-           py::kw_only(), py::arg("words"), py::arg("items"), py::arg("starts"), py::arg("query_position"),
+           py::kw_only(), py::arg("words"), py::arg("items"), py::arg("prologues"), py::arg("query_position"),
            py::arg("kv_slots"), py::arg("tile_counters"), py::arg("semaphores"), py::arg("hidden"),
-           py::arg("num_starts"));
+           py::arg("num_prologues"));
   py::class_<LaunchSize>(m, "LaunchSize")
       .def_readonly("ctas", &LaunchSize::ctas)
       .def_readonly("few_ctas", &LaunchSize::few_ctas)
@@ -213,7 +214,7 @@ void bind_cuda(py::module_& m) {
         "Warps of a CTA of the warp kernel, in code compiled for a compute capability.");
   m.attr("plan_deferred_words") = kDeferredStride;
   m.attr("item_record_words") = kRecordWords;
-  m.attr("item_start_words") = kItemStartWords;
+  m.attr("item_prologue_words") = kItemPrologueWords;
   m.attr("combine_room") = kCombineScratchWords;
 #ifdef PREFIXPACK_WITH_CUDA
   m.attr("built_with_cuda") = true;

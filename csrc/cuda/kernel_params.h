@@ -106,22 +106,22 @@ struct ItemRecord {
 constexpr int32_t kRecordWords = sizeof(ItemRecord) / sizeof(int32_t);
 
 // KV slots and queries whose copies begin a tile: those of the stages that are filled at once, and of the widest tile.
-constexpr int32_t kStartSlots = 192, kStartQueries = 128;
+constexpr int32_t kPrologueSlots = 192, kPrologueQueries = 128;
 
 // What the first copies of a tile need, at an address that follows from the item's number. It is read together with the
 // record; at the addresses that the record says it would be one dependent read more.
-struct ItemStart {
-  int32_t slots[kStartSlots];     // from kv_begin on. Beyond kv_end the last one repeats; 0 if there is none
-  int32_t tokens[kStartQueries];  // [query_count] rows of q
+struct ItemPrologue {
+  int32_t slots[kPrologueSlots];     // from kv_begin on. Beyond kv_end the last one repeats; 0 if there is none
+  int32_t tokens[kPrologueQueries];  // [query_count] rows of q
 };
-constexpr int32_t kItemStartWords = sizeof(ItemStart) / sizeof(int32_t);
+constexpr int32_t kItemPrologueWords = sizeof(ItemPrologue) / sizeof(int32_t);
 
 constexpr int32_t kTileCounters = 3;
 
 // Written by the prepare kernel once per step and read by all layers, except for the counters.
 struct StepState {
   ItemRecord* items;        // [max(num_items, CTAs of the launch)]
-  ItemStart* starts;        // [num_starts] of the first items; fewer than 2^31 words
+  ItemPrologue* prologues;  // [num_prologues] of the first items; fewer than 2^31 words
   int32_t* query_position;  // [num_queries]
   int32_t* kv_slots;        // KV slots of all items, gathered, so that layers never read the scheduler's tables
   int32_t* tile_counters;   // [kTileCounters] next CTA tile, next warp tile (or, behind them, part of a deferred row),
@@ -129,7 +129,7 @@ struct StepState {
   int32_t* semaphores;      // [combine lists, virtual KV heads] partials that have arrived; 0 between launches, as all
                             // counters are
   uint64_t* hidden;         // [num_queries] hidden_word() of each query; nullptr but for trees of drafts
-  int32_t num_starts;       // where more items are, the step is long and begins of tiles hardly matter
+  int32_t num_prologues;    // where more items are, the step is long and prologues of tiles hardly matter
 };
 
 // All parameters of a launch.

@@ -14,7 +14,7 @@ from sgl_prefix_attn.core.step_buffers import DECODE_WARPS, PlanTooLarge, StepBu
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPES = DTYPES | {torch.float8_e4m3fn: 3}
-MOST_STARTS = 2048  # items whose first reads need none before them; with more items a step is long
+MOST_PROLOGUES = 2048  # items whose first reads need none before them; with more items a step is long
 
 
 def unsupported_combine(plan: Plan) -> str | None:
@@ -72,8 +72,8 @@ class GpuStep(StepBuffers):
         self.kv_dtype = kv_dtype
         self._widest_tile = DeviceModel.gpu(1, head_dim=shape.head_dim, group=shape.group).tile_rows[-1]
         self._items = self._ints(_native.item_record_words * max(limits.items, self.launch_size.ctas))
-        num_starts = min(max(limits.items, self.launch_size.ctas), MOST_STARTS)
-        self._starts = self._ints(_native.item_start_words * num_starts)
+        num_prologues = min(max(limits.items, self.launch_size.ctas), MOST_PROLOGUES)
+        self._prologues = self._ints(_native.item_prologue_words * num_prologues)
         self._tile_counters = self._ints(_native.tile_counters)
         self._semaphores = self._ints(limits.combine_lists * shape.kv_heads * _native.head_halves(shape.group))
         self._hidden = torch.zeros(limits.queries, dtype=torch.int64, device=device)
@@ -81,13 +81,13 @@ class GpuStep(StepBuffers):
         self._addresses = _native.StepAddresses(
             words=self._words.data_ptr(),
             items=self._items.data_ptr(),
-            starts=self._starts.data_ptr(),
+            prologues=self._prologues.data_ptr(),
             query_position=self._positions.data_ptr(),
             kv_slots=self._kv_slots.data_ptr(),
             tile_counters=self._tile_counters.data_ptr(),
             semaphores=self._semaphores.data_ptr(),
             hidden=self._hidden.data_ptr(),
-            num_starts=num_starts,
+            num_prologues=num_prologues,
         )
         self._params = _native.AttentionParams(
             q_heads=shape.q_heads,

@@ -32,7 +32,7 @@ def emulate(
     fan_in: int = 16,
     warp_ctas: int = 64,
     layers: int = 1,
-    starts: int = 2048,
+    prologues: int = 2048,
 ) -> Result:
     """Output and log-sum-exp of a case.
 
@@ -40,7 +40,7 @@ def emulate(
         fan_in: most KV splits of a tile that are combined in one level.
         warp_ctas: CTAs of the warp kernel, by which the number of deferred combines is limited; 0: none is deferred.
         layers: launches with the same counters, which have to be reset by each, and by the last.
-        starts: items whose first slots and tokens are read beside their record.
+        prologues: items whose first slots and tokens are read beside their record.
     """
     out = torch.full_like(case.q, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
@@ -53,7 +53,7 @@ def emulate(
         case.plan, bits(case.q), bits(pool.k_cache), bits(pool.v_cache), bits(out), lse.numpy(),
         pool.req_to_token.numpy(), pool.req_pool_indices.numpy(), case.planned_lens, pool.seq_lens.numpy(),
         growth=GROWTH, bfloat16=case.q.dtype == torch.bfloat16, ctas=ctas, late_copies=late_copies,
-        warps_first=warps_first, fan_in=fan_in, warp_ctas=warp_ctas, layers=layers, starts_of=starts,
+        warps_first=warps_first, fan_in=fan_in, warp_ctas=warp_ctas, layers=layers, prologues_of=prologues,
         **{**case.variant, **of_arrays},
     )  # fmt: skip
     return out, lse

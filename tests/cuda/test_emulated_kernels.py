@@ -311,9 +311,9 @@ def test_trees_in_products_of_a_warpgroup(emulation: ModuleType, rows: int) -> N
     check(case, emulate(emulation, case))
 
 
-@pytest.mark.parametrize("starts", [0, 2])
+@pytest.mark.parametrize("prologues", [0, 2])
 @pytest.mark.parametrize("window", [-1, 70])
-def test_items_without_a_start(emulation: ModuleType, window: int, starts: int) -> None:
+def test_items_without_a_prologue(emulation: ModuleType, window: int, prologues: int) -> None:
     """Slots and tokens are then read at the addresses that the record says."""
     fp8 = {"kv_dtype": torch.float8_e4m3fn}
     for case in (
@@ -324,4 +324,4 @@ def test_items_without_a_start(emulation: ModuleType, window: int, starts: int) 
     ):
         expected = emulate(emulation, case, ctas=1)
         check(case, expected)
-        assert same(emulate(emulation, case, ctas=1, starts=starts), expected)
+        assert same(emulate(emulation, case, ctas=1, prologues=prologues), expected)

@@ -28,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the CUDA half of the native module; the names of what would have been launched."""
     made: list[str] = []
     kept = (
-        "serialize_plan", "head_halves", "item_record_words", "item_start_words", "combine_room", "tile_counters",
+        "serialize_plan", "head_halves", "item_record_words", "item_prologue_words", "combine_room", "tile_counters",
         "AttentionParams",
     )  # fmt: skip
     native: dict[str, Any] = {name: getattr(_native, name) for name in kept}

@@ -48,9 +48,9 @@ class CtaTile {
   // Queries ---------------------------------------------------------------------------------------------------------
 
   // Offset in q of the row that is this thread's number, in elements; -1 beyond the last row.
-  PREFIXPACK_DEVICE int64_t query_offset(TileStart start) const {
+  PREFIXPACK_DEVICE int64_t query_offset(TilePrologue prologue) const {
     const Row place = row_of(thread_, cta_.kv_head, params_.heads.group);
-    const int64_t token = start.token;
+    const int64_t token = prologue.token;
     return thread_ < rows_ ? token * attention_.q_token_stride + place.head * attention_.q_head_stride : -1;
   }
 

@@ -46,7 +46,7 @@ class DeferredCombine {
   PREFIXPACK_DEVICE void run(const PartQueue& queue, int32_t claimed) const {
     const Heads& heads = params_.heads;
     const int32_t end = num_parts();
-    bool may_rehearse = true;
+    bool may_warm_icache = true;
 #pragma unroll 1
     for (;;) {
       const int32_t place = ptx::broadcast(claimed, 0) - queue.first;
@@ -71,14 +71,14 @@ class DeferredCombine {
         const bool complete = ptx::broadcast(ptx::load_relaxed(semaphore), 0) >= record.count;
         // While partials are missing, the warp goes through the code with what lies in the first ones' places, so that
         // it is in the instruction cache when they arrive.
-        const bool rehearses = may_rehearse && !complete;
-        may_rehearse = false;
-        if (ptx::uniform(rehearses)) prefetch_records(place);
-        if (ptx::uniform(!rehearses && !complete)) ptx::wait_at_least(semaphore, record.count);
+        const bool warms_icache = may_warm_icache && !complete;
+        may_warm_icache = false;
+        if (ptx::uniform(warms_icache)) prefetch_records(place);
+        if (ptx::uniform(!warms_icache && !complete)) ptx::wait_at_least(semaphore, record.count);
         // Parts of one query and virtual KV head share a semaphore. The last of them that has waited resets it for the
         // next launch. A warp that waits claims nothing, because another one could do it.
         const auto arrived = [&] {
-          if (ptx::uniform(!rehearses)) {
+          if (ptx::uniform(!warms_icache)) {
             claimed = queue.claim();
             if (lane_ == 0) {
               ptx::increment_or_reset(semaphore,
@@ -87,10 +87,10 @@ class DeferredCombine {
             ptx::warp_sync();
           }
         };
-        const int32_t count = rehearses && record.count > kGroup ? kGroup : record.count;
-        const Sums sums = sum(count, head, part, list, entries, sink, arrived);
-        if (ptx::uniform(rehearses)) continue;
-        store(sums, record.token, head, part);
+        const int32_t count = warms_icache && record.count > kGroup ? kGroup : record.count;
+        const Accumulators accumulators = accumulate(count, head, part, list, entries, sink, arrived);
+        if (ptx::uniform(warms_icache)) continue;
+        store(accumulators, record.token, head, part);
         break;
       }
     }
@@ -107,7 +107,7 @@ class DeferredCombine {
   struct Pair {
     int32_t low, high;
   };
-  struct Sums {
+  struct Accumulators {
     float values[4];
     float lse;
   };
@@ -127,14 +127,14 @@ class DeferredCombine {
 
   // arrived(): called once, while partials are in flight.
   template <class Arrived>
-  PREFIXPACK_DEVICE Sums sum(int32_t count, int32_t head, int32_t part, const int32_t* list, Pair entries, float sink,
-                             const Arrived& arrived) const {
+  PREFIXPACK_DEVICE Accumulators accumulate(int32_t count, int32_t head, int32_t part, const int32_t* list,
+                                            Pair entries, float sink, const Arrived& arrived) const {
     const int32_t group_bits = 7 - lane_bits();  // of partials in a group
     const int32_t of_load = lane_ >> lane_bits(), per_load = 32 >> lane_bits();
     const auto* partials = reinterpret_cast<const char*>(attention_.partial_o + head * HeadDim + column(part));
     const float* lse_of_head = attention_.partial_lse + head;
     const int32_t stride = attention_.q_heads * HeadDim * static_cast<int32_t>(sizeof(float));
-    Sums sums{};
+    Accumulators accumulators{};
     FinalSoftmax softmax{};
     float max = kMinusInfinity, weight_sum = 0.0f;  // the sum: of this lane's partials
 #pragma unroll 1
@@ -174,7 +174,7 @@ class DeferredCombine {
       high = ptx::exp2(high - base);
       weight_sum = ptx::fma(weight_sum, scale, low + high);
 #pragma unroll
-      for (int32_t j = 0; j < 4; ++j) sums.values[j] *= scale;
+      for (int32_t j = 0; j < 4; ++j) accumulators.values[j] *= scale;
       if (ptx::uniform(begin == 0)) arrived();
       if (ptx::uniform(left <= 64)) softmax = finish({max, weight_sum}, late_sink);
 
@@ -194,7 +194,7 @@ class DeferredCombine {
           ptx::load_shared(from + i * 512, quad);
           const float weight = ptx::shuffle(mine, first + i * per_load + of_load);
 #pragma unroll
-          for (int32_t j = 0; j < 4; ++j) sums.values[j] = ptx::fma(weight, quad[j], sums.values[j]);
+          for (int32_t j = 0; j < 4; ++j) accumulators.values[j] = ptx::fma(weight, quad[j], accumulators.values[j]);
         }
         if (ptx::uniform(loaded < groups)) load(loaded++, from);
         from = from == shared_ + (kGroups - 1) * kGroupBytes ? shared_ : from + kGroupBytes;
@@ -210,12 +210,12 @@ class DeferredCombine {
 #pragma unroll 1
     for (int32_t mask = 1 << lane_bits(); ptx::uniform(mask < 32); mask *= 2) {
 #pragma unroll
-      for (int32_t j = 0; j < 4; ++j) sums.values[j] += ptx::shuffle_xor(sums.values[j], mask);
+      for (int32_t j = 0; j < 4; ++j) accumulators.values[j] += ptx::shuffle_xor(accumulators.values[j], mask);
     }
 #pragma unroll
-    for (int32_t j = 0; j < 4; ++j) sums.values[j] *= softmax.factor;
-    sums.lse = softmax.lse;
-    return sums;
+    for (int32_t j = 0; j < 4; ++j) accumulators.values[j] *= softmax.factor;
+    accumulators.lse = softmax.lse;
+    return accumulators;
   }
 
   // Combines the lanes' sums of weights.
@@ -225,13 +225,13 @@ class DeferredCombine {
     return finalize_with(state, sink * kLog2E);
   }
 
-  PREFIXPACK_DEVICE void store(const Sums& sums, int32_t token, int32_t head, int32_t part) const {
+  PREFIXPACK_DEVICE void store(const Accumulators& accumulators, int32_t token, int32_t head, int32_t part) const {
     const OutputRow target = output_row(attention_, token, head);
     if (lane_ >> lane_bits() == 0) {
-      ptx::store_words(target.output + column(part), Output::pack(sums.values[0], sums.values[1]),
-                       Output::pack(sums.values[2], sums.values[3]));
+      ptx::store_words(target.output + column(part), Output::pack(accumulators.values[0], accumulators.values[1]),
+                       Output::pack(accumulators.values[2], accumulators.values[3]));
     }
-    if (lane_ == 0 && part == 0) store_lse(target.lse, sums.lse);
+    if (lane_ == 0 && part == 0) store_lse(target.lse, accumulators.lse);
     ptx::warp_sync();
   }
 

@@ -64,7 +64,7 @@ PREFIXPACK_DEVICE bool arrive(const CtaState& state, CombineUnit* units) {
 
 // Turns to the queries' own lists, where the results of the groups that this CTA has combined are its partials. Called
 // by all threads. Whether the unit that is this thread's number has such a result.
-PREFIXPACK_DEVICE bool leave_group(CtaState& state, CombineUnit* units) {
+PREFIXPACK_DEVICE bool begin_second_level(CtaState& state, CombineUnit* units) {
   const int32_t thread = ptx::volatile_thread_index();
   const int32_t parent = state.item.parent;
   bool arrives = false;
@@ -85,12 +85,12 @@ PREFIXPACK_DEVICE bool leave_group(CtaState& state, CombineUnit* units) {
 }
 
 // Stores the results of a tile, and combines those of its queries of which it brought the last partial. A barrier
-// precedes the call, and another one its return. The next tile's record and start are prefetched meanwhile.
+// precedes the call, and another one its return. The next tile's record and prologue are prefetched meanwhile.
 //
 // If all other partials of a query have arrived, it is combined at once: its own partial does not go through global
 // memory.
 template <int HeadDim, class Output>
-PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
+PREFIXPACK_DEVICE_CALL TilePrologue run_epilogue(char* shared, AccumulatorLayout layout, EpilogueInputs inputs) {
   constexpr int kThreads = kCtaThreads<HeadDim>;
   constexpr int kWidth = kAccumulatorStride<HeadDim>;
   CtaState& state = *cta_state(shared);
@@ -115,13 +115,13 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
   const int32_t claimed_tile = state.next.tile_index_of(inputs.claimed);
   if (thread < 32) state.next.tile_index = claimed_tile;
   ptx::cta_sync();
-  TileStart next{0, 0};
+  TilePrologue next{0, 0};
   int32_t word = 0;
   const int32_t next_tile = state.next.tile_index;
   if (ptx::uniform(next_tile < state.next.num_tiles)) {
     const int32_t next_item = work_tile_of(next_tile, state.params.heads.kv).item;
     word = NextTile::record_word(state.params, next_item);
-    next = TileStart::load(state.params, next_item);
+    next = TilePrologue::load(state.params, next_item);
   }
 
   constexpr int kQuads = HeadDim / 4, kAtOnce = 4, kRowsApart = kThreads / kQuads;
@@ -174,7 +174,7 @@ PREFIXPACK_DEVICE_CALL TileStart run_epilogue(char* shared, AccumulatorLayout la
     if (!ptx::cta_any(arrives)) return next;
     combine_units<HeadDim, Output>(state, own, end);
     if (ptx::uniform(item.parent < 0)) return next;
-    arrives = leave_group(state, units);
+    arrives = begin_second_level(state, units);
   }
 }
 

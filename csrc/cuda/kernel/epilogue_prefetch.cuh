@@ -27,8 +27,8 @@ struct EpilogueInputs {
   int32_t token;    // of the unit that is this thread's number; of the row, if the tile writes the output
   int32_t arrived, list_begin, list_end;  // of the unit, see PartialList
 
-  // Asks memory for them when the tile begins, so that prefetch() finds them in the L2: all wait for what it reads.
-  static PREFIXPACK_DEVICE void announce(const KernelParams& params, const CtaState& state) {
+  // Prefetches them to the L2 when the tile begins, where prefetch() finds them: all wait for what it reads.
+  static PREFIXPACK_DEVICE void prefetch_to_l2(const KernelParams& params, const CtaState& state) {
     const ItemRecord& item = state.item;
     const PlanReader plan{params.plan, state.header};
     const int32_t thread = ptx::volatile_thread_index();

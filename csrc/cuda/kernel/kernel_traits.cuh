@@ -72,7 +72,7 @@ PREFIXPACK_BOTH constexpr AccumulatorLayout accumulator_layout() {
   constexpr bool kInFront = Rows * kRowEpilogueBytes + kCombineScratchWords * 4 <= kAt;
   constexpr int kBehind = kAt + kKeyWarpBytes;
   static_assert(kInFront || kBehind + kCombineScratchWords * 4 <= kSharedBytes, "room for combining");
-  static_assert(kAt + KeyWarps * kKeyWarpBytes <= kSharedBytes, "sums of all key warps");
+  static_assert(kAt + KeyWarps * kKeyWarpBytes <= kSharedBytes, "accumulators of all key warps");
   return {kAt, Rows, KeyWarps, kInFront ? Rows * kRowEpilogueBytes : kBehind};
 }
 

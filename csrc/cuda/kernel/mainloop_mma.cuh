@@ -29,8 +29,8 @@ class MmaMainloop : CtaTile<TileT, Format> {
   }
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
-    begin_loads(start);
+  PREFIXPACK_DEVICE EpilogueInputs run(TilePrologue prologue) {
+    begin_loads(prologue);
     this->clear_accumulators();
     if constexpr (kPermutesDims<Format>) {
       ptx::cp_async_wait<kStages - 2>();
@@ -78,10 +78,10 @@ class MmaMainloop : CtaTile<TileT, Format> {
   // Loads -----------------------------------------------------------------------------------------------------------
 
   // Loads the queries and the first KV tiles.
-  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
-    static_assert((kStages - 1) * TileT::kKeys <= kThreads && (kStages - 1) * TileT::kKeys <= kStartSlots);
-    const int32_t slot = thread_ < keys_ ? start.slot : -1;
-    const int64_t offset = this->query_offset(start);
+  PREFIXPACK_DEVICE void begin_loads(TilePrologue prologue) {
+    static_assert((kStages - 1) * TileT::kKeys <= kThreads && (kStages - 1) * TileT::kKeys <= kPrologueSlots);
+    const int32_t slot = thread_ < keys_ ? prologue.slot : -1;
+    const int64_t offset = this->query_offset(prologue);
     // Overlays the stage that is filled last.
     auto* offsets = reinterpret_cast<int64_t*>(shared_ + TileT::kQueryBytes + (kStages - 1) * 2 * TileT::kTileBytes);
     auto* first_slots = reinterpret_cast<int32_t*>(offsets + kThreads);

@@ -22,8 +22,8 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
       : Rows(params, state, shared), ring_(queries_ + TileT::kQueryBytes) {}
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
-    begin_loads(start);
+  PREFIXPACK_DEVICE EpilogueInputs run(TilePrologue prologue) {
+    begin_loads(prologue);
     this->clear_accumulators();
     // A warpgroup without rows only copies. It has a loop of its own: a branch around wgmma would serialize them.
     const int32_t work = this->computed_tiles();
@@ -97,7 +97,7 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
     }
   }
 
-  // The same of a tile whose slots came with the start.
+  // The same of a tile whose slots came with the prologue.
   PREFIXPACK_DEVICE int32_t known_slots_of(int32_t tile) const {
     // Beyond the KV tile's rows only lanes whose slot no pass asks for.
     return this->first_slots()[tile * TileT::kKeys + copied_row() % TileT::kKeys];
@@ -105,9 +105,9 @@ class WgmmaMainloop : WgmmaRows<TileT, Format> {
 
   // Loads the queries and the first KV tiles, the first one even if it is empty. The slots of all of them are known:
   // reading them would be one dependent read more.
-  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
+  PREFIXPACK_DEVICE void begin_loads(TilePrologue prologue) {
     static_assert((kAhead + 1) * TileT::kKeys <= TileT::kKnownSlots);
-    this->store_start(start);
+    this->store_prologue(prologue);
     ptx::cta_sync();
     copy_tile(0, known_slots_of(0));
     this->load_queries(this->offsets());

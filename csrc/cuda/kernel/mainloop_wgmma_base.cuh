@@ -34,7 +34,7 @@ struct WgmmaTile {
   static constexpr int kStages = min_of(3, (SharedBytes - kQueryBytes) / (2 * kTileBytes));
   // Byte offset of the query offsets, and of the slots behind them. They are read before a third KV tile is copied.
   static constexpr int kOffsetsAt = kQueryBytes + 4 * kTileBytes;
-  static constexpr int kKnownSlots = min_of(kThreads, kStartSlots);
+  static constexpr int kKnownSlots = min_of(kThreads, kPrologueSlots);
   PREFIXPACK_BOTH static constexpr AccumulatorLayout accumulators() {
     return accumulator_layout<HeadDim, kRows, kKeyWarps, kQueryBytes>();
   }
@@ -79,10 +79,10 @@ class WgmmaRows : protected CtaTile<TileT, Format> {
   PREFIXPACK_DEVICE int32_t* first_slots() const { return reinterpret_cast<int32_t*>(offsets() + kThreads); }
 
   // Spreads what the first copies need. A barrier follows.
-  PREFIXPACK_DEVICE void store_start(TileStart start) const {
-    static_assert(TileT::kRows <= kStartQueries);
-    offsets()[thread_] = this->query_offset(start);
-    if (thread_ < TileT::kKnownSlots) first_slots()[thread_] = keys_ > 0 ? start.slot : 0;
+  PREFIXPACK_DEVICE void store_prologue(TilePrologue prologue) const {
+    static_assert(TileT::kRows <= kPrologueQueries);
+    offsets()[thread_] = this->query_offset(prologue);
+    if (thread_ < TileT::kKnownSlots) first_slots()[thread_] = keys_ > 0 ? prologue.slot : 0;
   }
 
   // Issues Q*K^T of this warpgroup's queries and keys.

@@ -27,8 +27,8 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   }
 
   // Leaves the accumulators in shared memory, see run_epilogue.
-  PREFIXPACK_DEVICE EpilogueInputs run(TileStart start) {
-    begin_loads(start);
+  PREFIXPACK_DEVICE EpilogueInputs run(TilePrologue prologue) {
+    begin_loads(prologue);
     this->clear_accumulators();
     const int32_t work = this->computed_tiles();
     convert_only(work == 0 ? 2 * num_tiles_ : 0);
@@ -95,8 +95,8 @@ class WgmmaFp8Mainloop : WgmmaRows<TileT, Format> {
   }
 
   // Loads the queries and the first KV tile.
-  PREFIXPACK_DEVICE void begin_loads(TileStart start) {
-    this->store_start(start);
+  PREFIXPACK_DEVICE void begin_loads(TilePrologue prologue) {
+    this->store_prologue(prologue);
     ptx::cta_sync();
     this->load_queries(this->offsets());
     copy_if_any(0, this->first_slots()[copied_row()]);

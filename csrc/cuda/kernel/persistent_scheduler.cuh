@@ -25,14 +25,14 @@ PREFIXPACK_DEVICE void copy_words(void* to, const void* from, int32_t bytes) {
 
 // kernel_params: in constant or shared memory.
 template <class Mainloop>
-PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared, TileStart start) {
+PREFIXPACK_DEVICE EpilogueInputs run_mainloop(const KernelParams& kernel_params, char* shared, TilePrologue prologue) {
   ptx::warp_sync();
-  return Mainloop(kernel_params, *cta_state(shared), shared).run(start);
+  return Mainloop(kernel_params, *cta_state(shared), shared).run(prologue);
 }
 // A function per tile: if inlined side by side they would share one set of registers, and spill.
 template <class Mainloop>
-PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared, TileStart start) {
-  return run_mainloop<Mainloop>(cta_state(shared)->params, shared, start);
+PREFIXPACK_DEVICE_CALL EpilogueInputs call_mainloop(char* shared, TilePrologue prologue) {
+  return run_mainloop<Mainloop>(cta_state(shared)->params, shared, prologue);
 }
 
 // Tiles of the CTA kernel by rows. Tiles of wgmma serve all rows, or those above 32: with head_dim 256, which has few
@@ -59,35 +59,37 @@ struct TileTable {
   }
 };
 
-// The start of the CTA's current tile. Loads it if the item has none, or if the window has passed its first keys.
-PREFIXPACK_DEVICE TileStart complete_start(const KernelParams& params, const CtaState& state, TileStart start) {
+// The prologue of the CTA's current tile. Loads it if the item has none, or if the window has passed its first keys.
+PREFIXPACK_DEVICE TilePrologue complete_prologue(const KernelParams& params, const CtaState& state,
+                                                 TilePrologue prologue) {
   const ItemRecord& item = state.item;
   int32_t begin = item.kv_begin;
   if (params.attention.window_left >= 0) {
     begin = first_visited(item.kv_begin, item.kv_end, item.lowest, params.attention.window_left, kWindowGranularity);
   }
-  if (ptx::uniform(start.slot < 0 || begin != item.kv_begin)) {
+  if (ptx::uniform(prologue.slot < 0 || begin != item.kv_begin)) {
     const int32_t thread = ptx::volatile_thread_index(), keys = item.kv_end - begin;
     const int32_t* slots = params.step.kv_slots + item.kv_slots_at + (begin - item.kv_begin);
-    if (keys > 0) start.slot = slots[thread < keys ? thread : keys - 1];
+    if (keys > 0) prologue.slot = slots[thread < keys ? thread : keys - 1];
     const int32_t query = params.heads.group.quotient(thread);
-    start.token = state.plan().query_token(item.query_begin + (query < item.query_count ? query : 0));
+    prologue.token = state.plan().query_token(item.query_begin + (query < item.query_count ? query : 0));
   }
-  return start;
+  return prologue;
 }
 
 // Runs the mainloop of the CTA's current tile. kernel_params: in constant memory.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared, TileStart start) {
+PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_params, char* shared,
+                                                  TilePrologue prologue) {
   using Table = TileTable<HeadDim, Format>;
   const int32_t rows = cta_state(shared)->item.tile_rows;
-  EpilogueInputs::announce(kernel_params, *cta_state(shared));
-  start = complete_start(kernel_params, *cta_state(shared), start);
+  EpilogueInputs::prefetch_to_l2(kernel_params, *cta_state(shared));
+  prologue = complete_prologue(kernel_params, *cta_state(shared), prologue);
   if constexpr (Table::kMmaNarrow) {
-    if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, start);
+    if (ptx::uniform(rows <= 32)) return call_mainloop<MmaMainloop<typename Table::Narrow, Format>>(shared, prologue);
     if constexpr (Table::kMiddleRows > 32 && Table::kMiddleRows < Table::kWideRows) {
       if (ptx::uniform(rows <= Table::kMiddleRows))
-        return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, start);
+        return call_mainloop<MmaMainloop<typename Table::Middle, Format>>(shared, prologue);
     }
   }
   // wgmma is not in a function of its own: at a function's begin and end the compiler assumes wgmma in flight, and
@@ -95,13 +97,13 @@ PREFIXPACK_DEVICE EpilogueInputs run_current_tile(const KernelParams& kernel_par
   if constexpr (Table::kWarpgroups) {
     if constexpr (!Table::kMmaNarrow) {
       if (ptx::uniform(rows <= Table::kMiddleRows))
-        return run_mainloop<WgmmaMainloop<typename Table::Middle, Format>>(kernel_params, shared, start);
+        return run_mainloop<WgmmaMainloop<typename Table::Middle, Format>>(kernel_params, shared, prologue);
     }
     using Mainloop = std::conditional_t<kPermutesDims<Format>, WgmmaFp8Mainloop<typename Table::Wide, Format>,
                                         WgmmaMainloop<typename Table::Wide, Format>>;
-    return run_mainloop<Mainloop>(kernel_params, shared, start);
+    return run_mainloop<Mainloop>(kernel_params, shared, prologue);
   } else {
-    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared, start);
+    return call_mainloop<MmaMainloop<typename Table::Wide, Format>>(shared, prologue);
   }
 }
 
@@ -120,28 +122,28 @@ PREFIXPACK_DEVICE bool take_tile(char* shared) {
 }
 
 // Runs the current tile and those behind it. Keeps nothing in registers across tiles: a mainloop needs them all.
-// kernel_params: in constant memory. start: of the current tile.
+// kernel_params: in constant memory. prologue: of the current tile.
 template <int HeadDim, class Format>
-PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared, TileStart start) {
+PREFIXPACK_DEVICE void run_tiles(const KernelParams& kernel_params, char* shared, TilePrologue prologue) {
   CtaState* state = cta_state(shared);
   do {
-    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared, start);
+    const EpilogueInputs inputs = run_current_tile<HeadDim, Format>(kernel_params, shared, prologue);
     const AccumulatorLayout layout = TileTable<HeadDim, Format>::accumulators(state->item.tile_rows);
-    start = run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
+    prologue = run_epilogue<HeadDim, typename Format::Output>(shared, layout, inputs);
     ptx::cta_sync();
   } while (ptx::uniform(take_tile(shared)));
 }
 
-// Asks memory for the first records and starts of the warp kernel, whose warps then find them in the L2.
+// Prefetches the first records and prologues of the warp kernel to the L2, where its warps find them.
 // cta: number of this CTA among those without a tile.
 template <int kWarps>
-PREFIXPACK_DEVICE void announce_warp_items(const StepState& step, const PlanHeader& header, int32_t cta) {
+PREFIXPACK_DEVICE void prefetch_warp_items_to_l2(const StepState& step, const PlanHeader& header, int32_t cta) {
   const int32_t thread = ptx::thread_index(), lane = thread % 32;
   const int32_t item = header.num_cta_items + cta * kWarps + thread / 32;
-  if (ptx::uniform(item < (header.num_items < step.num_starts ? header.num_items : step.num_starts))) {
-    const int32_t* start = step.starts[item].slots + lane;
-    ptx::prefetch_l2(start);
-    ptx::prefetch_l2(start + kStartSlots);  // tokens
+  if (ptx::uniform(item < (header.num_items < step.num_prologues ? header.num_items : step.num_prologues))) {
+    const int32_t* prologue = step.prologues[item].slots + lane;
+    ptx::prefetch_l2(prologue);
+    ptx::prefetch_l2(prologue + kPrologueSlots);  // tokens
     ptx::prefetch_l2(&step.items[item]);
     ptx::prefetch_l2(&step.items[item].group_partial);  // in another sector
   }
@@ -153,11 +155,12 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   CtaState* state = cta_state(shared);
   const int32_t thread = ptx::thread_index(), tile_index = ptx::cta_index();
   const WorkTile tile = work_tile_of(tile_index, kernel_params.heads.kv);
-  // The first tile's record and start are asked for beside the header, before it is known whether there is such a tile.
+  // The first tile's record and prologue are asked for beside the header, before it is known whether there is such a
+  // tile.
   constexpr int32_t kHeaderWords = sizeof(PlanHeader) / sizeof(int32_t);
   const int32_t header_word = thread < kHeaderWords ? kernel_params.plan.words[thread] : 0;
   const int32_t word = NextTile::record_word(kernel_params, tile.item);
-  const TileStart start = TileStart::load(kernel_params, tile.item);
+  const TilePrologue prologue = TilePrologue::load(kernel_params, tile.item);
   copy_words(&state->params, &kernel_params, sizeof(KernelParams));
   if (thread < 32) {
     state->tile_index = tile_index;
@@ -178,9 +181,9 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
       state->next.num_tiles = num_tiles;
       state->next.static_tiles = active_ctas;
     }
-    run_tiles<HeadDim, Format>(kernel_params, shared, start);
+    run_tiles<HeadDim, Format>(kernel_params, shared, prologue);
   } else if constexpr (kHasWarpKernel<HeadDim>) {
-    announce_warp_items<kCtaWarps<HeadDim>>(kernel_params.step, state->header, tile_index - busy_ctas);
+    prefetch_warp_items_to_l2<kCtaWarps<HeadDim>>(kernel_params.step, state->header, tile_index - busy_ctas);
   }
 }
 

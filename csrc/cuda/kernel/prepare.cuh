@@ -7,8 +7,8 @@
 
 namespace prefixpack {
 
-// Once per step, outside captured graphs: fills items, starts, query_position and kv_slots, so that layers read nothing
-// that the scheduler may change. One CTA per item, in turn.
+// Once per step, outside captured graphs: fills items, prologues, query_position and kv_slots, so that layers read
+// nothing that the scheduler may change. One CTA per item, in turn.
 PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
   const AttentionParams& attention = params.attention;
   const PlanReader plan(params.plan);
@@ -67,14 +67,14 @@ PREFIXPACK_DEVICE void prepare_step(const KernelParams& params) {
     for (int32_t position = item.kv_begin + thread; position < end; position += ptx::cta_size()) {
       slots[position - item.kv_begin] = row[position];
     }
-    if (index >= step.num_starts) continue;
-    ItemStart& start = step.starts[index];
-    for (int32_t i = thread; i < kStartSlots; i += ptx::cta_size()) {
+    if (index >= step.num_prologues) continue;
+    ItemPrologue& prologue = step.prologues[index];
+    for (int32_t i = thread; i < kPrologueSlots; i += ptx::cta_size()) {
       const int32_t position = item.kv_begin + i < end ? item.kv_begin + i : end - 1;
-      start.slots[i] = position >= item.kv_begin ? row[position] : 0;
+      prologue.slots[i] = position >= item.kv_begin ? row[position] : 0;
     }
-    for (int32_t i = thread; i < kStartQueries && i < item.query_count; i += ptx::cta_size()) {
-      start.tokens[i] = plan.query_token(item.query_begin + i);
+    for (int32_t i = thread; i < kPrologueQueries && i < item.query_count; i += ptx::cta_size()) {
+      prologue.tokens[i] = plan.query_token(item.query_begin + i);
     }
   }
 }

@@ -7,21 +7,21 @@
 
 namespace prefixpack {
 
-// What a thread has of an ItemStart, on its way to the mainloop. As loaded: a use would wait for it. Nothing has to be
-// known of the item.
-struct TileStart {
-  int32_t slot;   // KV slot that is this thread's number; negative in all threads if the item has no start
+// What a thread has of an ItemPrologue, on its way to the mainloop. As loaded: a use would wait for it. Nothing has to
+// be known of the item.
+struct TilePrologue {
+  int32_t slot;   // KV slot that is this thread's number; negative in all threads if the item has no prologue
   int32_t token;  // of the row that is this thread's number
 
   // Called by all threads. item: may exceed the last item, up to the number of CTAs.
-  static PREFIXPACK_DEVICE TileStart load(const KernelParams& params, int32_t item) {
-    if (ptx::uniform(item >= params.step.num_starts)) return {-1, 0};
-    const int32_t thread = ptx::volatile_thread_index(), at = item * kItemStartWords;
-    const auto* words = reinterpret_cast<const int32_t*>(params.step.starts);
-    TileStart start{0, 0};
-    if (thread < kStartSlots) start.slot = words[at + thread];
-    if (thread < kStartQueries) start.token = words[at + kStartSlots + params.heads.group.quotient(thread)];
-    return start;
+  static PREFIXPACK_DEVICE TilePrologue load(const KernelParams& params, int32_t item) {
+    if (ptx::uniform(item >= params.step.num_prologues)) return {-1, 0};
+    const int32_t thread = ptx::volatile_thread_index(), at = item * kItemPrologueWords;
+    const auto* words = reinterpret_cast<const int32_t*>(params.step.prologues);
+    TilePrologue prologue{0, 0};
+    if (thread < kPrologueSlots) prologue.slot = words[at + thread];
+    if (thread < kPrologueQueries) prologue.token = words[at + kPrologueSlots + params.heads.group.quotient(thread)];
+    return prologue;
   }
 };
 

@@ -1,8 +1,8 @@
 // The KV ring of a warp: finds the warp's next tile, and copies queries and KV ahead of the MMAs.
 //
 // Stages are each the K or the V of a KV tile. Loads run ahead into the next tile, so that memory stays busy during the
-// epilogue. Finding the next tile (its index, then its record and start) takes dependent loads, issued early enough to
-// have arrived when needed.
+// epilogue. Finding the next tile (its index, then its record and prologue) takes dependent loads, issued early enough
+// to have arrived when needed.
 #pragma once
 
 #include <cstddef>
@@ -83,10 +83,10 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
         const auto* record = reinterpret_cast<const int32_t*>(params_.step.items + item);
         const int32_t head = lane_ == kVirtualHead ? tile.head : tile.head >> head_shift();
         next_record_ = lane_ < kRecordWords ? record[lane_] : head;
-        has_start_ = item < params_.step.num_starts;
-        if (ptx::uniform(has_start_)) {
-          upcoming_slots_ = params_.step.starts[item].slots[lane_];
-          next_token_ = params_.step.starts[item].tokens[query_];
+        has_prologue_ = item < params_.step.num_prologues;
+        if (ptx::uniform(has_prologue_)) {
+          upcoming_slots_ = params_.step.prologues[item].slots[lane_];
+          next_token_ = params_.step.prologues[item].tokens[query_];
         }
         lookahead_ = kRecord;
       }
@@ -96,7 +96,7 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
       next_first_slot_ = word(next_record_, kKvSlotsAt) + (begin - kv_begin) + lane_;
       next_keys_ = kv_end - begin;
       // Where the window has passed the item's first keys, not its first slots are needed.
-      if (ptx::uniform(!has_start_ || begin != kv_begin)) {
+      if (ptx::uniform(!has_prologue_ || begin != kv_begin)) {
         upcoming_slots_ = lane_ < next_keys_ ? params_.step.kv_slots[next_first_slot_] : -1;
         next_token_ = token_of_row(next_record_);
       }
@@ -219,7 +219,7 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
 
   // Next tile.
   Lookahead lookahead_ = kTileIndex;
-  bool has_start_ = false;
+  bool has_prologue_ = false;
   int32_t tile_index_ = 0, next_record_ = 0, next_keys_ = 0, next_first_slot_ = 0, upcoming_slots_ = 0;
   int32_t next_token_ = 0;  // of the row that is this lane's number
 

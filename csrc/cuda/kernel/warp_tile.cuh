@@ -137,7 +137,7 @@ class WarpEpilogue {
         combine(accumulators, first_row, own_lse, partial_begin, complete);
       }
       if (word(record_, kParent) < 0) return;
-      leave_group();
+      begin_second_level();
       pending = complete;
     }
   }
@@ -219,7 +219,7 @@ class WarpEpilogue {
   }
 
   // Turns to the query's own list, where the group's result is the warp's partial.
-  PREFIXPACK_DEVICE void leave_group() {
+  PREFIXPACK_DEVICE void begin_second_level() {
     const int32_t parent = word(record_, kParent);
     const int32_t first = array(offsetof(PlanHeader, list_offset_at))[parent];
     if (lane_ == kList) record_ = parent;

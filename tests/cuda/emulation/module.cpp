@@ -80,13 +80,13 @@ void run_head_dim(const KernelParams& params, const Run& run) {
 
 // q, out: 16-bit patterns. k, v: 16-bit patterns or fp8 bytes. planned_lens: lengths that the plan was made for.
 // seq_lens: lengths of the step. visible: see AttentionParams, or None. fan_in, warp_ctas: see serialize_plan.
-// starts_of: items with a start.
+// prologues_of: items with a prologue.
 void attention(const py::object& plan_object, const Array<uint16_t>& q, const py::array& k, const py::array& v,
                Array<uint16_t>& out, Array<float>& lse, const Array<int32_t>& req_to_token,
                const Array<int64_t>& req_pool_indices, const Array<int64_t>& planned_lens,
                const Array<int64_t>& seq_lens, int growth, float scale, float v_scale, float logit_cap, int window_left,
                const py::object& sinks, const py::object& visible, bool bfloat16, int ctas, bool late_copies,
-               bool warps_first, int fan_in, int warp_ctas, int layers, int starts_of) {
+               bool warps_first, int fan_in, int warp_ctas, int layers, int prologues_of) {
   const Plan plan = copy_plan(plan_object);
   const auto q_heads = static_cast<int32_t>(q.shape(1)), kv_heads = static_cast<int32_t>(k.shape(1));
   const auto head_dim = static_cast<int32_t>(q.shape(2));
@@ -96,10 +96,10 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   std::vector<float> partial_o(size_t(plan.num_partials) * q_heads * head_dim, nan);
   std::vector<float> partial_lse(size_t(plan.num_partials) * q_heads, nan);
   std::vector<ItemRecord> items(std::max<size_t>(plan.items.size(), ctas));
-  std::vector<ItemStart> starts(std::min<size_t>(starts_of, items.size()));
+  std::vector<ItemPrologue> prologues(std::min<size_t>(prologues_of, items.size()));
   // As earlier plans leave them: what prepare does not write is not used.
   std::memset(static_cast<void*>(items.data()), 0x7f, items.size() * sizeof(ItemRecord));
-  std::memset(static_cast<void*>(starts.data()), 0x7f, starts.size() * sizeof(ItemStart));
+  std::memset(static_cast<void*>(prologues.data()), 0x7f, prologues.size() * sizeof(ItemPrologue));
   std::vector<int32_t> positions(plan.num_queries, -1), slots(words.kv_slots, -1), tile_counters(kTileCounters, 0);
   std::vector<int32_t> semaphores(size_t(words.combine_lists) * kv_heads * head_halves(q_heads / kv_heads), 0);
   const auto sink_values = sinks.is_none() ? Array<float>(0) : sinks.cast<Array<float>>();
@@ -137,8 +137,8 @@ void attention(const py::object& plan_object, const Array<uint16_t>& q, const py
   attention.v_scale = v_scale;
   attention.logit_cap = logit_cap;
   params.plan.words = words.words.data();
-  params.step = {items.data(),         starts.data(),     positions.data(), slots.data(),
-                 tile_counters.data(), semaphores.data(), hidden.data(),    static_cast<int32_t>(starts.size())};
+  params.step = {items.data(),         prologues.data(),  positions.data(), slots.data(),
+                 tile_counters.data(), semaphores.data(), hidden.data(),    static_cast<int32_t>(prologues.size())};
   const Run run{ctas, late_copies ? emulation::Copies::kLate : emulation::Copies::kEarly, warps_first, layers};
   const bool float8 = k.itemsize() == 1;
   if (!visible.is_none()) {
@@ -182,7 +182,7 @@ PYBIND11_MODULE(cuda_emulation, m) {
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
         py::arg("window_left"), py::arg("sinks"), py::arg("visible"), py::arg("bfloat16"), py::arg("ctas"),
         py::arg("late_copies"), py::arg("warps_first"), py::arg("fan_in"), py::arg("warp_ctas"), py::arg("layers"),
-        py::arg("starts_of"));
+        py::arg("prologues_of"));
   m.def("draft_tables", &draft_tables, py::kw_only(), py::arg("committed"), py::arg("mask"), py::arg("requests"),
         py::arg("drafts"), py::arg("has_committed_columns"), py::arg("seq_lens"), py::arg("visible"));
   m.def(
