@@ -301,7 +301,7 @@ class Plan:
         kv_tokens_packed: KV positions that the items read, once per item.
         kv_tokens_per_request: KV positions that request-wise attention reads.
         kv_tokens_unique: KV positions of the batch, each once.
-        narrow_prevails: whether most of the work is in items that take only a part of a worker.
+        mostly_narrow: whether most of the work is in items that take only a part of a worker.
         query_token: [num_queries] row of q and o.
         query_request: [num_queries] batch index.
         query_back: [num_queries] tokens of the request after this one.
@@ -319,7 +319,7 @@ class Plan:
     kv_tokens_packed: int
     kv_tokens_per_request: int
     kv_tokens_unique: int
-    narrow_prevails: bool
+    mostly_narrow: bool
     query_token: _Int32
     query_request: _Int32
     query_back: _Int32

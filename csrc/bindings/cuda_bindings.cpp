@@ -55,7 +55,7 @@ py::dict plan_header() {
   PREFIXPACK_FIELD(combine_partial_at);
   PREFIXPACK_FIELD(num_cta_items);
   PREFIXPACK_FIELD(active_warps);
-  PREFIXPACK_FIELD(narrow_prevails);
+  PREFIXPACK_FIELD(mostly_narrow);
   PREFIXPACK_FIELD(list_offset_at);
   PREFIXPACK_FIELD(list_partial_at);
 #undef PREFIXPACK_FIELD

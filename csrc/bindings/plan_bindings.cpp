@@ -141,7 +141,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("kv_tokens_packed", &Plan::kv_tokens_packed)
       .def_readonly("kv_tokens_per_request", &Plan::kv_tokens_per_request)
       .def_readonly("kv_tokens_unique", &Plan::kv_tokens_unique)
-      .def_readonly("narrow_prevails", &Plan::narrow_prevails)
+      .def_readonly("mostly_narrow", &Plan::mostly_narrow)
       .def_property_readonly("query_token", column(&Plan::query_token))
       .def_property_readonly("query_request", column(&Plan::query_request))
       .def_property_readonly("query_back", column(&Plan::query_back))

@@ -23,9 +23,9 @@ struct PlanHeader {
   int32_t item_kv_slots_at;
   int32_t query_token_at, query_request_at, query_back_at;
   int32_t combine_query_at, combine_offset_at, combine_partial_at;  // only the Triton kernels read them
-  int32_t num_cta_items;    // items at the front of the queue whose tile takes a whole CTA
-  int32_t active_warps;     // warps per CTA of the warp kernel that take tiles
-  int32_t narrow_prevails;  // 1 if the warp kernel has more work than the CTA kernel
+  int32_t num_cta_items;  // items at the front of the queue whose tile takes a whole CTA
+  int32_t active_warps;   // warps per CTA of the warp kernel that take tiles
+  int32_t mostly_narrow;  // 1 if the warp kernel has more work than the CTA kernel
   // CombineLists, which the CUDA kernels read; in a plan without groups the arrays of combine_offset_at and
   // combine_partial_at.
   int32_t list_offset_at, list_partial_at;

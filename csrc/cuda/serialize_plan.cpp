@@ -114,7 +114,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
     if (plan.items[i].tile_rows > narrow) add_item(i);
   }
   header.num_cta_items = static_cast<int32_t>(place);
-  header.narrow_prevails = plan.narrow_prevails;
+  header.mostly_narrow = plan.mostly_narrow;
   int64_t shortest = INT32_MAX, longest = 0, items = 0;
   for (size_t i = 0; i < num_items; ++i) {
     if (plan.items[i].tile_rows > narrow) continue;
@@ -125,7 +125,7 @@ SerializedPlan serialize_plan(const Plan& plan, const int64_t* seq_lens, int32_t
   }
   result.kv_slots = kv_slots.size();
   const bool alike = longest <= shortest + shortest / 4;
-  const WarpLaunch launch{warp_ctas, int64_t{header.num_cta_items} * kv_heads, plan.narrow_prevails, cta_warps};
+  const WarpLaunch launch{warp_ctas, int64_t{header.num_cta_items} * kv_heads, plan.mostly_narrow, cta_warps};
   header.active_warps = active_warps(items * kv_heads * head_halves(group), alike ? longest : 0, launch);
   const auto append = [&](const std::vector<int32_t>& column) {
     const auto at = static_cast<int32_t>(words.size());

@@ -12,12 +12,11 @@ constexpr int32_t kBandwidthBoundTokens = 256;  // tiles of this length are boun
 // resident_ctas: CTAs of either kernel that are resident at a time.
 struct WarpLaunch {
   int64_t resident_ctas, cta_tiles;
-  bool narrow_prevails;  // CTA tiles then take half of the resident_ctas at most
-  int32_t warps;         // of a CTA
+  bool mostly_narrow;  // CTA tiles then take half of the resident_ctas at most
+  int32_t warps;       // of a CTA
 
   int64_t free_ctas() const {
-    return resident_ctas -
-           std::min(cta_tiles, narrow_prevails ? std::max<int64_t>(1, resident_ctas / 2) : resident_ctas);
+    return resident_ctas - std::min(cta_tiles, mostly_narrow ? std::max<int64_t>(1, resident_ctas / 2) : resident_ctas);
   }
 };
 

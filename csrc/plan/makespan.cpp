@@ -182,7 +182,7 @@ class Simulation {
       add_work_tiles(i, machine_.narrow_parts, true, false);
     }
     const bool alike = longest <= shortest + shortest / 4;
-    const WarpLaunch launch{machine_.resident_ctas, static_cast<int64_t>(cta_work_tiles_), plan_.narrow_prevails,
+    const WarpLaunch launch{machine_.resident_ctas, static_cast<int64_t>(cta_work_tiles_), plan_.mostly_narrow,
                             machine_.warps};
     active_warps_ = active_warps(narrow_items * shape_.kv_heads * machine_.narrow_parts, alike ? longest : 0, launch);
   }
@@ -198,7 +198,7 @@ class Simulation {
 
   void begin() {
     now_ = machine_.begin;
-    const int32_t active = plan_.narrow_prevails ? machine_.few_ctas : machine_.resident_ctas;
+    const int32_t active = plan_.mostly_narrow ? machine_.few_ctas : machine_.resident_ctas;
     const auto taken = static_cast<int32_t>(std::min<size_t>(cta_work_tiles_, active));
     next_cta_ = 0;
     next_narrow_ = static_cast<int32_t>(cta_work_tiles_);

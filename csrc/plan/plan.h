@@ -39,7 +39,7 @@ struct Plan {
   int64_t kv_tokens_packed = 0;          // KV positions that the items read, once per item
   int64_t kv_tokens_per_request = 0;     // KV positions that request-wise attention reads
   int64_t kv_tokens_unique = 0;          // KV positions of the forest, each once: the limit
-  bool narrow_prevails = false;          // most of the work is in items that take only a part of a worker
+  bool mostly_narrow = false;            // most of the work is in items that take only a part of a worker
 };
 
 }  // namespace prefixpack

@@ -123,14 +123,14 @@ class Kind {
 }  // namespace
 
 double finish_of(const Workers& workers, const WorkTileBins& whole_bins, const WorkTileBins& narrow_bins,
-                 bool narrow_prevails, double limit) {
+                 bool mostly_narrow, double limit) {
   const bool paired = whole_bins.work_tiles() > workers.count / 2;
   Kind whole(whole_bins, paired ? workers.paired_speed : workers.lone_speed, workers.whole_latency);
   Kind narrow(narrow_bins, workers.narrow_speed, workers.narrow_latency);
   const auto bandwidth = static_cast<double>(workers.count);
   // So many or fewer work tiles do not fill the bandwidth, whatever is rounded.
   const double few = bandwidth * (1 - 1e-9) / narrow.most_speed();
-  int64_t free = narrow_prevails ? workers.count / 2 : workers.count;
+  int64_t free = mostly_narrow ? workers.count / 2 : workers.count;
   int64_t narrow_free = (workers.count - free) * workers.narrow_per_worker;
   double now = 0;
   for (;;) {

@@ -56,9 +56,9 @@ struct Workers {
 };
 
 // Seconds until the last work tile is done. Workers take whole work tiles first, the longest first, then narrow ones.
-// Work tiles that stream share the bandwidth equally, none faster than its most. narrow_prevails: half of the workers
+// Work tiles that stream share the bandwidth equally, none faster than its most. mostly_narrow: half of the workers
 // take narrow work tiles from the start. From `limit` on, any time that is not later. O(bins^2) at worst.
-double finish_of(const Workers& workers, const WorkTileBins& whole, const WorkTileBins& narrow, bool narrow_prevails,
+double finish_of(const Workers& workers, const WorkTileBins& whole, const WorkTileBins& narrow, bool mostly_narrow,
                  double limit);
 
 }  // namespace prefixpack

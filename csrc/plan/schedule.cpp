@@ -32,7 +32,7 @@ Schedule Scheduler::make(const Forest& forest, const BatchLens& lens, const Pack
   number_partials();
   order_queue();
   list_items();
-  plan_.narrow_prevails = tiling_->narrow_prevails();
+  plan_.mostly_narrow = tiling_->mostly_narrow();
   return {std::move(plan_), growth_limit(forest.num_requests)};
 }
 

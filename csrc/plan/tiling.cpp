@@ -265,7 +265,7 @@ double Tiling::finish_time(const SplitLimits& limits, double limit) {
     const double combine = std::max(splittable_whole_.combine(), splittable_narrow_.combine());
     const double until = (limit - combine) * (1 + kRounding);
     last_finish_ =
-        combine + finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), narrow_prevails(), until);
+        combine + finish_of(workers_, splittable_whole_.bins(), splittable_narrow_.bins(), mostly_narrow(), until);
   }
   return last_finish_;
 }
@@ -273,7 +273,7 @@ double Tiling::finish_time(const SplitLimits& limits, double limit) {
 // A few work tiles more than the workers take at a time make all wait for them, and a few less leave workers idle. The
 // short tiles, which nothing splits, may be among them or follow.
 double Tiling::fit_workers(SplitLimits* best, double finish) {
-  const int64_t workers = narrow_prevails() ? cost_->workers() / 2 : cost_->workers(), heads = cost_->kv_heads();
+  const int64_t workers = mostly_narrow() ? cost_->workers() / 2 : cost_->workers(), heads = cost_->kv_heads();
   const double shortest = kShares.back() * share();  // of a split; shorter tiles are not in splittable_
   if (longest_tile_ <= shortest) return finish;
   for (int64_t room : {workers, workers - whole_.work_tiles()}) {

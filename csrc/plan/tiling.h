@@ -92,7 +92,7 @@ class Tiling {
   }
   double per_worker() const { return per_worker_; }
   // Whether narrow items are more work than the others.
-  bool narrow_prevails() const { return narrow_ > total_ - narrow_; }
+  bool mostly_narrow() const { return narrow_ > total_ - narrow_; }
 
  private:
   struct SplitLimits {

@@ -41,7 +41,7 @@ PLAN_ARRAYS = (
 )
 PLAN_NUMBERS = (
     "num_requests", "num_queries", "num_partials", "kv_tokens_packed", "kv_tokens_per_request", "kv_tokens_unique",
-    "narrow_prevails",
+    "mostly_narrow",
 )  # fmt: skip
 # Tokens by which all lengths grow before the second call: shows how long a plan is reused.
 GROWTHS = (20, 50)

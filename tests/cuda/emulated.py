@@ -69,7 +69,7 @@ def same_bits(emulation: ModuleType, case: Case, *, orders: Sequence[dict[str, A
 
 def with_tile_rows(case: Case, rows: int) -> Case:
     """A case whose items of more than a warp tile, or with few rows all items, run in tiles of `rows` rows."""
-    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "combine_", "items", "narrow_"))]
+    names = [name for name in dir(case.plan) if name.startswith(("num_", "query_", "combine_", "items", "mostly_"))]
     plan = SimpleNamespace(**{name: getattr(case.plan, name) for name in names})
     plan.items = plan.items.copy()
     tile_rows = plan.items[:, 6]

@@ -201,7 +201,7 @@ def test_few_ctas_take_part_where_most_of_the_work_is_in_tails(emulation, heads,
     """One prefix for CTAs, 24 tails of 300 for warps: the work tiles are dealt to half of the CTAs."""
     prefix = 160 if heads == (32, 2) else 64
     case = make_case(2, heads=heads, batch=decode_batch([prefix + 300] * 24, prefix))
-    assert case.plan.narrow_prevails
+    assert case.plan.mostly_narrow
     assert (case.plan.items[:, 6] > 16).any()
     assert (case.plan.items[:, 6] == (16 if heads == (32, 2) else 8)).any()
     check(case, emulate(emulation, case, ctas=2, late_copies=late_copies))
@@ -250,7 +250,7 @@ def test_work_tiles_of_one_length_fill_their_rounds(emulation, work_tiles, token
 
 
 @pytest.mark.parametrize(
-    ("cta_tiles", "narrow_prevails", "warps"),
+    ("cta_tiles", "mostly_narrow", "warps"),
     [
         (0, False, 4),     # 24 warps in any of the 264 CTAs
         (260, False, 6),   # in the four that are free, so that no tile waits for the CTA tiles
@@ -258,8 +258,8 @@ def test_work_tiles_of_one_length_fill_their_rounds(emulation, work_tiles, token
         (600, True, 4),    # the CTA tiles leave half of the CTAs free
     ],
 )  # fmt: skip
-def test_work_tiles_beside_cta_tiles_do_not_wait_for_them(emulation, cta_tiles, narrow_prevails, warps):
-    assert emulation.active_warps(24, 1872, cta_tiles, narrow_prevails) == warps
+def test_work_tiles_beside_cta_tiles_do_not_wait_for_them(emulation, cta_tiles, mostly_narrow, warps):
+    assert emulation.active_warps(24, 1872, cta_tiles, mostly_narrow) == warps
 
 
 def verify_case(drafts: int, heads: tuple[int, int], **options: Any) -> Case:

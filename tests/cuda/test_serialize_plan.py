@@ -27,7 +27,7 @@ def test_words_hold_the_plan_and_room_for_growing_tails(group: int, rows_of_warp
     words, kv_slots = made.words, made.kv_slots
     num_items, num_queries, num_combines, *at, header_cta_items = words[:HEADER].tolist()
     assert (num_items, num_queries, num_combines) == (len(plan.items), plan.num_queries, len(plan.combine_query))
-    assert words[HEADER + 1] == plan.narrow_prevails
+    assert words[HEADER + 1] == plan.mostly_narrow
     # What takes a CTA comes before what takes a warp.
     items = plan.items[np.argsort(plan.items[:, 6] <= rows_of_warps, kind="stable")]
     assert header_cta_items == (items[:, 6] > rows_of_warps).sum()

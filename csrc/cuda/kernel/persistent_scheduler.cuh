@@ -174,7 +174,7 @@ PREFIXPACK_DEVICE void run_cta_kernel(const KernelParams& kernel_params, char* s
   const int32_t num_items = kHasWarpKernel<HeadDim> ? state->header.num_cta_items : state->header.num_items;
   const int32_t num_tiles = num_items * kernel_params.attention.kv_heads;
   // The warp kernel then has the other half of each SM from the start, and memory stays busy while CTAs compute.
-  const int32_t active_ctas = state->header.narrow_prevails ? few_ctas : ptx::grid_size();
+  const int32_t active_ctas = state->header.mostly_narrow ? few_ctas : ptx::grid_size();
   const int32_t busy_ctas = num_tiles < active_ctas ? num_tiles : active_ctas;
   if (ptx::uniform(tile_index < busy_ctas)) {
     if (thread < 32) {  // read behind the mainloop's barriers

@@ -32,7 +32,7 @@ Plan copy_plan(const py::object& source) {
   plan.num_requests = source.attr("num_requests").cast<int32_t>();
   plan.num_queries = source.attr("num_queries").cast<int32_t>();
   plan.num_partials = source.attr("num_partials").cast<int32_t>();
-  plan.narrow_prevails = source.attr("narrow_prevails").cast<bool>();
+  plan.mostly_narrow = source.attr("mostly_narrow").cast<bool>();
   plan.query_token = column<int32_t>(source, "query_token");
   plan.query_request = column<int32_t>(source, "query_request");
   plan.query_back = column<int32_t>(source, "query_back");
@@ -173,10 +173,10 @@ void draft_tables(const Array<int64_t>& committed, const Array<uint8_t>& mask, i
 PYBIND11_MODULE(cuda_emulation, m) {
   m.def(
       "active_warps",
-      [](int64_t work_tiles, int64_t tokens, int64_t cta_tiles, bool narrow_prevails) {
-        return active_warps(work_tiles, tokens, {264, cta_tiles, narrow_prevails, kDecodeWarps});
+      [](int64_t work_tiles, int64_t tokens, int64_t cta_tiles, bool mostly_narrow) {
+        return active_warps(work_tiles, tokens, {264, cta_tiles, mostly_narrow, kDecodeWarps});
       },
-      py::arg("work_tiles"), py::arg("tokens"), py::arg("cta_tiles") = 0, py::arg("narrow_prevails") = false);
+      py::arg("work_tiles"), py::arg("tokens"), py::arg("cta_tiles") = 0, py::arg("mostly_narrow") = false);
   m.def("attention", &attention, py::arg("plan"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
         py::arg("lse"), py::arg("req_to_token"), py::arg("req_pool_indices"), py::arg("planned_lens"),
         py::arg("seq_lens"), py::arg("growth"), py::arg("scale"), py::arg("v_scale"), py::arg("logit_cap"),
