@@ -165,21 +165,24 @@ def run_plan_cpu(plan: Plan, params: AttentionParams, sizes: TensorSizes, *, thr
 
 # Only where built_with_cuda:
 class StepAddresses:
-    """Device buffers of a step; sizes in csrc/cuda/kernel_params.h."""
+    """Device buffers of a step. Structs are in csrc/cuda/kernel_params.h; counters begin as 0.
+
+    Args:
+        words: int32 [most_plan_words(...)], the serialized plan.
+        items: int32 [max(items, LaunchSize.ctas), item_record_words], records of the work items.
+        prologues: int32 [num_prologues, item_prologue_words], what the first copies of an item need.
+        query_position: int32 [queries], KV position of each query.
+        kv_slots: int32 [SerializedPlan.kv_slots], KV slots of all items.
+        tile_counters: int32 [tile_counters], work queue counters.
+        semaphores: int32 [SerializedPlan.combine_lists, kv_heads * head_halves(group)], partial results that arrived.
+        hidden: int64 [queries], KV positions that each query does not see; of trees of drafts.
+        num_prologues: items with a prologue.
+    """
 
     def __init__(
-        self,
-        *,
-        words: int,
-        items: int,
-        prologues: int,
-        query_position: int,
-        kv_slots: int,
-        tile_counters: int,
-        semaphores: int,
-        hidden: int,
-        num_prologues: int,
-    ) -> None: ...
+        self, *, words: int, items: int, prologues: int, query_position: int, kv_slots: int, tile_counters: int,
+        semaphores: int, hidden: int, num_prologues: int
+    ) -> None: ...  # fmt: skip
 
 class LaunchSize:
     ctas: int  # CTAs that take tiles of whole CTAs
@@ -196,31 +199,15 @@ def cuda_launch_size(*, head_dim: int, dtype: int, kv_dtype: int) -> LaunchSize:
     """Launch size on the current device; types as in AttentionParams. Asks the driver: call it once."""
 
 def cuda_draft_tables(
-    *,
-    committed: int,
-    mask: int,
-    mask_size: int,
-    rows: int,
-    requests: int,
-    drafts: int,
-    has_committed_columns: bool,
-    seq_lens: int,
-    visible: int,
-    stream: int,
-) -> None:
+    *, committed: int, mask: int, mask_size: int, rows: int, requests: int, drafts: int, has_committed_columns: bool,
+    seq_lens: int, visible: int, stream: int
+) -> None:  # fmt: skip
     """Launches the tables of a verify step on a cudaStream_t; parameters as in csrc/cuda/draft_params.h."""
 
 def cuda_prepare(
-    step: StepAddresses,
-    *,
-    req_to_token: int,
-    req_to_token_stride: int,
-    req_pool_indices: int,
-    seq_lens: int,
-    visible: int,
-    ctas: int,
-    stream: int,
-) -> None:
+    step: StepAddresses, *, req_to_token: int, req_to_token_stride: int, req_pool_indices: int, seq_lens: int,
+    visible: int, ctas: int, stream: int
+) -> None:  # fmt: skip
     """Launches the preparation of a step on a cudaStream_t; tables as in AttentionParams, `ctas` CTAs."""
 
 def cuda_attend(step: StepAddresses, params: AttentionParams, size: LaunchSize, *, trees: bool, stream: int) -> None:
@@ -329,36 +316,49 @@ class Plan:
     items: _Int32
 
 class Machine:
-    resident_ctas: int
-    few_ctas: int
-    warps: int
-    narrow_rows: int
-    narrow_parts: int
-    bandwidth: float
-    begin: float
-    warp_begin: float
-    cta_start: float
-    cta_end: float
-    warp_start: float
-    cta_store: float
-    warp_rate: float
-    flops32: float
-    flops64: float
-    flops128: float
-    key_tile: int
-    lone_speedup: float
-    sibling: float
-    cta_combine: float
-    warp_combine: float
-    cta_combine_step: float
-    deferred_combine: float
-    deferred_combine_step: float
-    warp_combine_step: float
+    """The GPU that `simulate_makespan` simulates; csrc/plan/makespan.h has the defaults."""
+
+    resident_ctas: int  # two of each SM
+    few_ctas: int  # of these, those that the CTA kernel has where most work is narrow
+    warps: int  # of a CTA of the warp kernel
+    narrow_rows: int  # items of so many rows or fewer are for warps
+    narrow_parts: int  # work tiles of such an item and KV head
+    bandwidth: float  # bytes per second
+    begin: float  # seconds from the launch to the first work
+    warp_begin: float  # seconds from when a CTA of warps begins to their first work tile
+    cta_start: float  # seconds of a CTA's work tile before its KV streams
+    cta_end: float  # seconds of a CTA's work tile after its KV streams
+    warp_start: float  # seconds of a warp's work tile before its KV streams
+    cta_store: float  # bytes per second of its rows that one CTA writes
+    warp_rate: float  # bytes per second of KV that one warp reads
+    flops32: float  # operations per second of all CTAs, tiles of up to 32 rows
+    flops64: float  # likewise, of up to 64
+    flops128: float  # likewise, of more
+    key_tile: int  # KV positions of a CTA's KV tile: it multiplies all of the last
+    lone_speedup: float  # factor of a CTA's arithmetic whose SM runs no other
+    sibling: float  # share of its bytes that a sibling tile takes of the bandwidth
+    cta_combine: float  # seconds of a combine by a CTA before its steps
+    warp_combine: float  # likewise, by a warp
+    cta_combine_step: float  # seconds of a step of a row's partial results, by a CTA
+    deferred_combine: float  # seconds of a deferred row before its steps
+    deferred_combine_step: float  # seconds of eight of its partial results
+    warp_combine_step: float  # as cta_combine_step, by a warp
     def __init__(self) -> None: ...
 
-def simulate_makespan(
-    plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine
-) -> tuple[float, float, float, float]: ...
+class Makespan:
+    """See sgl_prefix_attn.simulator.Makespan; all in seconds."""
+
+    seconds: float
+    streaming: float
+    longest: float
+    work: float
+
+def simulate_makespan(plan: Plan, seq_lens: _Int64, shape: ModelShape, machine: Machine) -> Makespan:
+    """When the GPU kernels would be done with a plan. seq_lens: [num_requests] KV lengths by batch index.
+
+    Raises:
+        ValueError: seq_lens of another length, or figures that are not positive.
+    """
 
 class Planner:
     """See sgl_prefix_attn.core.planner.Planner."""

@@ -200,12 +200,16 @@ void bind_planner(py::module_& m) {
       .def_readwrite("deferred_combine", &Machine::deferred_combine)
       .def_readwrite("deferred_combine_step", &Machine::deferred_combine_step)
       .def_readwrite("warp_combine_step", &Machine::warp_combine_step);
+  py::class_<Makespan>(m, "Makespan")
+      .def_readonly("seconds", &Makespan::seconds)
+      .def_readonly("streaming", &Makespan::streaming)
+      .def_readonly("longest", &Makespan::longest)
+      .def_readonly("work", &Makespan::work);
   m.def(
       "simulate_makespan",
       [](const Plan& plan, const Lengths& seq_lens, const ModelShape& shape, const Machine& machine) {
         const int64_t* lens = lengths_data(seq_lens, "seq_lens", plan.num_requests);
-        const Makespan found = simulate_makespan(plan, lens, shape, machine);
-        return py::make_tuple(found.seconds, found.streaming, found.longest, found.work);
+        return simulate_makespan(plan, lens, shape, machine);
       },
       py::arg("plan"), py::arg("seq_lens"), py::arg("shape"), py::arg("machine"));
 

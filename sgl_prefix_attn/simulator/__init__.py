@@ -109,4 +109,5 @@ def makespan(
     machine.resident_ctas, machine.few_ctas = device.workers, max(1, device.workers // 2)
     machine.narrow_parts = device.narrow_parts
     machine.narrow_rows = WARP_ROWS * device.narrow_parts if shape.head_dim <= WIDEST_HEAD_OF_WARPS else 0
-    return Makespan(*_native.simulate_makespan(plan, seq_lens, _native.ModelShape(**asdict(shape)), machine))
+    found = _native.simulate_makespan(plan, seq_lens, _native.ModelShape(**asdict(shape)), machine)
+    return Makespan(found.seconds, found.streaming, found.longest, found.work)

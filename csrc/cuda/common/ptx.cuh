@@ -109,9 +109,16 @@ PREFIXPACK_DEVICE int32_t atomic_add_release(int32_t* address, int32_t value) {
   asm volatile("atom.add.release.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
 }
-// Relaxed GPU-scope loads, for results that other CTAs wrote during this launch. They read L2. An acquire load or fence
-// would invalidate the SM's whole L1 for every work tile. It is not needed: these addresses are never in L1, and a load
-// that depends on a semaphore's value is issued after that value has arrived.
+// Relaxed GPU-scope loads, for results that other CTAs wrote during this launch.
+//
+// Partials are read behind a relaxed read of their semaphore and a barrier. That is deliberately weaker than the PTX
+// memory model asks for: without an acquire the writer's release synchronizes with nothing. An acquire load or fence
+// would invalidate the SM's whole L1 for every work tile. The code relies on three properties of the hardware:
+// - A load behind a branch or barrier that depends on the semaphore's value is issued after that value has arrived.
+// - These loads, and cp.async.cg, read the L2, and no other load of a launch reads partials. So no L1 has an old one.
+// - What a release at GPU scope orders is in the L2 before its atomic.
+// Tested by results only, on an H100 and an H200: outputs of tests/cuda/test_gpu_kernels.py and of the batches of
+// benchmarks/kernel are compared with references. The CPU emulation does not reorder memory. There is no litmus test.
 PREFIXPACK_DEVICE int32_t load_relaxed(const int32_t* address) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -68,6 +68,8 @@ class DeferredCombine {
       ptx::warp_sync();
 #pragma unroll 1
       for (;;) {
+        // A relaxed poll, then a barrier, and no acquire: see ptx::load_relaxed. The partials that are read behind it
+        // come from the L2, also those that a warm-up has read before they were complete.
         const bool complete = ptx::broadcast(ptx::load_relaxed(semaphore), 0) >= record.count;
         // While partials are missing, the warp goes through the code with what lies in the first ones' places, so that
         // it is in the instruction cache when they arrive.
@@ -146,6 +148,7 @@ class DeferredCombine {
       if (lane_ <= last) low = ptx::load_relaxed(lse_of_head + int64_t{entries.low} * attention_.q_heads);
       if (32 + lane_ <= last) high = ptx::load_relaxed(lse_of_head + int64_t{entries.high} * attention_.q_heads);
       ptx::warp_sync();
+      // cp.async.cg: past the L1, as the relaxed loads.
       const auto load = [&](int32_t group, ptx::SharedAddress to) {
         const int32_t first = group << group_bits;
         const int32_t mine = first < 32 ? entries.low : entries.high;
