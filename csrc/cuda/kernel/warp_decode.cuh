@@ -19,12 +19,12 @@ namespace prefixpack {
 
 template <class TileT, class Format>
 class WarpDecode : WarpRing<TileT, Format> {
-  using Rows = WarpRing<TileT, Format>;
+  using Base = WarpRing<TileT, Format>;
 
  public:
   // shared: kWarpBytes of this warp.
   PREFIXPACK_DEVICE WarpDecode(const KernelParams& params, const char* shared)
-      : Rows(params, shared), softmax_(params.attention) {}
+      : Base(params, shared), softmax_(params.attention) {}
 
   PREFIXPACK_DEVICE int32_t num_tiles() const { return num_tiles_; }
   // Warps per CTA that take tiles.
@@ -64,32 +64,32 @@ class WarpDecode : WarpRing<TileT, Format> {
   }
 
  private:
-  using Rows::accumulators_;
-  using Rows::clear_accumulators;
-  using Rows::epilogue;
-  using Rows::fill_ring;
-  using Rows::header;
-  using Rows::in_flight_;
-  using Rows::kDone;
-  using Rows::kKvBegin, Rows::kKvEnd, Rows::kLowest, Rows::kSteps;
-  using Rows::kLookaheadStages, Rows::kRingBytes, Rows::kStages;
-  using Rows::lane_;
-  using Rows::load_keys_, Rows::load_record_, Rows::load_stage_, Rows::load_stages_;
-  using Rows::lookahead_;
-  using Rows::num_tiles_;
-  using Rows::prefetch_partial_lists;
-  using Rows::queries_;
-  using Rows::read_positions;
-  using Rows::record_;
-  using Rows::ring;
-  using Rows::stages_of;
-  using Rows::state_;
-  using Rows::tile_index_;
-  using Rows::tile_is_loading_;
-  using Rows::use_offset_;
-  using Rows::wait_for_stage;
-  using Rows::window_;
-  using Rows::word;
+  using Base::accumulators_;
+  using Base::clear_accumulators;
+  using Base::epilogue;
+  using Base::fill_ring;
+  using Base::header;
+  using Base::in_flight_;
+  using Base::kDone;
+  using Base::kKvBegin, Base::kKvEnd, Base::kLowest, Base::kSteps;
+  using Base::kLookaheadStages, Base::kRingBytes, Base::kStages;
+  using Base::lane_;
+  using Base::load_keys_, Base::load_record_, Base::load_stage_, Base::load_stages_;
+  using Base::lookahead_;
+  using Base::num_tiles_;
+  using Base::prefetch_partial_lists;
+  using Base::queries_;
+  using Base::read_positions;
+  using Base::record_;
+  using Base::ring;
+  using Base::stages_of;
+  using Base::state_;
+  using Base::tile_index_;
+  using Base::tile_is_loading_;
+  using Base::use_offset_;
+  using Base::wait_for_stage;
+  using Base::window_;
+  using Base::word;
 
   using Product = typename Format::Product;
   static constexpr int kStepsPerLoad = Format::kStepsPerLoad;
@@ -153,7 +153,7 @@ class WarpDecode : WarpRing<TileT, Format> {
     use_offset_ = use_offset_ == kRingBytes - TileT::kStageBytes ? 0 : use_offset_ + TileT::kStageBytes;
   }
 
-  // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
+  // Address of a chunk for ldmatrix. Base start where the swizzled address bits are zero, so that the swizzle is an XOR
   // of the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);

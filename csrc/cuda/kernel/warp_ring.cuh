@@ -16,25 +16,25 @@
 namespace prefixpack {
 
 template <class TileT, class Format>
-class WarpRing : protected WarpEpilogue<TileT, Format> {
-  using Rows = WarpEpilogue<TileT, Format>;
+class WarpRing : protected WarpTileState<TileT, Format> {
+  using Base = WarpTileState<TileT, Format>;
 
  protected:
-  using Rows::attention_;
-  using Rows::head_shift;
-  using Rows::header;
-  using Rows::heads_per_half_;
-  using Rows::kKvBegin, Rows::kKvEnd, Rows::kKvHead, Rows::kLowest, Rows::kQueryCount, Rows::kKvSlotsAt,
-      Rows::kVirtualHead;
-  using Rows::lane_;
-  using Rows::params_;
-  using Rows::query_;
-  using Rows::token_of_row;
-  using Rows::word;
+  using Base::attention_;
+  using Base::head_shift;
+  using Base::header;
+  using Base::heads_per_half_;
+  using Base::kKvBegin, Base::kKvEnd, Base::kKvHead, Base::kLowest, Base::kQueryCount, Base::kKvSlotsAt,
+      Base::kVirtualHead;
+  using Base::lane_;
+  using Base::params_;
+  using Base::query_;
+  using Base::token_of_row;
+  using Base::word;
 
   // shared: kWarpBytes of this warp.
   PREFIXPACK_DEVICE WarpRing(const KernelParams& params, const char* shared)
-      : Rows(params),
+      : Base(params),
         window_(params.attention.window_left),
         first_item_(header(offsetof(PlanHeader, num_cta_items))),
         num_tiles_((header(offsetof(PlanHeader, num_items)) - first_item_) * params.heads.virtual_heads.number),
@@ -170,7 +170,7 @@ class WarpRing : protected WarpEpilogue<TileT, Format> {
     ++load_stage_;
   }
 
-  // Rows beyond the end are zeros: masked values still must not be NaN.
+  // Base beyond the end are zeros: masked values still must not be NaN.
   template <bool kWhole>
   PREFIXPACK_DEVICE void copy_rows(ptx::SharedAddress to, const char* from, int32_t stride) const {
     const auto first_lane = static_cast<int32_t>(load_stage_ / 2 % 2 * TileT::kKeys) + lane_ / kChunks;

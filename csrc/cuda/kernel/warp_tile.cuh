@@ -1,4 +1,5 @@
-// Accumulators of a warp tile, its epilogue and combine.
+// State of the tile that a warp computes: record, softmax and accumulators; and what needs only that, the epilogue and
+// the combine. WarpRing adds the loads, WarpDecode the MMAs.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 namespace prefixpack {
 
 template <class TileT, class Format>
-class WarpEpilogue {
+class WarpTileState {
  protected:
   static constexpr int kHeadDim = TileT::kHeadDim;
   static constexpr int kSteps = kHeadDim / 16;
@@ -46,7 +47,7 @@ class WarpEpilogue {
   // The plan's array whose offset that field says.
   PREFIXPACK_DEVICE const int32_t* array(size_t offset) const { return params_.plan.words + header(offset); }
 
-  PREFIXPACK_DEVICE explicit WarpEpilogue(const KernelParams& params)
+  PREFIXPACK_DEVICE explicit WarpTileState(const KernelParams& params)
       : params_(params),
         attention_(params.attention),
         lane_(ptx::thread_index() % 32),
