@@ -45,10 +45,7 @@ def cta_warps(capability: int) -> int:
     """Warps of a CTA of the warp kernel, in code for a compute capability."""
 
 def head_halves(group: int) -> int:
-    """Parts of the query heads of a KV head that have semaphores of their own, and warp tiles if they fit: 1 or 2.
-
-    Even groups of more than eight heads have two.
-    """
+    """Parts of a KV head's query heads with semaphores of their own: 2 of even groups of more than 8 heads, else 1."""
 
 class SerializedPlan:
     words: _Int32  # [words] header and arrays, as csrc/cuda/kernel_params.h describes them
@@ -233,7 +230,6 @@ class Forest:
 
 class RadixMirror:
     """See sgl_prefix_attn.core.forest.RadixMirror."""
-
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
     def known(self, node_id: int) -> bool: ...
@@ -245,7 +241,6 @@ class RadixMirror:
 
 class ModelShape:
     """See sgl_prefix_attn.core.planner.ModelShape."""
-
     def __init__(self, *, q_heads: int, kv_heads: int, head_dim: int, kv_bytes: int, partial_bytes: int) -> None: ...
 
 class DeviceModel:
