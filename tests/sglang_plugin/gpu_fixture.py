@@ -59,7 +59,7 @@ class HostStep:
             "queries": plan.num_queries,
             "items": len(plan.items),
             "kv_slots": int((ends - plan.items[:, 3]).sum()),
-            "partial_slots": plan.num_partials,
+            "partials": plan.num_partials,
         }
         for name, count in needed.items():
             if count > getattr(self.limits, name):
