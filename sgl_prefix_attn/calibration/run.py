@@ -92,8 +92,10 @@ class StepsFile:
         self.header = {key: value for key, value in before.items() if key != "rows"}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds a row, or replaces that of the batch."""
-        self._rows[row["set"], row["key"]] = row
+        """Adds a row. Of an earlier row of the batch the kernels stay that this one has not, or has no times of."""
+        before = self._rows.get((row["set"], row["key"]), {"baselines": {}})["baselines"]
+        new = {way: found for way, found in row["baselines"].items() if "failed" not in found or way not in before}
+        self._rows[row["set"], row["key"]] = {**row, "baselines": {**before, **new}}
 
     def lacks(self, kind: str, case: Case, ways: Sequence[str], retry_failed: bool = False) -> bool:
         """Whether a batch has to be measured: it has no row, or its row is from before one of the ways was there.

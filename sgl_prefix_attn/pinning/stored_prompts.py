@@ -84,7 +84,10 @@ class StoredPrompt(Sequence[int]):
         while part is not None and part.end > begin:
             pieces.append(part.tokens[max(0, begin - part.begin) : max(0, end - part.begin)])
             part = part.before
-        return sum(reversed(pieces), array("q"))
+        found = array("q")
+        for piece in reversed(pieces):
+            found.extend(piece)
+        return found
 
     def _until(self, position: int, key: int) -> _Part:
         """The part that ends at a position, after a split if necessary."""

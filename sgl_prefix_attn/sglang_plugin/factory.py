@@ -64,7 +64,8 @@ def create_backend(runner: Any, settings: Settings) -> PrefixPackBackend:
 def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
     """A stock backend wrapped by ours, or the stock backend itself where we can be of no use or do harm. Never raises.
 
-    What refuses, and why, is logged once. A refused server has no hook and no state of ours.
+    What refuses, and why, is logged once. A refused server has no hook and no state of ours, but for
+    those of scheduling that the settings ask for (`entry.asks_for_scheduling`).
 
     Args:
         runner: SGLang's ModelRunner.

@@ -248,3 +248,13 @@ def test_heads_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = command.shape_of(arguments("--model", str(tmp_path), "--tp", "4"), cuda=True)
     assert run.model_shape(shape) == ModelShape(8, 2, 128, kv_bytes=2)
+
+
+def test_times_of_a_kernel_stay_when_a_batch_is_measured_again(tmp_path: Path) -> None:
+    steps = run.StepsFile(tmp_path / "steps.json", {})
+    row, measured, lost = {"set": "fit", "key": "batch"}, {"cold_us": 5.0}, {"failed": "the device was lost"}
+    steps.add({**row, "baselines": {"fa3": measured, "triton": lost}})
+    steps.add({**row, "baselines": {"fa3": lost, "triton": measured, "flashinfer": lost}})
+    steps.add({**row, "baselines": {"triton": {"cold_us": 4.0}}})
+    (found,) = steps.rows
+    assert found["baselines"] == {"fa3": measured, "triton": {"cold_us": 4.0}, "flashinfer": lost}

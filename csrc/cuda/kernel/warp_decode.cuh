@@ -153,7 +153,7 @@ class WarpDecode : WarpRing<TileT, Format> {
     use_offset_ = use_offset_ == kRingBytes - TileT::kStageBytes ? 0 : use_offset_ + TileT::kStageBytes;
   }
 
-  // Address of a chunk for ldmatrix. Base start where the swizzled address bits are zero, so that the swizzle is an XOR
+  // Address of a chunk for ldmatrix. Rows start where the swizzled address bits are zero, so that the swizzle is an XOR
   // of the address.
   PREFIXPACK_DEVICE static ptx::SharedAddress chunk_at(ptx::SharedAddress lane_address, int32_t chunk) {
     return lane_address ^ static_cast<ptx::SharedAddress>(chunk << 4);

@@ -170,7 +170,7 @@ class WarpRing : protected WarpTileState<TileT, Format> {
     ++load_stage_;
   }
 
-  // Base beyond the end are zeros: masked values still must not be NaN.
+  // Rows beyond the end are zeros: masked values still must not be NaN.
   template <bool kWhole>
   PREFIXPACK_DEVICE void copy_rows(ptx::SharedAddress to, const char* from, int32_t stride) const {
     const auto first_lane = static_cast<int32_t>(load_stage_ / 2 % 2 * TileT::kKeys) + lane_ / kChunks;

@@ -102,6 +102,8 @@ class Retention:
 
     def on_request_released(self, request: Any, tokens: Sequence[int], namespace: Namespace) -> None:
         """A request has ended; these tokens, its prompt first, are cached and unlocked."""
+        _, coming = self._computing.pop(request.rid, (None, ()))
+        self._coming.difference_update(coming)
         keys = self._prompt_keys(request)
         if request.output_ids:
             keys = keys_of(tokens, self._block, namespace.text)
@@ -117,6 +119,8 @@ class Retention:
         """The tree was reset."""
         self._cached.clear()
         self._avoided.clear()
+        self._computing.clear()
+        self._coming.clear()
         self.scores.clear()
 
     def score_of_pin(self, pin: Pin) -> float:

@@ -61,7 +61,8 @@ def test_a_plan_without_splits_of_the_largest_graph_always_fits(drafts: int) -> 
     limits = step_limits(steps, SHAPE, model.tile_rows[-1])
     lens = np.full(64, steps.context)
     plan = Planner(SHAPE, model).plan(PrefixForest.from_paths([()] * 64), lens, np.full(64, drafts))
-    _, kv_slots = serialize_plan(plan, lens, steps.growth, SHAPE)
-    assert kv_slots <= limits.kv_slots
+    made = serialize_plan(plan, lens, steps.growth, SHAPE)
+    assert made.kv_slots <= limits.kv_slots
+    assert made.combine_lists <= limits.combine_lists
     assert len(plan.items) <= limits.items
     assert (plan.num_queries, plan.num_partials) == (64 * drafts, 0)
