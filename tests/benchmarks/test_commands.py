@@ -81,6 +81,7 @@ GPU = {
     "-m benchmarks.serving.live_abtest": f"{_ABTEST} {_SMALL_POOL}",
     _ROLLOUTS: f"{_ROLLOUT} {_SMALL_POOL}",
     _SIDE_BY_SIDE: "--times 2 --workload rl:1 no-sharing:2 --prompt-tokens 256 --output-tokens 16 " + _SMALL_POOL,
+    "-m benchmarks.serving.wrapped_models": "--cases llama4:fa3 --repeats 1 --prompt-tokens 512",
     "-m benchmarks.serving.refused --device cuda": "--only mla --steps 4 --builds 2 --starts 1",
     "-m benchmarks.offline.throughput --device cuda --model MODEL --settings": "--settings 60/10x4 --requests 8 "
     f"--output-tokens 4 --repeats 1 --server-args '{_ARGS}'",

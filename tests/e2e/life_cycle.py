@@ -39,18 +39,20 @@ PAUSES = ("abort", "retract", "in_place")
 Judge = Callable[[int, list[int]], None]
 
 
-def prompts(vocabulary: Vocabulary) -> list[Request]:
+def prompts(vocabulary: Vocabulary, family: int = 0) -> list[Request]:
     """Twelve prompts over four documents, whole and in part, half of them behind a system prompt.
 
     They fork at many depths, so that a request in another's place, or a node that has been split, shows in the tokens.
+    Prompts of two families share nothing.
     """
-    system = vocabulary.tokens(30, 21, 9)
-    documents = [vocabulary.tokens(110 + 30 * number, 21, number) for number in range(4)]
+    shared, private = 21 + 2 * family, 22 + 2 * family  # seeds
+    system = vocabulary.tokens(30, shared, 9)
+    documents = [vocabulary.tokens(110 + 30 * number, shared, number) for number in range(4)]
     prompts = []
     for number in range(12):
         document = documents[number % 4]
         begin = document[: len(document) * (number % 3 + 1) // 3]
-        own = vocabulary.tokens(5 + number, 22, number)
+        own = vocabulary.tokens(5 + number, private, number)
         prompts.append(Request(f"life-{number}", system * (number % 2) + begin + own, LONGEST))
     return prompts
 

