@@ -83,6 +83,7 @@ JOBS = (
     Job("drafts_by_default", 3, f"{_PYTEST} tests/e2e/test_one_token.py -k default"),
     Job("models", 8, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'not tp and not dp' --results {{out}}.json"),
     Job("models_tp", 7, f"{_PYTEST} tests/e2e/test_models_on_gpu.py -k 'tp or dp' --results {{out}}.json", gpus=2),
+    Job("wrapped_models", 9, "-m benchmarks.serving.wrapped_models --out {out}.json"),
     Job("speculation", 6, _DRAFTS, _ACCEPTANCE),
     Job("speculation_unshared", 6, f"{_DRAFTS} --samples 1 --running 64", _ACCEPTANCE),
     Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),

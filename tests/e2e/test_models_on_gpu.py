@@ -169,6 +169,7 @@ def note(path: str | None, case: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("variant", "stock", "arguments"),
     [
+        pytest.param("llama_gpu", "fa3", (), id="llama"),
         pytest.param("gpt_oss_gpu", "triton", (), id="gpt_oss"),
         pytest.param("llama4_gpu", "fa3", (), id="llama4"),
         pytest.param("qwen3_next_gpu", "triton", (), id="qwen3_next"),
