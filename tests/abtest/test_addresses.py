@@ -50,7 +50,7 @@ class Copy:
         paths: Any = SimpleNamespace(mode="decode", forest=forest)
         arms = []
         for _ in range(steps):
-            handed: Any = SimpleNamespace(step=paths, seq_lens=torch.tensor([210, 220]))
+            handed: Any = SimpleNamespace(paths=paths, seq_lens=torch.tensor([210, 220]))
             if self.router.watches_steps:
                 self.router.step_begins(True, handed, 2)
                 self.router.step_decided(True, self.router.decide(paths, np.array([210, 220])).value)

@@ -32,7 +32,7 @@ HUGE = {"columns": _COLUMNS, "facts": None, "us": [1], "features": [[10**30] * l
 
 
 def handed(lens: list[int], forest: PrefixForest) -> Any:
-    return SimpleNamespace(step=SimpleNamespace(mode="decode", forest=forest), seq_lens=torch.tensor(lens))
+    return SimpleNamespace(paths=SimpleNamespace(mode="decode", forest=forest), seq_lens=torch.tensor(lens))
 
 
 def recorded(steps: int, plan: RecordPlan) -> StepRecording:
@@ -40,7 +40,7 @@ def recorded(steps: int, plan: RecordPlan) -> StepRecording:
     forest = PrefixForest.from_paths(PATHS)
     made = StepRecording(plan, StepClock(cuda=False))
     for index in range(steps):
-        no_paths = SimpleNamespace(step="no_paths", seq_lens=None)
+        no_paths = SimpleNamespace(paths="no_paths", seq_lens=None)
         step = no_paths if index % 3 == 2 else handed([201 + index, 205 + index, 9 + index], forest)
         made.step(True, step, 3)
         made.ran("stock" if index % 3 == 2 else "packed")

@@ -36,15 +36,15 @@ VERSION = 1
 
 def batch_state(handed: Handed) -> dict[str, Any] | None:
     """The last packed batch as JSON-able values."""
-    step = handed.step
-    if isinstance(step, str):
+    paths = handed.paths
+    if isinstance(paths, str):
         return None
-    lens = handed.seq_lens.numpy() + (step.query_lens if step.mode == "verify" else 0)
+    lens = handed.seq_lens.numpy() + (paths.query_lens if paths.mode == "verify" else 0)
     return {
-        "mode": step.mode,
+        "mode": paths.mode,
         "seq_lens": lens.tolist(),
-        "query_lens": [1] * step.num_requests if step.query_lens is None else step.query_lens.tolist(),
-        "paths": [[list(segment) for segment in path] for path in step.forest.paths()],
+        "query_lens": [1] * paths.num_requests if paths.query_lens is None else paths.query_lens.tolist(),
+        "paths": [[list(segment) for segment in path] for path in paths.forest.paths()],
     }
 
 

@@ -71,7 +71,7 @@ def _stock(reason: str | None, is_graph_variant: bool) -> StepDecision:
 
 def _requests(handed: Handed, forward_batch: Any) -> int:
     """Requests of a step, without the padding of graphs where paths are known."""
-    return int(forward_batch.batch_size) if isinstance(handed.step, str) else handed.step.num_requests
+    return int(forward_batch.batch_size) if isinstance(handed.paths, str) else handed.paths.num_requests
 
 
 def _mode_of(forward_mode: Any) -> Mode:
@@ -176,16 +176,16 @@ class StepPlanner:
         if self._packed_steps is not None:
             if changed:  # of all microbatches
                 self._packed_steps.clear()
-            last = self._packed_steps.get(handed.step) or last
+            last = self._packed_steps.get(handed.paths) or last
         step = last.step
-        steady = step is not None and not changed and handed.step is step.paths
+        steady = step is not None and not changed and handed.paths is step.paths
         if step is not None and steady and step.continues_with(forward_batch, handed, in_graph):
             self._executor.begin(step)
             self._counters.packed_on(step.host_lens.shape[0], step.kv_tokens, step.age)
             if may_route:
                 self._router.stays_packed()
             return last
-        paths = handed.step
+        paths = handed.paths
         outcome: PackedStep | str | None
         if isinstance(paths, str):
             outcome = self._unsupported(paths, forward_batch, in_graph and not in_packed_graph)

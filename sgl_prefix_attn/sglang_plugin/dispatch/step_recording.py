@@ -64,7 +64,7 @@ class StepRecording:
         self._us[row] = np.nan
         self._features[row] = UNKNOWN
         self._features[row, 0] = requests
-        paths = handed.step
+        paths = handed.paths
         if not isinstance(paths, str) and paths.mode == "decode" and handed.seq_lens is not None:
             if self._facts is None or paths.forest is not self._forest:
                 self._forest, self._facts = paths.forest, ForestFacts.of(paths.forest)

@@ -33,13 +33,13 @@ class Handed(NamedTuple):
     """What is handed over for one forward.
 
     Attributes:
-        step: the paths, or a key of `fallback_reasons.EXPLANATIONS`.
-        rows: the batch's req_pool_indices, which identify the batch.
-        seq_lens: the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
+        paths: what the requests share, or why that is not known: a key of `fallback_reasons.EXPLANATIONS`.
+        rows: [num_requests] int64, the batch's req_pool_indices, which identify the batch.
+        seq_lens: [num_requests] int64 on the host, the batch's seq_lens_cpu; SGLang makes a new tensor for each step.
         bounds: whether SGLang keeps no lengths in host memory, and `seq_lens` are upper bounds of a verify batch.
     """
 
-    step: StepPaths | str
+    paths: StepPaths | str
     rows: Any = None
     seq_lens: Any = None
     bounds: bool = False
@@ -89,11 +89,11 @@ class Handover:
         """Reads a batch's paths; never raises."""
         start = time.perf_counter()
         try:
-            step = self._tracker.step(batch)
-            handed = Handed(step, batch.req_pool_indices, batch.seq_lens_cpu)
-            if batch.seq_lens_cpu is None and not isinstance(step, str) and step.query_lens is not None:
+            paths = self._tracker.step(batch)
+            handed = Handed(paths, batch.req_pool_indices, batch.seq_lens_cpu)
+            if batch.seq_lens_cpu is None and not isinstance(paths, str) and paths.query_lens is not None:
                 # The verify step before may still run, and commit as many tokens as this one at most.
-                lens = versions.committed_lens(batch.reqs) + step.query_lens
+                lens = versions.committed_lens(batch.reqs) + paths.query_lens
                 handed = handed._replace(seq_lens=torch.from_numpy(lens), bounds=True)
         except Exception:  # the guard of the hook bodies: the step uses the stock backend
             self._counters.hook_failed()

@@ -38,7 +38,7 @@ def grown(fixture: Fixture) -> None:
     fixture.batch.seq_lens_sum += len(LENGTHS)
     fixture.handed = fixture.handed._replace(
         seq_lens=fixture.batch.seq_lens_cpu,
-        step=SimpleNamespace(**vars(fixture.step)),  # type: ignore[arg-type]
+        paths=SimpleNamespace(**vars(fixture.step)),  # type: ignore[arg-type]
     )
 
 

@@ -193,7 +193,7 @@ class TestReplay:
     def test_steps_without_paths_replay_the_stock_graph(self, routed: Routed, handed: Handed) -> None:
         fixture = routed(ALWAYS_PACKED, 8)
         assert_same(fixture.graphs.replay(handed), fixture.run_stock())
-        assert fixture.fallbacks == {handed.step: 1}
+        assert fixture.fallbacks == {handed.paths: 1}
         assert fixture.stock.graph_calls[-1] == "replay"
         assert_same(fixture.graphs.replay(), fixture.run_stock())
         assert routes(fixture) == {"packed": 1, "stock": 0}

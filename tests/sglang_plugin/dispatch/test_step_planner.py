@@ -50,7 +50,7 @@ class TestKinds:
         fixture.graphs.capture(4)
         assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (StepKind.UNSHARED, None)
         fixture.graphs.replay(NOTHING)
-        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (StepKind.UNSHARED, NOTHING.step)
+        assert (fixture.backend.decision.kind, fixture.backend.decision.reason) == (StepKind.UNSHARED, NOTHING.paths)
 
     @pytest.mark.parametrize("error", [ValueError, MemoryError])
     def test_an_error_of_the_native_planner_is_a_fallback(self, error, caplog):
@@ -85,7 +85,7 @@ class TestSteadySteps:
 
         def turn() -> None:
             for step, decisions in zip((fixture.step, alone), of_batch.values(), strict=True):
-                assert_same(fixture.run(fixture.handed._replace(step=step)), fixture.run_stock())
+                assert_same(fixture.run(fixture.handed._replace(paths=step)), fixture.run_stock())
                 decisions.append(fixture.backend.decision)
             fixture.grow(1)
 

@@ -75,7 +75,7 @@ class TestDecodeGraphs:
     def test_without_paths_requests_are_read_one_by_one(self, handed: Handed) -> None:
         fixture = graphs(8)
         assert_same(fixture.graphs.replay(handed), fixture.run_stock())
-        assert fixture.fallbacks == {handed.step: 1}
+        assert fixture.fallbacks == {handed.paths: 1}
         assert not fixture.state.counters.steps_packed["decode"]
         assert fixture.device_step.loads[-1].kv_tokens_packed == sum(fixture.seq_lens)
         assert fixture.stock.graph_calls == ["state 8"]

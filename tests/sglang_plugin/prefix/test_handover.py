@@ -63,7 +63,7 @@ class TestHooks:
 
         assert hooks.around_forward(forward, TARGET, forward_batch, pp_proxy_tensors=1) == "logits"
         first, again, proxy = seen[0]
-        assert first.step is STEP
+        assert first.paths is STEP
         assert first.rows == "rows"
         assert again is first
         assert proxy == 1
@@ -76,7 +76,7 @@ class TestHooks:
     def test_paths_are_there_for_a_worker_that_prepares_the_backend_itself(self) -> None:
         """Before it calls the runner's forward, as DFLASH's verify steps without a graph."""
         hooks, active, _ = started()
-        assert active.take(announced(hooks)).step is STEP
+        assert active.take(announced(hooks)).paths is STEP
 
     def test_a_forward_that_raises_leaves_nothing_behind(self) -> None:
         hooks, active, counters = started()
@@ -102,7 +102,7 @@ class TestHooks:
         seen = []
         for _ in range(3):
             hooks.around_forward(
-                lambda runner, batch: seen.append(active.take(NO_BATCH).step), TARGET, announced(hooks)
+                lambda runner, batch: seen.append(active.take(NO_BATCH).paths), TARGET, announced(hooks)
             )
         assert seen == [fallback_reasons.HOOK_FAILED] * 3
         assert counters.fallbacks[fallback_reasons.HOOK_FAILED] == 3
@@ -116,11 +116,11 @@ class TestHooks:
         seen = []
 
         def load_batch(runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> None:
-            seen.append(active.take(NO_BATCH).step)
+            seen.append(active.take(NO_BATCH).paths)
 
         def forward(runner: Any, batch: Any) -> None:
             hooks.around_forward(load_batch, runner, batch)
-            seen.append(active.take(NO_BATCH).step)
+            seen.append(active.take(NO_BATCH).paths)
 
         hooks.around_forward(load_batch, TARGET, forward_batch, None)
         assert active.take(NO_BATCH) is NOTHING
@@ -132,5 +132,5 @@ class TestNativeSeam:
     def test_what_was_announced_is_for_one_forward_only(self) -> None:
         _, active, _ = started("patch")
         active.prepare(BATCH)
-        assert active.take(NO_BATCH).step is STEP
+        assert active.take(NO_BATCH).paths is STEP
         assert active.take(NO_BATCH) is NOTHING

@@ -179,7 +179,7 @@ class TestHandover:
             hooks.around_forward(lambda *args: seen.append(hooks.active.take(forward)), TARGET, forward)
         else:
             seen.append(hooks.active.take(forward))
-        assert seen[0].step.mode == "decode"
+        assert seen[0].paths.mode == "decode"
         assert counters.one_token_steps["mixed"] == 1
 
     def test_an_error_leaves_a_prefill_and_is_counted(self, kind: HandoverKind) -> None:

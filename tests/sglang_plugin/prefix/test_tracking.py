@@ -232,12 +232,12 @@ class TestSpeculation:
         handover = Handover("hooks", BatchTracker(), Counters())
         batch.seq_lens_cpu = None
         handed = handover.read(batch)
-        assert not isinstance(handed.step, str)
-        assert handed.step.forest.paths() == expected.forest.paths()
+        assert not isinstance(handed.paths, str)
+        assert handed.paths.forest.paths() == expected.forest.paths()
         assert handed.bounds
         assert handed.seq_lens.tolist() == (exact + 4).tolist()
         batch.forward_mode = ForwardMode.DECODE
-        assert handover.read(batch).step == fallback_reasons.SPECULATIVE
+        assert handover.read(batch).paths == fallback_reasons.SPECULATIVE
 
     def test_another_number_of_drafts_is_another_step(self) -> None:
         scheduler, tracker = self.start()
