@@ -60,7 +60,6 @@ def paths_of(case: Any, shared: int) -> StepPaths:
     forest = PrefixForest.from_paths(paths, prefix_lens=case.prefix_lens)
     return StepPaths(
         forest=forest, mode="decode" if decode else "extend", num_requests=case.batch_size,
-        num_decode=case.batch_size if decode else 0,
         query_lens=None if decode else np.asarray(case.extend_lens, dtype=np.int64),
     )  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_a_servers_router_decides_by_the_rule(route: str, requests: int, expecte
     new = np.full(requests, 4, dtype=np.int64)
     for shared, found in ((4096, expected), (0, "stock")):
         forest = PrefixForest.from_paths([[(1, 0, shared)] if shared else []] * requests)
-        step = StepPaths(forest, "verify", requests, requests, new)
+        step = StepPaths(forest, "verify", requests, new)
         assert router.decide(step, np.full(requests, 4400, dtype=np.int64)) is Route(found)
     assert router.state()["policy"] == {"auto": "verify rule"}.get(route, route)
     assert router.state()["last"] == {"route": "stock", "packed_us": None, "stock_us": None}

@@ -83,6 +83,7 @@ class Fixture:
     Args:
         paths: of the batch.
         seq_lens, query_lens: of the batch; query_lens None: decode.
+        mixed: whether the step is a mixed one, not a prefill.
         room: tokens that requests may grow by.
         tensors: device of all tensors.
         page: tokens of a page of the pool; ends of path nodes are multiples of it.
@@ -97,7 +98,7 @@ class Fixture:
         seq_lens: list[int],
         query_lens: list[int] | None = None,
         *,
-        num_decode: int = 0,
+        mixed: bool = False,
         settings: Settings | None = None,
         kv_dtype: torch.dtype = torch.float32,
         head_dim: int = HEAD_DIM,
@@ -149,9 +150,8 @@ class Fixture:
         prefix = [s - q for s, q in zip(seq_lens, query_lens or [1] * len(seq_lens), strict=True)]
         self.step = StepPaths(
             PrefixForest.from_paths(paths, prefix_lens=prefix),
-            "decode" if query_lens is None else "mixed" if num_decode else "extend",
+            "decode" if query_lens is None else "mixed" if mixed else "extend",
             len(seq_lens),
-            len(seq_lens) if query_lens is None else num_decode,
             None if query_lens is None else np.array(query_lens, dtype=np.int64),
         )
         self.batch = self._batch()
@@ -226,7 +226,7 @@ class Fixture:
         batch.seq_lens, batch.seq_lens_cpu = batch.seq_lens - drafts, batch.seq_lens_cpu - drafts
         batch.extend_seq_lens = batch.extend_prefix_lens = None
         batch.spec_info = SimpleNamespace(**{"topk": 1, "draft_token_num": drafts, **info})
-        self.step = dataclasses.replace(self.step, mode="verify", num_decode=len(self.seq_lens))
+        self.step = dataclasses.replace(self.step, mode="verify")
         self.handed = Handed(self.step, batch.req_pool_indices, batch.seq_lens_cpu)
 
     def prepare(self, handed: Handed | None = None) -> None:

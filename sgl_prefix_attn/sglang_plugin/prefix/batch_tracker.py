@@ -34,16 +34,15 @@ class StepPaths:
     """What the requests of one step share.
 
     Attributes:
-        mode: kind of the step. verify: the target model checks the draft tokens of speculative decoding; each request
-            has the same number of them, the last accepted token included.
+        mode: kind of the step. mixed: some requests prefill, the others decode. verify: the target model checks the
+            draft tokens of speculative decoding; each request has the same number of them, the last accepted token
+            included.
         query_lens: [num_requests] int64 new tokens by batch index; None: one each (decode).
-        num_decode: decode requests; in a mixed step they are the last ones.
     """
 
     forest: PrefixForest
     mode: Mode
     num_requests: int
-    num_decode: int
     query_lens: Int64Array | None = None
 
 
@@ -279,8 +278,8 @@ class BatchTracker:
             _live(_finished(requests)),
         )
         if as_decode:
-            return StepPaths(forest, mode, len(requests), len(requests))
-        return StepPaths(forest, mode, len(requests), num_decode, int64_array(batch.extend_lens))
+            return StepPaths(forest, mode, len(requests))
+        return StepPaths(forest, mode, len(requests), int64_array(batch.extend_lens))
 
 
 def _from_scratch(
@@ -360,9 +359,9 @@ def _decode_state(
 ) -> _DecodeState:
     count = len(requests)
     if drafts is None:
-        step = StepPaths(forest, "decode", count, count)
+        step = StepPaths(forest, "decode", count)
     else:
-        step = StepPaths(forest, "verify", count, count, np.full(count, drafts, dtype=np.int64))
+        step = StepPaths(forest, "verify", count, np.full(count, drafts, dtype=np.int64))
     return _DecodeState(
         requests=requests,
         drafts=drafts,

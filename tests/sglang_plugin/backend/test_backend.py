@@ -30,7 +30,7 @@ def extend(**options: Any) -> Fixture:
 
 
 def mixed(**options: Any) -> Fixture:
-    return Fixture(SHARED, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
+    return Fixture(SHARED, LENGTHS, [4, 1, 1, 1], mixed=True, **options)
 
 
 def assert_same(packed: list[torch.Tensor], stock: list[torch.Tensor]) -> None:

@@ -48,8 +48,8 @@ class TestSteps:
         rows = fixture.batch.req_pool_indices
         handed = {
             "rows": Handed(fixture.step, rows + 1),
-            "number of rows": Handed(StepPaths(PrefixForest.from_paths([[]]), "decode", 1, 1), rows[:1]),
-            "kind of step": Handed(StepPaths(fixture.step.forest, "extend", 4, 0, np.ones(4, dtype=np.int64)), rows),
+            "number of rows": Handed(StepPaths(PrefixForest.from_paths([[]]), "decode", 1), rows[:1]),
+            "kind of step": Handed(StepPaths(fixture.step.forest, "extend", 4, np.ones(4, dtype=np.int64)), rows),
         }[other]
         self.falls_back(fixture, reasons.ROW_MISMATCH, handed)
 

@@ -45,7 +45,7 @@ class TestEagerSteps:
     def test_a_mixed_step_runs_packed_where_requests_share(self, paths, mixes, chunk, head_dim, route) -> None:
         arguments = SimpleNamespace(chunked_prefill_size=chunk, enable_mixed_chunk=mixes)
         options = {"server_args": arguments, "settings": Settings(metrics=False, route=route), "head_dim": head_dim}
-        fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], num_decode=3, **options)
+        fixture = GpuFixture(paths, LENGTHS, [4, 1, 1, 1], mixed=True, **options)
         assert_same(fixture.run(), fixture.run_stock())
         mixes = mixes and chunk > 0 and route == "auto"
         assert fixture.executor._prefill_tokens == (chunk if mixes else 0)

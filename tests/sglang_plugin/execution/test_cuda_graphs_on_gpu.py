@@ -51,7 +51,7 @@ def test_replays_of_a_growing_batch(kernels: kernel_set.Kernels, size: int) -> N
 
 def test_replays_with_other_members_and_without_paths(kernels: kernel_set.Kernels) -> None:
     fixture = graphs(4, kernels=kernels)
-    step = StepPaths(PrefixForest.from_paths([[(1, 0, 2000)]] * 2 + [[], []]), "decode", 4, 4)
+    step = StepPaths(PrefixForest.from_paths([[(1, 0, 2000)]] * 2 + [[], []]), "decode", 4)
     other = Handed(step, fixture.batch.req_pool_indices, fixture.batch.seq_lens_cpu)
     for handed in (None, other, NOTHING, None, NOTHING, other):
         assert_same(fixture.graphs.replay(handed), fixture.run_stock())
@@ -61,7 +61,7 @@ def test_replays_with_other_members_and_without_paths(kernels: kernel_set.Kernel
 def test_a_smaller_batch_in_a_larger_graph(kernels: kernel_set.Kernels) -> None:
     fixture = graphs(2, 8, kernels=kernels)
     two = first_of(fixture.batch, 2)
-    step = StepPaths(PrefixForest.from_paths(SHARED[:2]), "decode", 2, 2)
+    step = StepPaths(PrefixForest.from_paths(SHARED[:2]), "decode", 2)
     for size in (2, 8):
         out = fixture.graphs.replay(Handed(step, two.req_pool_indices, two.seq_lens_cpu), two, size)
         assert_same(out, [rows[:2] for rows in fixture.run_stock()])

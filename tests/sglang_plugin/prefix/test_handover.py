@@ -16,7 +16,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handover, Han
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
-STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2, 2)
+STEP = StepPaths(PrefixForest.from_paths([[], []]), "decode", 2)
 BATCH = SimpleNamespace(req_pool_indices="rows", seq_lens_cpu="lengths")
 TARGET = SimpleNamespace(is_draft_worker=False)
 DRAFT = SimpleNamespace(is_draft_worker=True)

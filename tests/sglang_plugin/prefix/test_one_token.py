@@ -137,7 +137,7 @@ class TestTracker:
     def test_a_mixed_step_is_a_decode_step_of_all_its_rows(self) -> None:
         rollout, tracker = self.start()
         step = check(rollout.scheduler, tracker, rollout.batch(mixed=True))
-        assert (step.mode, step.num_requests, step.num_decode, step.query_lens) == ("decode", 3, 3, None)
+        assert (step.mode, step.num_requests, step.query_lens) == ("decode", 3, None)
         assert step.forest.paths() == [[(0, 0, 50)]] * 3
         rollout.scheduler.running.insert(0, rollout.joining)
         rollout.scheduler.decode()
@@ -147,7 +147,7 @@ class TestTracker:
         rollout, tracker = self.start()
         before = tracker.step(rollout.scheduler.decode_batch())
         step = check(rollout.scheduler, tracker, rollout.batch(mixed=False))
-        assert (step.mode, step.num_requests, step.num_decode, step.query_lens) == ("decode", 1, 1, None)
+        assert (step.mode, step.num_requests, step.query_lens) == ("decode", 1, None)
         rollout.scheduler.decode()
         assert tracker.step(rollout.scheduler.decode_batch()) is before
 

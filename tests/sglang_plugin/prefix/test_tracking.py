@@ -216,7 +216,7 @@ class TestSpeculation:
     def test_steady_drafts_return_the_same_object(self) -> None:
         scheduler, tracker = self.start()
         first = check(scheduler, tracker, scheduler.verify_batch(4))
-        assert (first.mode, first.num_decode) == ("verify", 2)
+        assert (first.mode, first.num_requests) == ("verify", 2)
         assert first.query_lens is not None
         assert first.query_lens.tolist() == [4, 4]
         for _ in range(5):
