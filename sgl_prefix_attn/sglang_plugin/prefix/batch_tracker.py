@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import compress
 from typing import Any, Literal
 
@@ -64,13 +64,18 @@ class _DecodeState:
         drafts: draft tokens of each request in a verify batch; None in a decode batch.
         indices: batch index by request.
         finished: each request's finish reason; None if no request has one.
+        handles: each request's `last_node`, from which `nodes` were found.
         nodes: [num_requests] int64 node of each request in the mirror.
+        forest: of the batch.
         joined: requests that joined or moved lately, with the number of steps for which to scan them.
-        representatives: live requests whose KV slots stand for others.
-        age: steps since the forest was made.
         turn: batch index of the next request to scan in turn.
+        age: steps since the forest was made.
         changed: requests in whose scan `moved` has found another node.
         prefilled: requests of the batch that were prefilled since the forest was made: retracted ones that came back.
+        step: what `BatchTracker.step` returns for the batch while nothing changes.
+        representatives: live requests whose KV slots stand for others.
+        joined_handles: `last_node` of each of `joined` when the forest was made.
+        joined_steps: steps for which some of `joined` is scanned.
     """
 
     requests: list[Any]
@@ -79,17 +84,24 @@ class _DecodeState:
     handles: list[Any]
     finished: list[Any] | None
     nodes: Int64Array
-    step: StepPaths
+    forest: InitVar[PrefixForest]
     joined: dict[Any, int]
-    representatives: list[Any]
     turn: int = 0
     age: int = 0
     changed: list[Any] = field(default_factory=list)
     prefilled: dict[Any, None] = field(default_factory=dict)  # a set in order: ranks look up alike
+    step: StepPaths = field(init=False)
+    representatives: list[Any] = field(init=False)
     joined_handles: list[Any] = field(init=False)
     joined_steps: int = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, forest: PrefixForest) -> None:
+        count = len(self.requests)
+        if self.drafts is None:
+            self.step = StepPaths(forest, "decode", count)
+        else:
+            self.step = StepPaths(forest, "verify", count, np.full(count, self.drafts, dtype=np.int64))
+        self.representatives = [self.requests[index] for index in set(forest.node_request.tolist())]
         self.joined_handles = list(map(_LAST_NODE, self.joined))
         self.joined_steps = max(self.joined.values(), default=0)
 
@@ -289,17 +301,25 @@ def _from_scratch(
     handles = list(map(_LAST_NODE, requests))
     finished = _finished(requests)
     forest, nodes = mirror.forest(handles, prefix_lens, _live(finished))
-    indices = BatchIndices(requests)
     if last is None:
         joined = dict.fromkeys(requests, _JOIN_STEPS)
-        return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
-    lately = _lately(last)
-    joined = {
-        request: lately.get(request, _JOIN_STEPS)
-        for request, before in zip(requests, last.indices.find(requests).tolist(), strict=True)
-        if before < 0 or request in lately
-    }
-    return _decode_state(requests, drafts, indices, handles, finished, nodes, forest, joined)
+    else:
+        lately = _lately(last)
+        joined = {
+            request: lately.get(request, _JOIN_STEPS)
+            for request, before in zip(requests, last.indices.find(requests).tolist(), strict=True)
+            if before < 0 or request in lately
+        }
+    return _DecodeState(
+        requests=requests,
+        drafts=drafts,
+        indices=BatchIndices(requests),
+        handles=handles,
+        finished=finished,
+        nodes=nodes,
+        forest=forest,
+        joined=joined,
+    )
 
 
 def _continued(
@@ -326,7 +346,17 @@ def _continued(
     for index, request in zip(changed_indices, changed, strict=True):
         handles[index] = request.last_node
     forest, nodes = mirror.forest(handles, prefix_lens, None, Known(last.nodes[before], changed_indices))
-    state = _decode_state(requests, drafts, indices, handles, None, nodes, forest, joined, turn)
+    state = _DecodeState(
+        requests=requests,
+        drafts=drafts,
+        indices=indices,
+        handles=handles,
+        finished=None,
+        nodes=nodes,
+        forest=forest,
+        joined=joined,
+        turn=turn,
+    )
     return None if any(map(_FINISHED, state.representatives)) else state
 
 
@@ -344,36 +374,6 @@ def _may_be_packed(mode: Mode) -> None:
 def _stays_prefill(batch: Any) -> bool:
     """False: one-token steps are off."""
     return False
-
-
-def _decode_state(
-    requests: list[Any],
-    drafts: int | None,
-    indices: BatchIndices,
-    handles: list[Any],
-    finished: list[Any] | None,
-    nodes: Int64Array,
-    forest: PrefixForest,
-    joined: dict[Any, int],
-    turn: int = 0,
-) -> _DecodeState:
-    count = len(requests)
-    if drafts is None:
-        step = StepPaths(forest, "decode", count)
-    else:
-        step = StepPaths(forest, "verify", count, np.full(count, drafts, dtype=np.int64))
-    return _DecodeState(
-        requests=requests,
-        drafts=drafts,
-        indices=indices,
-        handles=handles,
-        finished=finished,
-        nodes=nodes,
-        step=step,
-        joined=joined,
-        representatives=[requests[index] for index in set(forest.node_request.tolist())],
-        turn=turn,
-    )
 
 
 def _finished(requests: list[Any]) -> list[Any] | None:
