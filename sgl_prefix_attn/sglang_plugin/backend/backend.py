@@ -89,9 +89,9 @@ class PrefixPackBackend(AttentionBackend):
             versions.argument(runner, "page_size") or 1,
         )
         mixes = graphs_share_metadata(stock_name)
-        self._planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes, microbatches)
-        self.graph_variants = self._planner.graph_variants
-        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._planner.why_stock("verify") is None
+        self._step_planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes, microbatches)
+        self.graph_variants = self._step_planner.graph_variants
+        self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._step_planner.why_stock("verify") is None
         # Verify steps are planned by bounds of their lengths.
         self._reads_bounds = (
             self._executor.runs_in_graphs and versions.speculates(runner) and versions.keeps_committed_lens()
@@ -100,9 +100,7 @@ class PrefixPackBackend(AttentionBackend):
         self._store_fp8 = trtllm_mha.own_store(stock) if stock_name == trtllm_mha.NAME else None
         self.decision = STOCK
         self._has_stock_metadata = False  # whether the stock backend has metadata of the present step
-        self._record = BackendRecord(
-            self._planner, router, self._executor.planners, self._executor, self._layers, wraps
-        )
+        self._record = BackendRecord(self._step_planner, router, self._executor, self._layers, wraps)
         state.add(self, self._record)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +121,7 @@ class PrefixPackBackend(AttentionBackend):
         The planner reads them, or bounds of them. Where no step ever runs packed, the stock backend's needs are all
         there are.
         """
-        reads = self._planner.packs_some_steps and not self._reads_bounds
+        reads = self._step_planner.packs_some_steps and not self._reads_bounds
         return reads or bool(getattr(self.stock, "needs_cpu_seq_lens", True))
 
     def stop_packing(self, reason: str) -> None:
@@ -165,9 +163,9 @@ class PrefixPackBackend(AttentionBackend):
         record, state = self._record, self._state
         last, self.decision, self._has_stock_metadata = self.decision, STOCK, False
         if in_capture:
-            decision = record.planner.decide_capture(handed, forward_batch, last)
+            decision = record.step_planner.decide_capture(handed, forward_batch, last)
         else:
-            decision = record.planner.decide(handed, forward_batch, last, in_graph)
+            decision = record.step_planner.decide(handed, forward_batch, last, in_graph)
             if record.router.watches_steps:
                 record.router.step_decided(forward_batch.forward_mode.is_decode(), decision.kind.value)
         self.decision = decision
@@ -193,7 +191,7 @@ class PrefixPackBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.stock.init_cuda_graph_state(max_bs, max_num_tokens)
-        if not self._planner.graphs_may_be_packed:
+        if not self._step_planner.graphs_may_be_packed:
             return
         self._executor.reserve_graphs(max_bs, max_num_tokens)
         if not self._layers.scanned:
@@ -223,7 +221,7 @@ class PrefixPackBackend(AttentionBackend):
         """
         stock = self.stock.shared_read_ends(fm)
         # After a verify step, the draft model reads the tables as well.
-        all_packed = fm.is_decode() and self._planner.graph_is_packed(fm) and not self._layers.has_stock_layers
+        all_packed = fm.is_decode() and self._step_planner.graph_is_packed(fm) and not self._layers.has_stock_layers
         return type(stock).PRE_REPLAY if all_packed and not self.graph_variants.sizes else stock
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:

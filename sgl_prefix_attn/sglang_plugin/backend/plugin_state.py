@@ -7,7 +7,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sgl_prefix_attn.core.planner import Planner
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import StepPlanner
@@ -30,16 +29,16 @@ class BackendRecord:
     """What the process keeps about one backend.
 
     Attributes:
-        planners: the executor's planners, one for each attention shape.
-        executor: runs packed steps.
+        step_planner: decides the backend's steps.
+        router: packed or stock, for steps that can run either way.
+        executor: runs packed steps, and owns the planners of the attention shapes.
         layers: the model's attention layers.
         wraps: the stock backend's name in wrap mode, None under the name `prefixpack`.
         last_packed: paths of its last packed step; None before the first.
     """
 
-    planner: StepPlanner
+    step_planner: StepPlanner
     router: StepRouter
-    planners: list[Planner]
     executor: Executor
     layers: LayerRegistry
     wraps: str | None = None
@@ -88,7 +87,7 @@ class PluginState:
         self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
             self.handover.leave_out(self.why_stock)
-            if record.planner.why_all_stock is None:
+            if record.step_planner.why_all_stock is None:
                 self.handover_hooks.active = self.handover
 
     def why_stock(self, mode: Mode) -> str | None:
@@ -96,7 +95,7 @@ class PluginState:
         never = None
         for living in self._records:  # each change of the batch asks; walking a weak dictionary takes longer
             record = living()
-            reason = fallback_reasons.DRAFT_WORKER if record is None else record.planner.why_stock(mode)
+            reason = fallback_reasons.DRAFT_WORKER if record is None else record.step_planner.why_stock(mode)
             if reason is None:
                 return None
             if reason != fallback_reasons.DRAFT_WORKER:  # their steps are not read
@@ -105,7 +104,7 @@ class PluginState:
 
     def refusal(self) -> str | None:
         """The reason why no backend ever packs a step, None if one may or if there is no backend."""
-        reasons = [record.planner.why_all_stock for record in self.backends.values()]
+        reasons = [record.step_planner.why_all_stock for record in self.backends.values()]
         if not reasons or None in reasons:
             return None
         return next((reason for reason in reasons if reason != fallback_reasons.DRAFT_WORKER), reasons[0])
@@ -125,7 +124,7 @@ class PluginState:
         if not self.handover.runs_one_token_steps:
             self.handover_hooks.active = None
         for backend, record in self.backends.items():
-            backend.stop_packing(record.planner.why_all_stock)
+            backend.stop_packing(record.step_planner.why_all_stock)
 
     def wrapped(self) -> list[str]:
         """Names of the stock backends that run wrapped."""
@@ -133,12 +132,12 @@ class PluginState:
 
     def routing_policies(self) -> list[str]:
         """Names of the policies by which backends that may pack route their decode steps."""
-        records = [record for record in self.backends.values() if record.planner.why_all_stock is None]
+        records = [record for record in self.backends.values() if record.step_planner.why_all_stock is None]
         return sorted({record.router.running for record in records})
 
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""
-        records = [record for record in self.backends.values() if record.planner.why_all_stock is None]
+        records = [record for record in self.backends.values() if record.step_planner.why_all_stock is None]
         packed = [record for record in records if record.last_packed is not None]
         return next(reversed(packed or records), None)
 

@@ -52,7 +52,8 @@ def process_state(state: PluginState) -> dict[str, Any]:
     """The state of a process with at least one backend, as JSON-able values."""
     record = state.reported()
     last = None if record is None else record.last_packed
-    planner = record.planners[0] if record is not None and last is not None and record.planners else None
+    planners = [] if record is None or last is None else record.executor.planners
+    planner = planners[0] if planners else None
     return {
         "version": VERSION,
         "counters": state.counters.as_dict(),
@@ -72,7 +73,7 @@ def process_state(state: PluginState) -> dict[str, Any]:
 
 def route_state(record: BackendRecord) -> dict[str, Any]:
     """How decode steps of a backend are routed."""
-    return {**record.router.state(), "graph_sizes": record.planner.graph_variants.sizes}
+    return {**record.router.state(), "graph_sizes": record.step_planner.graph_variants.sizes}
 
 
 def after_get_internal_state(result: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:

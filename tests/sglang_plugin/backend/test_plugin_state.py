@@ -46,7 +46,7 @@ def test_paths_are_read_while_one_backend_may_pack_them() -> None:
     assert why_stock("decode") is None
     fixture.backend._layers.why_all_stock = fallback_reasons.NO_MEMORY
     assert why_stock("decode") == fallback_reasons.NO_MEMORY
-    assert draft._planner.why_stock("decode") == fallback_reasons.DRAFT_WORKER
+    assert draft._step_planner.why_stock("decode") == fallback_reasons.DRAFT_WORKER
 
 
 def test_an_owned_object_is_made_once_and_goes_with_the_state() -> None:

@@ -94,7 +94,7 @@ class TestSteadySteps:
         for decisions in of_batch.values():
             assert len(set(map(id, decisions))) == 2
             assert decisions[0] is decisions[STEPS_BETWEEN_PLANS - 1]
-        router = fixture.backend._planner._router
+        router = fixture.backend._step_planner._router
         monkeypatch.setattr(router, "watches_steps", True)
         monkeypatch.setattr(router, "step_begins", Mock(side_effect=[True, False]))
         turn()

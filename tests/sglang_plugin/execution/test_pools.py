@@ -123,7 +123,7 @@ class TestGraphs:
 
     def test_a_stock_backend_with_metadata_of_one_graph_a_size_has_no_second_graph(self, tmp_path: Path) -> None:
         fixture = self.capture(tmp_path, 1.0, stock="flashinfer", kernel="flashinfer_cc")
-        assert fixture.backend._planner._router.may_change("decode")
+        assert fixture.backend._step_planner._router.may_change("decode")
         assert not any(key.variant_label == graph_variants.LABEL for key in fixture.graphs.graphs)
         gpu_fixture.assert_same(fixture.graphs.replay(), fixture.run_stock())
 

@@ -205,7 +205,7 @@ def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch
 def test_packed_verify_steps_ask_for_no_lengths_in_host_memory(stock_needs_them: bool) -> None:
     fixture = Verify(4, 4)
     fixture.stock.needs_cpu_seq_lens = stock_needs_them
-    assert fixture.backend._planner.packs_some_steps
+    assert fixture.backend._step_planner.packs_some_steps
     assert fixture.backend.needs_cpu_seq_lens is stock_needs_them
 
 
