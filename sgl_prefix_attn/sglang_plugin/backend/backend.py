@@ -83,13 +83,19 @@ class PrefixPackBackend(AttentionBackend):
             self._executor,
             stock_name,
             stock,
-            profiles_of_ranks(state.settings),
-            QUERY_TYPES.get(runner.dtype, "bf16"),
-            microbatches,
-            versions.argument(runner, "page_size") or 1,
+            store=profiles_of_ranks(state.settings),
+            dtype=QUERY_TYPES.get(runner.dtype, "bf16"),
+            microbatches=microbatches,
+            page_size=versions.argument(runner, "page_size") or 1,
         )
-        mixes = graphs_share_metadata(stock_name)
-        self._step_planner = StepPlanner(self._executor, self._layers, router, self._counters, mixes, microbatches)
+        self._step_planner = StepPlanner(
+            self._executor,
+            self._layers,
+            router,
+            self._counters,
+            mixes_in_graphs=graphs_share_metadata(stock_name),
+            microbatches=microbatches,
+        )
         self.graph_variants = self._step_planner.graph_variants
         self.checks_drafts_in_graphs = self._executor.runs_in_graphs and self._step_planner.why_stock("verify") is None
         # Verify steps are planned by bounds of their lengths.

@@ -11,7 +11,6 @@ import torch
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import is_cpu, knows_kv_scales
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
 from sgl_prefix_attn.sglang_plugin.execution.cpu_executor import CpuExecutor
 from sgl_prefix_attn.sglang_plugin.execution.cuda_executor import CudaExecutor
@@ -20,7 +19,7 @@ from sgl_prefix_attn.sglang_plugin.execution.kernel_set import choose_kernels
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry, common_reason
 from sgl_prefix_attn.sglang_plugin.execution.layer_support import attention_layers
 from sgl_prefix_attn.sglang_plugin.execution.pool_support import names_virtual_slots, unsupported_pool
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MODES, Mode
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -35,7 +34,7 @@ STOCK_CLASSES = {
     trtllm_mha.NAME: "TRTLLMHAAttnBackend",
     "torch_native": "TorchNativeAttnBackend",
 }
-_PREFILL_MODES = ("extend", "mixed")
+_PREFILL_MODES = tuple(mode for mode in MODES if mode not in DECODE_MODES)
 # Models that read `forward_metadata` of the current backend in their own code.
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 

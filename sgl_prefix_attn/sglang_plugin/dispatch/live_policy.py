@@ -41,9 +41,10 @@ class LivePolicies:
         executor: Executor,
         stock_name: str,
         stock: Any,
+        *,
         store: ProfileStore,
-        dtype: str = "bf16",
-        page_size: int = 1,
+        dtype: str,
+        page_size: int,
     ) -> None:
         self._own_margin = None if settings.route_margin is None else settings.route_margin / 100
         self._executor = executor

@@ -25,15 +25,10 @@ from sgl_prefix_attn.sglang_plugin.execution.drafts import lens_after, unsupport
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.layer_registry import LayerRegistry
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import PackedStep
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, MODES, Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
-
-MODES: tuple[Mode, ...] = ("decode", "extend", "mixed", "verify")
-
-
-_DECODES: tuple[Mode, ...] = ("decode", "verify")
 
 
 class StepKind(enum.Enum):
@@ -100,8 +95,9 @@ class StepPlanner:
         layers: LayerRegistry,
         router: StepRouter,
         counters: Counters,
-        mixes_in_graphs: bool = False,
-        microbatches: int = 1,
+        *,
+        mixes_in_graphs: bool,
+        microbatches: int,
     ) -> None:
         self._mixes_in_graphs = mixes_in_graphs
         self._executor = executor
@@ -127,7 +123,7 @@ class StepPlanner:
     def packs_some_steps(self) -> bool:
         """Whether any step may run packed."""
         return self._layers.why_all_stock is None and any(
-            self.why_stock(mode) is None and not (mode in _DECODES and self._router.always_stock) for mode in MODES
+            self.why_stock(mode) is None and not (mode in DECODE_MODES and self._router.always_stock) for mode in MODES
         )
 
     @property
@@ -136,7 +132,7 @@ class StepPlanner:
         return (
             self._layers.why_all_stock is None
             and self._executor.runs_in_graphs
-            and any(self._executor.why_stock(mode) is None for mode in _DECODES)
+            and any(self._executor.why_stock(mode) is None for mode in DECODE_MODES)
             and not self._router.always_stock
         )
 
@@ -239,7 +235,7 @@ class StepPlanner:
             drafts = forward_batch.spec_info.draft_token_num
             assert query_lens is not None
             host_lens += query_lens
-        if mode in _DECODES and (
+        if mode in DECODE_MODES and (
             self._router.always_stock or (may_route and self._router.decide(paths, host_lens) is Route.STOCK)
         ):
             return None
@@ -302,7 +298,7 @@ class StepPlanner:
             return fallback_reasons.ITEM_MASKS
         mode = forward_batch.forward_mode
         kind = "decode" if mode.is_decode() else "verify" if mode.is_target_verify() else None
-        if kind != (paths.mode if paths.mode in _DECODES else None):
+        if kind != (paths.mode if paths.mode in DECODE_MODES else None):
             return fallback_reasons.ROW_MISMATCH
         return self._executor.why_stock(paths.mode)
 

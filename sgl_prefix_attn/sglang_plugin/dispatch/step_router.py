@@ -1,7 +1,7 @@
 """The route of each decode or verify step that could run packed: packed, or as a whole on the stock backend.
 
-`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady
-batch. Where a policy predicts, a rule decides verify steps (`routing/verify.py`).
+`sgl_prefix_attn.routing` has the policies. This file keeps a route for some steps of a steady batch. Where a policy
+predicts, a rule decides verify steps (`routing/verify.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_prefix_attn.sglang_plugin.dispatch.microbatches import LastSteps
 from sgl_prefix_attn.sglang_plugin.dispatch.step_recording import StepRecording
 from sgl_prefix_attn.sglang_plugin.execution.executor import Executor
 from sgl_prefix_attn.sglang_plugin.execution.packed_step import STEPS_BETWEEN_PLANS
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import Mode, StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import DECODE_MODES, Mode, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
@@ -69,6 +69,7 @@ class StepRouter:
         executor: Executor,
         stock_name: str,
         stock: Any,
+        *,
         store: ProfileStore | None = None,
         dtype: str = "bf16",
         microbatches: int = 1,
@@ -80,7 +81,9 @@ class StepRouter:
         self._counters = counters
         if store is None:
             store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
-        self.policies = LivePolicies(settings, executor, stock_name, stock, store, dtype, page_size)
+        self.policies = LivePolicies(
+            settings, executor, stock_name, stock, store=store, dtype=dtype, page_size=page_size
+        )
         self._router: Router | None = None
         self._verify_router: Router | None = None
         self._stock_steps = LastSteps[int](microbatches)  # steps that keep the stock route of one: their number so far
@@ -227,7 +230,7 @@ class StepRouter:
 
     def stays_stock(self, paths: StepPaths) -> bool:
         """Whether a step keeps the stock route of the last one: same batch, and its lengths were read lately."""
-        if paths.mode not in ("decode", "verify"):
+        if paths.mode not in DECODE_MODES:
             return False
         if not self.always_stock:
             age = self._stock_steps.get(paths)

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 logger = logging.getLogger(__name__)
 
 Mode = Literal["decode", "extend", "mixed", "verify"]
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+# Modes with the same new tokens for each request, whose steps may be routed and run in decode graphs.
+DECODE_MODES: Final[tuple[Mode, ...]] = ("decode", "verify")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
-from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import MODES
-from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
+from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import MODES, StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING, Handed
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons as reasons
 from tests.sglang_plugin.backend.test_backend import assert_same, decode
