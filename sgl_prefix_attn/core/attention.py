@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,31 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KV_DTYPES = {**_DTYPES, torch.float8_e4m3fn: 3}
 
 
+class _Layout(NamedTuple):
+    """Layouts, sizes and options of a call on the CPU. They rarely differ between the layers of a model.
+
+    Each call compares them as a plain tuple in this order: to name them takes longer.
+    """
+
+    q_shape: torch.Size
+    k_shape: torch.Size
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    o_strides: tuple[int, ...]
+    lse_stride: int
+    table_stride: int
+    table_shape: torch.Size
+    num_requests: int
+    scale: float
+    k_scale: float
+    v_scale: float
+    logit_cap: float
+    window_left: int
+
+
 class PartialWorkspace:
     """Memory for the partial results of a step. It grows to the need of the largest plan so far and never shrinks.
 
@@ -23,7 +48,7 @@ class PartialWorkspace:
     keeps the kernels' other buffers, and belongs to one stream.
 
     Attributes:
-        layout: layout and options of the last call on the CPU, None before the first.
+        layout: fields of `_Layout` of the last call on the CPU, None before the first.
         tables: addresses of that call which usually stay the same over the layers of a step.
         params: native parameters of that call; the next call sets only what differs.
         sizes: tensor sizes of that call.
@@ -53,6 +78,38 @@ class PartialWorkspace:
             self._buffer = torch.empty(needed, dtype=torch.float32)
         address = self._buffer.data_ptr()
         return address, address + 4 * outputs
+
+    def set_layout(self, fields: tuple[Any, ...]) -> None:
+        """Makes `params` and `sizes` anew for calls with these fields of `_Layout`; addresses are not set."""
+        layout = _Layout._make(fields)
+        _, q_heads, head_dim = layout.q_shape
+        kv_slots, kv_heads, _ = layout.k_shape
+        params = self.params = _native.AttentionParams(
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=_DTYPES[layout.dtype],
+            kv_dtype=_KV_DTYPES[layout.kv_dtype],
+        )
+        params.q_token_stride, params.q_head_stride = layout.q_strides[:2]
+        params.k_slot_stride, params.k_head_stride = layout.k_strides[:2]
+        params.v_slot_stride, params.v_head_stride = layout.v_strides[:2]
+        params.o_token_stride, params.o_head_stride = layout.o_strides[:2]
+        params.lse_token_stride = layout.lse_stride
+        params.req_to_token_stride = layout.table_stride
+        params.window_left = layout.window_left
+        params.scale = layout.scale * layout.k_scale
+        params.v_scale = layout.v_scale
+        params.logit_cap = layout.logit_cap
+        max_requests, max_context = layout.table_shape
+        self.sizes = _native.TensorSizes(
+            num_tokens=layout.q_shape[0],
+            num_requests=layout.num_requests,
+            max_requests=max_requests,
+            max_context=max_context,
+            kv_slots=kv_slots,
+        )
+        self.layout, self.tables = fields, None
 
 
 def packed_attention(
@@ -128,34 +185,9 @@ def packed_attention(
     device = q.device
     if device.type not in _DEVICES:
         raise ValueError(f"q is on {device}; packed_attention runs on CPU and CUDA tensors")
-    if not (k_cache.device == v_cache.device == out.device == device):
-        _refuse_devices(device, k_cache=k_cache, v_cache=v_cache, out=out)
-    q_shape, k_shape = q.shape, k_cache.shape
-    q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
-    dtype, kv_dtype = q.dtype, k_cache.dtype
-    if dtype not in _DTYPES or kv_dtype not in _KV_DTYPES or v_cache.dtype is not kv_dtype or out.dtype is not dtype:
-        _refuse_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
-        _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    num_tokens, q_heads, head_dim = q_shape
-    kv_slots, kv_heads, kv_head_dim = k_shape
-    if kv_head_dim != head_dim:
-        raise ValueError(f"q has head_dim {head_dim} but k_cache has {kv_head_dim}")
-    if not head_dim_fits(head_dim):
-        raise ValueError(f"head_dim is {head_dim}; expected a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}")
-    if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"q has {q_heads} heads, which is no multiple of the {kv_heads} heads of k_cache")
-    if not q_strides[2] == k_strides[2] == v_strides[2] == o_strides[2] == 1:
-        _refuse_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-
-    _check_indices("req_to_token", req_to_token, torch.int32, 2, device)
-    _check_indices("req_pool_indices", req_pool_indices, torch.int64, 1, device)
-    _check_indices("seq_lens", seq_lens, torch.int64, 1, device)
-    num_requests = seq_lens.shape[0]
-    if req_pool_indices.shape[0] != num_requests:
-        raise ValueError(f"req_pool_indices has {req_pool_indices.shape[0]} entries but seq_lens has {num_requests}")
-    if plan.num_requests != num_requests:
-        raise ValueError(f"the plan is for {plan.num_requests} requests but seq_lens has {num_requests} entries")
+    layout = _check_tensors(q, k_cache, v_cache, out)
+    _check_tables(plan, req_to_token, req_pool_indices, seq_lens, device)
+    num_tokens, q_heads, head_dim = layout[0]
     lse_address, lse_stride, sinks_address, visible_address = 0, 0, 0, 0
     if lse is not None:
         _check_per_head("lse", lse, (num_tokens, q_heads), device)
@@ -168,14 +200,7 @@ def packed_attention(
         if visible.shape[0] != num_tokens:
             raise ValueError(f"visible has {visible.shape[0]} entries; expected {num_tokens}")
         visible_address = visible.data_ptr()
-    if not 0.0 <= logit_cap < math.inf:
-        raise ValueError(f"logit_cap is {logit_cap}; expected a positive, finite number, or 0 for no cap")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; expected a finite number")
-    if not (0.0 < k_scale < math.inf and 0.0 < v_scale < math.inf):
-        name, value = ("v_scale", v_scale) if 0.0 < k_scale < math.inf else ("k_scale", k_scale)
-        raise ValueError(f"{name} is {value}; expected a positive, finite number")
-
+    _check_factors(scale, k_scale, v_scale, logit_cap)
     if workspace is None:
         workspace = PartialWorkspace()
     if device.type != "cpu":
@@ -193,39 +218,13 @@ def packed_attention(
         raise ValueError(f"threads is {threads}; expected at least 1")
     num_partials = plan.num_partials
     partial_o, partial_lse = workspace.reserve(num_partials, q_heads, head_dim) if num_partials else (0, 0)
-    table_stride, (rows, context), window = req_to_token.stride(0), req_to_token.shape, max(window_left, -1)
-    layout = (
-        q_strides, k_strides, v_strides, o_strides, dtype, kv_dtype, q_shape, k_shape, lse_stride, table_stride, rows,
-        context, num_requests, scale, k_scale, v_scale, logit_cap, window,
+    layout += (
+        lse_stride, req_to_token.stride(0), req_to_token.shape, seq_lens.shape[0], scale, k_scale, v_scale, logit_cap,
+        max(window_left, -1),
     )  # fmt: skip
     if layout != workspace.layout:
-        params = workspace.params = _native.AttentionParams(
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=_DTYPES[dtype],
-            kv_dtype=_KV_DTYPES[kv_dtype],
-        )
-        params.q_token_stride, params.q_head_stride = q_strides[:2]
-        params.k_slot_stride, params.k_head_stride = k_strides[:2]
-        params.v_slot_stride, params.v_head_stride = v_strides[:2]
-        params.o_token_stride, params.o_head_stride = o_strides[:2]
-        params.lse_token_stride = lse_stride
-        params.req_to_token_stride = table_stride
-        params.window_left = window
-        params.scale = scale * k_scale
-        params.v_scale = v_scale
-        params.logit_cap = logit_cap
-        workspace.sizes = _native.TensorSizes(
-            num_tokens=num_tokens,
-            num_requests=num_requests,
-            max_requests=rows,
-            max_context=context,
-            kv_slots=kv_slots,
-        )
-        workspace.layout, workspace.tables = layout, None
-    else:
-        params = workspace.params
+        workspace.set_layout(layout)
+    params = workspace.params
     params.q = q.data_ptr()
     params.k = k_cache.data_ptr()
     params.v = v_cache.data_ptr()
@@ -241,6 +240,59 @@ def packed_attention(
         workspace.tables = tables
     _native.run_plan_cpu(plan, params, workspace.sizes, threads=threads, isa=isa)
     return out
+
+
+def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+    """The fields of `_Layout` up to `o_strides`; raises for devices, types, shapes and strides of no kernel."""
+    device = q.device
+    if not (k_cache.device == v_cache.device == out.device == device):
+        _refuse_devices(device, k_cache=k_cache, v_cache=v_cache, out=out)
+    dtype, kv_dtype = q.dtype, k_cache.dtype
+    if dtype not in _DTYPES or kv_dtype not in _KV_DTYPES or v_cache.dtype is not kv_dtype or out.dtype is not dtype:
+        _refuse_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    q_shape, k_shape = q.shape, k_cache.shape
+    if len(q_shape) != 3 or len(k_shape) != 3 or v_cache.shape != k_shape or out.shape != q_shape:
+        _refuse_shapes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    _, q_heads, head_dim = q_shape
+    _, kv_heads, kv_head_dim = k_shape
+    if kv_head_dim != head_dim:
+        raise ValueError(f"q has head_dim {head_dim} but k_cache has {kv_head_dim}")
+    if not head_dim_fits(head_dim):
+        raise ValueError(f"head_dim is {head_dim}; expected a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}")
+    if kv_heads == 0 or q_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads, which is no multiple of the {kv_heads} heads of k_cache")
+    q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
+    if not q_strides[2] == k_strides[2] == v_strides[2] == o_strides[2] == 1:
+        _refuse_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    return q_shape, k_shape, dtype, kv_dtype, q_strides, k_strides, v_strides, o_strides
+
+
+def _check_tables(
+    plan: _native.Plan,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Raises unless the scheduler's tables have the types and the device of a call, and a row for each request."""
+    _check_indices("req_to_token", req_to_token, torch.int32, 2, device)
+    _check_indices("req_pool_indices", req_pool_indices, torch.int64, 1, device)
+    _check_indices("seq_lens", seq_lens, torch.int64, 1, device)
+    num_requests = seq_lens.shape[0]
+    if req_pool_indices.shape[0] != num_requests:
+        raise ValueError(f"req_pool_indices has {req_pool_indices.shape[0]} entries but seq_lens has {num_requests}")
+    if plan.num_requests != num_requests:
+        raise ValueError(f"the plan is for {plan.num_requests} requests but seq_lens has {num_requests} entries")
+
+
+def _check_factors(scale: float, k_scale: float, v_scale: float, logit_cap: float) -> None:
+    if not 0.0 <= logit_cap < math.inf:
+        raise ValueError(f"logit_cap is {logit_cap}; expected a positive, finite number, or 0 for no cap")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
+    if not (0.0 < k_scale < math.inf and 0.0 < v_scale < math.inf):
+        name, value = ("v_scale", v_scale) if 0.0 < k_scale < math.inf else ("k_scale", k_scale)
+        raise ValueError(f"{name} is {value}; expected a positive, finite number")
 
 
 def _check_indices(name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, device: torch.device) -> None:
