@@ -37,7 +37,7 @@ def register() -> None:
         register_hooks(settings, version)
     if "--use-ray" in sys.argv or _RAY_ENGINE_MODULE in sys.modules:
         register_ray_actors()
-    register_pinning_addresses(settings)
+    register_addresses(settings)
 
 
 def register_name(settings: Settings) -> None:
@@ -111,7 +111,7 @@ def register_ray_actors() -> None:
     hooks.register((hook,))
 
 
-def register_pinning_addresses(settings: Settings) -> None:
+def register_addresses(settings: Settings) -> None:
     """Adds the HTTP addresses of pinning, live tests and recordings, if the settings ask for them."""
     from sgl_prefix_attn.sglang_plugin.backend import live_address
     from sgl_prefix_attn.sglang_plugin.pinning import registration

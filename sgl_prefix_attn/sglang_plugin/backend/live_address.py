@@ -11,37 +11,33 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import http_routes
 from sgl_prefix_attn.sglang_plugin.backend import live_commands
 
 logger = logging.getLogger(__name__)
 
 PATHS = {"/prefixpack/abtest": live_commands.TEST, "/prefixpack/record": live_commands.RECORDING}
-_SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 SILENT_SECONDS = 60.0  # clients of ours ask twice a second
 _STATUS = {"invalid": 400, "unknown": 404, "refused": 409, "disabled": 503}
 
 
 def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
     """Adds the addresses in the server's process, if the setting live_tests asks for them."""
-    if settings.live_tests and (not in_scheduler or _SERVER_MODULE in sys.modules):
+    if settings.live_tests and http_routes.serves_http(in_scheduler=in_scheduler):
         try:
-            from sglang.srt.entrypoints import http_server
-
-            known = {getattr(route, "path", None) for route in http_server.app.routes}
             for path, what in PATHS.items():
-                if path not in known:
-                    add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager, path, what)
+                server = http_routes.server_without(path)
+                if server is not None:
+                    add_routes(*server, path, what)
         except Exception:  # the one guard of a registration: the server has to start
             logger.exception("prefixpack: the server has no HTTP addresses for live tests")
 
 
 async def carried_out(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
     """The answers of the data-parallel copies to a command; the errors alone if some refuse."""
-    manager.auto_create_handle_loop()
     if action != live_commands.START:
         answers = await _asked(manager, what, action, **fields)
     else:
@@ -65,12 +61,9 @@ async def _started(manager: Any, what: str, **fields: Any) -> list[dict[str, Any
 
 
 async def _asked(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    request = GetInternalStateReq(rid=live_commands.encode(what, action, **fields))
-    outputs = await manager.get_internal_state_communicator(request)
+    states = await http_routes.internal_states(manager, live_commands.encode(what, action, **fields))
     missing = {"error": {"kind": "refused", "message": "the schedulers run no packed steps"}}
-    return [output.internal_state.get(live_commands.ANSWER_KEY, missing) for output in outputs]
+    return [state.get(live_commands.ANSWER_KEY, missing) for state in states]
 
 
 def _of_copy(index: int, answer: dict[str, Any], copies: int) -> dict[str, Any]:
@@ -83,14 +76,11 @@ def _of_copy(index: int, answer: dict[str, Any], copies: int) -> dict[str, Any]:
 def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
     """Adds the routes of an address to SGLang's FastAPI application.
 
-    They ask for the admin API key where /flush_cache does.
-
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
     from fastapi import Request
     from fastapi.responses import JSONResponse
-    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def answered(action: str, **fields: Any) -> Any:
         answers = await carried_out(manager_of(), what, action, **fields)
@@ -118,9 +108,4 @@ def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
         token = request.query_params.get("token")
         return {} if token is None else {"token": token}
 
-    # FastAPI resolves annotations, which are strings here, in the module and would not find this local name.
-    for endpoint in (start, read, stop):
-        endpoint.__annotations__["request"] = Request
-    endpoints: tuple[tuple[str, Any], ...] = (("POST", start), ("GET", read), ("DELETE", stop))
-    for method, endpoint in endpoints:
-        app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+    http_routes.add_endpoints(app, path, {"POST": start, "GET": read, "DELETE": stop})

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from sgl_prefix_attn.sglang_plugin import http_routes
 from sgl_prefix_attn.sglang_plugin.pinning.commands import (
     ANSWER_KEY,
     COPY_KEY,
@@ -145,11 +146,8 @@ async def send(manager: Any, command: Command) -> list[dict[str, Any]]:
 
 
 async def _ask(manager: Any, command: Command) -> list[dict[str, Any]]:
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    manager.auto_create_handle_loop()
-    outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(command)))
-    return [output.internal_state.get(ANSWER_KEY, _NO_ANSWER) for output in outputs]
+    states = await http_routes.internal_states(manager, encode(command))
+    return [state.get(ANSWER_KEY, _NO_ANSWER) for state in states]
 
 
 async def _undo(manager: Any, command: Command, answers: list[dict[str, Any]]) -> str:
@@ -181,14 +179,13 @@ def add_routes(app: Any, manager_of: Any) -> None:
     """Adds the routes to SGLang's FastAPI application.
 
     GET lists, POST pins {"text" | "token_ids", "ttl_steps", "label", "extra_key", "cache_salt"}, DELETE releases
-    {"id" | "text" | "token_ids"}. They ask for the admin API key where SGLang's own /flush_cache does.
+    {"id" | "text" | "token_ids"}.
 
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.
     """
     from fastapi import Request
     from fastapi.responses import JSONResponse
-    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def answered(make: Any) -> Any:
         try:
@@ -218,20 +215,14 @@ def add_routes(app: Any, manager_of: Any) -> None:
             lambda manager: ReleaseCommand(**(_with_token_ids(manager, body) if "id" not in body else body))
         )
 
-    # FastAPI resolves annotations, which are strings here, in the module and would not find this local name.
-    for with_body in (pin, release):
-        with_body.__annotations__["request"] = Request
-    endpoints: tuple[tuple[str, Any], ...] = (("GET", list_pins), ("POST", pin), ("DELETE", release))
-    for method, endpoint in endpoints:
-        app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+    http_routes.add_endpoints(app, PATH, {"GET": list_pins, "POST": pin, "DELETE": release})
 
 
 def add_routes_to_server() -> None:
     """Adds the routes to SGLang's HTTP server in this process."""
-    from sglang.srt.entrypoints import http_server
-
-    if not any(getattr(route, "path", None) == PATH for route in http_server.app.routes):
-        add_routes(http_server.app, lambda: http_server._global_state.tokenizer_manager)
+    server = http_routes.server_without(PATH)
+    if server is not None:
+        add_routes(*server)
 
 
 def _one_of(manager: Any, token_ids: Any, text: Any) -> Any:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sgl_prefix_attn.settings import Settings
+from sgl_prefix_attn.sglang_plugin import http_routes
 
 if TYPE_CHECKING:
     from sgl_prefix_attn.sglang_plugin.compat.hooks import Hook
 
 logger = logging.getLogger(__name__)
 
-_SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 _Owned = TypeVar("_Owned")
 
 
@@ -26,11 +25,9 @@ class Owner(Protocol):
 def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
     """Adds the HTTP addresses in the server's process, if the settings ask for pins.
 
-    A server that is a child process itself has the scheduler's module loaded, so it gets addresses and hooks. Nothing
-    calls the hooks there.
+    A server that is a child process itself gets the hooks of a scheduler as well. Nothing calls them there.
     """
-    if settings.pin_budget_percent and (not in_scheduler or _SERVER_MODULE in sys.modules):
-        # This imports the server's module early, so only where its routes are needed.
+    if settings.pin_budget_percent and http_routes.serves_http(in_scheduler=in_scheduler):
         try:
             from sgl_prefix_attn.sglang_plugin.pinning.client import add_routes_to_server
 
