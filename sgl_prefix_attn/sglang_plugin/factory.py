@@ -88,14 +88,14 @@ def wrap_backend(runner: Any, name: str, stock: Any, settings: Settings) -> Any:
             reason = fallback_reasons.HOOKS_MISSING
     except Exception as raised:  # the one guard of wrap mode: the server starts as it would without us
         reason, error = fallback_reasons.FAILED, raised
-    _leave()
+    _deactivate_hooks()
     _log_refusal(name, reason, error)
     return stock
 
 
-def _leave() -> None:
-    """Lets the hooks of this process do nothing unless a backend of ours lives here."""
-    plugin_state.leave()
+def _deactivate_hooks() -> None:
+    """As `plugin_state.deactivate_hooks`; then no request waits for a prefill either."""
+    plugin_state.deactivate_hooks()
     state = plugin_state.active()
     if state is not None and state.handover is None:
         state.own(SharedPrefill, state.counters).active = False

@@ -86,7 +86,7 @@ class PluginState:
         self.backends[backend] = record
         self._records = [weakref.ref(known) for known in self.backends.values()]
         if self.handover is not None:
-            self.handover.leave_out(self.why_stock)
+            self.handover.read_packable_only(self.why_stock)
             if record.step_planner.why_all_stock is None:
                 self.handover_hooks.active = self.handover
 
@@ -189,8 +189,8 @@ def of_process(settings: Settings, sglang_version: str) -> PluginState:
     return _state
 
 
-def leave() -> None:
-    """Lets the hooks of this process do nothing unless a backend of ours lives here."""
+def deactivate_hooks() -> None:
+    """Lets the hooks on steps do nothing from now on, unless a backend of ours lives in this process."""
     if _state is not None and not _state.backends:
         _state.handover = _state.handover_hooks.active = None
 

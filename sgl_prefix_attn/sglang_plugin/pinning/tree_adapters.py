@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_prefix_attn.pinning import ROOT, NodeSpan
-from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, Unreadable, parent_of, reader_for
+from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import PathNode, TreeReader, Unreadable, reader_for
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +218,7 @@ class ReceiptTree(_Tree):
         return _spans(path or ())
 
     def moved(self, ids: Sequence[int], handles: Sequence[Any], parent_id: int) -> list[list[NodeSpan]]:
-        parent = -1 if parent_id == ROOT else parent_id
-        return [_spans(path) for path in self._reader.paths(ids) if path and parent_of(path) != parent]
+        return [_spans(path) for path in self._reader.paths(ids) if path and _parent_on(path) != parent_id]
 
     def alive(self, handle: Any) -> bool:
         return bool(self.path(handle))
@@ -307,6 +306,10 @@ def lockable_tree(tree: Any) -> LockableTree | Unreadable:
 
 def _spans(path: Sequence[PathNode]) -> list[NodeSpan]:
     return [NodeSpan(node.id, node.id, node.begin, node.end, node.leaf) for node in path]
+
+
+def _parent_on(path: Sequence[PathNode]) -> int:
+    return path[-2].id if len(path) > 1 else ROOT
 
 
 def _parent_id(node: Any) -> int:

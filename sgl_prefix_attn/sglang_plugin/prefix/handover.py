@@ -80,8 +80,8 @@ class Handover:
             self._counters.hook_failed()
         self._counters.host_seconds += time.perf_counter() - start
 
-    def leave_out(self, why_stock: Callable[[Mode], str | None]) -> None:
-        """Stops reading paths for the kinds of steps for which `why_stock` returns a reason."""
+    def read_packable_only(self, why_stock: Callable[[Mode], str | None]) -> None:
+        """From now on, reads no paths for the kinds of steps for which `why_stock` returns a reason."""
         self._tracker.why_stock = why_stock
         self._tracker.refuses_drafts = why_stock("verify") is not None
 

@@ -30,11 +30,6 @@ class PathNode(NamedTuple):
 Path = list[PathNode]
 
 
-def parent_of(path: Path) -> int:
-    """Id of the last node's parent, -1 for a root."""
-    return path[-2].id if len(path) > 1 else -1
-
-
 class Branch(NamedTuple):
     """A chain of radix nodes, each the parent of the next; no nodes for a root.
 
