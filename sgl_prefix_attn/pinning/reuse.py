@@ -135,11 +135,6 @@ class ReuseMemory:
             table = self._tables[ahead] = self._table(int(_STARTS[ahead]))
         return table[kind][_bin(self.now - last_use)]
 
-    def score_of(self, key: int, unused_for: int = 0) -> float:
-        """As `score`, for a prefix by its key; 0 if it is unknown."""
-        placement = self.placement(key)
-        return 0.0 if placement is None else self.score(*placement, unused_for)
-
     def last_of_age_bin(self, last_use: int) -> int:
         """Latest last use that falls into the same age bin, and so has the same score."""
         return self.now - int(_STARTS[_bin(self.now - last_use)])

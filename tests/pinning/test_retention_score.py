@@ -85,12 +85,19 @@ class TestLookahead:
             queue.add("a", [1])
 
 
+def score_in(memory: ReuseMemory, key: int) -> float:
+    """What the memory says of a prefix that it knows."""
+    placement = memory.placement(key)
+    assert placement is not None
+    return memory.score(*placement)
+
+
 class TestReuseMemory:
     def test_prefixes_that_come_back_score_higher_than_those_that_never_do(self) -> None:
         memory = ReuseMemory()
         for step in range(2000):
             memory.record([step % 10, 1000 + step])  # ten that return every ten requests, one that never does
-        returning, once = memory.score_of(5), memory.score_of(1000 + 1995)
+        returning, once = score_in(memory, 5), score_in(memory, 1000 + 1995)
         assert returning > 10 * once
 
     def test_the_score_falls_when_the_usual_time_of_reuse_has_passed(self) -> None:
@@ -98,11 +105,11 @@ class TestReuseMemory:
         for step in range(4000):  # half of all prefixes are used again after 40 requests
             memory.record([step, step - 40] if step % 2 else [step])
         keys = [key for key in range(3960, 4000) if key % 2 == 0]
-        at_twenty, at_forty = memory.score_of(keys[-10]), memory.score_of(min(keys))
+        at_twenty, at_forty = score_in(memory, keys[-10]), score_in(memory, min(keys))
         memory.record([])
         for _ in range(30):
             memory.record([])
-        assert at_forty > at_twenty > memory.score_of(min(keys))
+        assert at_forty > at_twenty > score_in(memory, min(keys))
 
     def test_it_remembers_no_more_than_it_may(self) -> None:
         memory = ReuseMemory(max_keys=50, horizon=64)
