@@ -1,4 +1,4 @@
-"""Random batches for the planner, and the check that a plan reads every visible position once."""
+"""Random forests for the planner, and the check that a plan reads every visible position once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 
-Batch = tuple[PrefixForest, np.ndarray, np.ndarray]
+Lengths = np.ndarray  # [num_requests] int64
 
 SHAPES = [
     ModelShape(32, 32, 128),
@@ -29,8 +29,14 @@ DEVICES = [
 ]
 
 
-def random_batch(rng: np.random.Generator, max_requests: int = 128, max_new_tokens: int = 1, scale: int = 300) -> Batch:
-    """A ragged forest of up to 8 levels; requests leave at any node, some have no path at all."""
+def random_forest(
+    rng: np.random.Generator, max_requests: int = 128, max_new_tokens: int = 1, scale: int = 300
+) -> tuple[PrefixForest, Lengths, Lengths]:
+    """A ragged forest of up to 8 levels; requests leave at any node, some have no path at all.
+
+    Returns:
+        the forest, KV lengths with the step's own tokens, and new tokens of each request.
+    """
     num_requests = int(rng.integers(1, max_requests + 1))
     nodes: list[list[tuple[int, int, int]]] = [[]]
     for node in range(int(rng.integers(0, max(2, num_requests)))):
@@ -69,7 +75,7 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
     seen = [np.zeros(position + 1, dtype=np.int32) for position in positions]
     owners = [slot_owners(forest, request, int(seq_lens[request])) for request in range(forest.num_requests)]
     partials: list[list[tuple[int, int]]] = [[] for _ in positions]
-    slots = np.zeros(plan.num_partials, dtype=np.int32)
+    written = np.zeros(plan.num_partials, dtype=np.int32)
     for query_begin, query_count, request, kv_begin, kv_end, partial_begin, _tile in plan.items.tolist():
         last = query_begin + query_count - 1
         end = positions[last] + 1 if kv_end == planning.OPEN_END else kv_end
@@ -81,18 +87,18 @@ def check_plan(plan: Plan, forest: PrefixForest, seq_lens: np.ndarray, query_len
             own = owners[plan.query_request[query]][kv_begin:visible]
             np.testing.assert_array_equal(own, owners[request][kv_begin:visible])
             seen[query][kv_begin:visible] += 1
-            slot = partial_begin if partial_begin == planning.WRITE_THROUGH else partial_begin + query - query_begin
-            partials[query].append((kv_begin, slot))
-            if slot >= 0:
-                slots[slot] += 1
+            partial = partial_begin if partial_begin == planning.WRITE_THROUGH else partial_begin + query - query_begin
+            partials[query].append((kv_begin, partial))
+            if partial >= 0:
+                written[partial] += 1
     for count in seen:
         assert (count == 1).all()
-    assert (slots == 1).all()
+    assert (written == 1).all()
     combined = {}
     for index, query in enumerate(plan.combine_query.tolist()):
         combined[query] = plan.combine_partial[plan.combine_offset[index] : plan.combine_offset[index + 1]].tolist()
     for query, parts in enumerate(partials):
-        expected = [slot for _, slot in sorted(parts)]
+        expected = [partial for _, partial in sorted(parts)]
         assert combined.get(query, [planning.WRITE_THROUGH]) == expected
 
 

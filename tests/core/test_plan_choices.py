@@ -17,7 +17,7 @@ from sgl_prefix_attn.core.gpu import h200_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import draw_set
-from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_batch
+from tests.core.plan_checks import DEVICES, SHAPES, check_plan, random_forest
 from tests.support.native_build import ROOT, built_module
 
 
@@ -33,7 +33,9 @@ def test_packing_is_within_five_percent_of_the_best_of_all(seed: int, check: Mod
     rng = np.random.default_rng(seed)
     shape, device = SHAPES[seed % len(SHAPES)], DEVICES[(seed // 7) % len(DEVICES)]
     while True:
-        forest, seq_lens, query_lens = random_batch(rng, 9, int(rng.choice([1, 1, 40])), int(rng.choice([12, 40, 600])))
+        forest, seq_lens, query_lens = random_forest(
+            rng, 9, int(rng.choice([1, 1, 40])), int(rng.choice([12, 40, 600]))
+        )
         choices = (forest.node_parent >= 0).sum() + (forest.tail_node >= 0).sum()
         if forest.num_nodes and choices <= 13:
             break

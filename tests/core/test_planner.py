@@ -14,7 +14,7 @@ import pytest
 
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, PlanError, Planner, grown_by
-from tests.core.plan_checks import DEVICES, SHAPES, check_plan, check_statistics, random_batch
+from tests.core.plan_checks import DEVICES, SHAPES, check_plan, check_statistics, random_forest
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -22,7 +22,7 @@ def test_every_visible_position_is_read_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape, device = SHAPES[seed % len(SHAPES)], DEVICES[seed % len(DEVICES)]
     new_tokens = int(rng.choice([1, 4, 200]))
-    forest, seq_lens, query_lens = random_batch(rng, int(rng.choice([4, 30, 128])), new_tokens)
+    forest, seq_lens, query_lens = random_forest(rng, int(rng.choice([4, 30, 128])), new_tokens)
     if new_tokens == 4 and seed % 2:  # a verify step
         seq_lens, query_lens = seq_lens - query_lens + 4, np.full_like(query_lens, 4)
     planner = Planner(shape, device)
@@ -34,7 +34,7 @@ def test_every_visible_position_is_read_once(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_plan_survives_decode_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    forest, seq_lens, ones = random_batch(rng, 64)
+    forest, seq_lens, ones = random_forest(rng, 64)
     planner = Planner(SHAPES[seed % len(SHAPES)], DEVICES[seed % len(DEVICES)], max_growth=10)
     first = planner.plan(forest, seq_lens)
     for step in range(1, 11):

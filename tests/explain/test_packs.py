@@ -7,14 +7,14 @@ import pytest
 
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.packs import PRIVATE, packs_of
-from tests.core.plan_checks import random_batch
+from tests.core.plan_checks import random_forest
 
 SHAPE = ModelShape(q_heads=32, kv_heads=8, head_dim=128)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_packs_cover_what_every_query_sees_once_and_belong_to_a_node_of_all_their_requests(seed: int) -> None:
-    forest, seq_lens, query_lens = random_batch(np.random.default_rng(seed), 24, (1, 40)[seed % 2], scale=700)
+    forest, seq_lens, query_lens = random_forest(np.random.default_rng(seed), 24, (1, 40)[seed % 2], scale=700)
     device = (DeviceModel.gpu(132), DeviceModel.cpu(2))[seed // 2 % 2]
     plan = Planner(SHAPE, device).plan(forest, seq_lens, query_lens)
     packs = packs_of(plan, forest, seq_lens)
