@@ -53,8 +53,8 @@ from benchmarks.serving.report import Report
 from benchmarks.serving.workloads import WORKLOADS, Sizes, make_requests
 from sgl_prefix_attn.demo.client import RequestError
 from sgl_prefix_attn.demo.server import ServerError, ServerOptions, serve
-from sgl_prefix_attn.demo.trace import TRACE_SLICE, TraceError
-from sgl_prefix_attn.demo.workload import Request, Vocabulary
+from sgl_prefix_attn.demo.workload import TRACE_SLICE, Request, Vocabulary
+from sgl_prefix_attn.trace import TraceError
 
 CPU_POOL_TOKENS = 16384
 Workloads = dict[str, list[Request]]

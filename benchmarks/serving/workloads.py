@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE, read_trace
-from sgl_prefix_attn.demo.workload import Request, Vocabulary, trace_requests
+from sgl_prefix_attn.demo.workload import TRACE_SLICE, Request, Vocabulary, trace_requests
+from sgl_prefix_attn.trace import read_trace
 
 WORKLOADS = ("rl", "no-sharing", "shared-prefix", "conversation", "mooncake")
 CONVERSATION_LEVELS = (46, 348, 2123)

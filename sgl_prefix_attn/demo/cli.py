@@ -24,8 +24,8 @@ from sgl_prefix_attn.core.files import check_writable, write_whole
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.comparison import Comparison, KVReads, Measurement, table
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
-from sgl_prefix_attn.demo.trace import TRACE_SLICE
 from sgl_prefix_attn.demo.workload import (
+    TRACE_SLICE,
     Request,
     Vocabulary,
     diverging_group,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sgl_prefix_attn.trace import BLOCK_TOKENS, TraceRow
+
+TRACE_SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl"  # of Mooncake's conversation trace
 
 
 @dataclasses.dataclass(frozen=True)

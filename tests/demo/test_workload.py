@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from sgl_prefix_attn.demo.trace import TRACE_SLICE
-from sgl_prefix_attn.demo.workload import Vocabulary, diverging_group, trace_requests
+from sgl_prefix_attn.demo.workload import TRACE_SLICE, Vocabulary, diverging_group, trace_requests
 from sgl_prefix_attn.trace import TraceRow, read_trace
 
 VOCABULARY = Vocabulary(10, 1024)
