@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -43,13 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    steps = commands.add_parser("steps", help="policies over measured or recorded steps")
-    steps.add_argument(
+    _add_steps(commands)
+    _add_record(commands)
+    _add_live(commands)
+    _add_servers(commands)
+
+
+def _add_steps(commands: Any) -> None:
+    parser = commands.add_parser("steps", help="policies over measured or recorded steps")
+    parser.add_argument(
         "results",
         metavar="STEPS.json",
         help="written by `abtest record` or by python -m benchmarks.kernel.gpu_attention",
     )
-    steps.add_argument(
+    parser.add_argument(
         "policies",
         nargs="+",
         metavar="POLICY",
@@ -58,68 +66,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shipped, and the route_margin in percent (default: the profile's); left-out[@MARGIN]: every family of steps "
         "by a profile fitted on all others",
     )
-    steps.add_argument("--families", action="store_true", help="measured steps: a row for each family as well")
-    steps.add_argument("--packed", metavar="KERNELS", help="measured steps: native (default), triton or cpu")
-    steps.add_argument("--stock", nargs="+", choices=BACKENDS, help="measured steps: the stock backends (default fa3)")
-    steps.add_argument(
+    parser.add_argument("--families", action="store_true", help="measured steps: a row for each family as well")
+    parser.add_argument("--packed", metavar="KERNELS", help="measured steps: native (default), triton or cpu")
+    parser.add_argument("--stock", nargs="+", choices=BACKENDS, help="measured steps: the stock backends (default fa3)")
+    parser.add_argument(
         "--profile", metavar="FILE", help="recorded steps: predict times by it (default: as the server would)"
     )
-    steps.add_argument("--json", action="store_true", help="print JSON")
-    steps.set_defaults(act=_steps)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(act=_steps)
 
-    on_request = commands.add_parser("record", help="record decode steps of a server with PREFIXPACK_LIVE_TESTS=1")
-    on_request.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
-    on_request.add_argument("--api-key", metavar="KEY", help="the server's admin key")
-    on_request.add_argument(
+
+def _add_record(commands: Any) -> None:
+    parser = commands.add_parser("record", help="record decode steps of a server with PREFIXPACK_LIVE_TESTS=1")
+    parser.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    parser.add_argument(
         "--steps", type=int, default=5000, metavar="N", help="length of the server's ring, 512 to 65536 (default 5000)"
     )
-    on_request.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
-    on_request.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
-    on_request.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
-    on_request.set_defaults(act=_record)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    parser.add_argument("--lease", type=int, default=2000, metavar="STEPS", help="as of live (default 2000)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    parser.set_defaults(act=_record)
 
-    on_server = commands.add_parser(
-        "live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1"
-    )
-    on_server.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
-    on_server.add_argument(
+
+def _add_live(commands: Any) -> None:
+    parser = commands.add_parser("live", help="two policies in turn on a running server with PREFIXPACK_LIVE_TESTS=1")
+    parser.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
+    parser.add_argument(
         "arms", nargs=2, metavar="POLICY", help="as the setting route takes them; twice the same: an A/A test"
     )
-    on_server.add_argument("--api-key", metavar="KEY", help="the server's admin key")
-    on_server.add_argument(
-        "--block", type=int, default=16, metavar="STEPS", help="decode steps of a block (default 16)"
-    )
-    on_server.add_argument("--warmup", type=int, default=4, metavar="STEPS", help="of a block, not counted (default 4)")
-    on_server.add_argument("--pairs", type=int, default=400, metavar="N", help="pairs of blocks (default 400)")
-    on_server.add_argument(
+    parser.add_argument("--api-key", metavar="KEY", help="the server's admin key")
+    parser.add_argument("--block", type=int, default=16, metavar="STEPS", help="decode steps of a block (default 16)")
+    parser.add_argument("--warmup", type=int, default=4, metavar="STEPS", help="of a block, not counted (default 4)")
+    parser.add_argument("--pairs", type=int, default=400, metavar="N", help="pairs of blocks (default 400)")
+    parser.add_argument(
         "--lease",
         type=int,
         default=2000,
         metavar="STEPS",
         help="the server ends the test so long after the client was last heard",
     )
-    on_server.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
-    on_server.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
-    on_server.add_argument(
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the arms (default 0)")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    parser.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
-    on_server.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
-    on_server.set_defaults(act=_live)
+    parser.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    parser.set_defaults(act=_live)
 
-    between = commands.add_parser("servers", help="two servers, by the same requests")
-    between.add_argument("urls", nargs=2, metavar="URL", help="address list: of arm A, of arm B")
-    between.add_argument(
+
+def _add_servers(commands: Any) -> None:
+    parser = commands.add_parser("servers", help="two servers, by the same requests")
+    parser.add_argument("urls", nargs=2, metavar="URL", help="address list: of arm A, of arm B")
+    parser.add_argument(
         "--requests", type=Path, required=True, metavar="FILE.jsonl",
         help='a line for each: {"input_ids": [...], "max_new_tokens": N, "n": samples}',
     )  # fmt: skip
-    between.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
-    between.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
-    between.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
-    between.add_argument(
+    parser.add_argument("--block", type=int, default=32, metavar="N", help="requests sent at once (default 32)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the servers (default 0)")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="stop after this time (default 1800)")
+    parser.add_argument(
         "--effect", type=float, default=1.0, metavar="PERCENT", help="difference to plan for (default 1)"
     )
-    between.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
-    between.set_defaults(act=_servers)
+    parser.add_argument("--out", type=Path, metavar="NAME", help="write NAME.json, NAME.png and NAME.html")
+    parser.set_defaults(act=_servers)
 
 
 def _servers(args: argparse.Namespace) -> None:
