@@ -252,10 +252,10 @@ class BatchTracker:
     def _decode_step(self, batch: Any, mirror: TreeMirror, drafts: int | None = None) -> StepPaths | str:
         requests = list(batch.reqs)
         last = self._state_of(requests)
-        useless = self.why_stock("decode" if drafts is None else "verify")
-        if useless is not None:
+        reason = self.why_stock("decode" if drafts is None else "verify")
+        if reason is not None:
             self._forget(last)
-            return useless
+            return reason
         if batch.seq_lens_cpu is not None:
             prefix_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
         elif drafts is not None and versions.keeps_committed_lens():
@@ -284,9 +284,9 @@ class BatchTracker:
             state.prefilled.update(dict.fromkeys(compress(prefilled, state.indices.find(prefilled) >= 0)))
         if as_decode and num_decode:  # the next decode batch has the same requests
             return self._decode_step(batch, mirror)
-        useless = self.why_stock(mode)
-        if useless is not None:
-            return useless
+        reason = self.why_stock(mode)
+        if reason is not None:
+            return reason
         forest, _ = mirror.forest(
             list(map(_LAST_NODE, requests)),
             int64_array(batch.prefix_lens),
