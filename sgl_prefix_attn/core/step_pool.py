@@ -21,9 +21,10 @@ _SMALLEST_LIMIT = 256
 
 
 class Step(Protocol):
-    """The interface of `GpuStep` and `TritonStep`."""
+    """The interface of `GpuStep` and `TritonStep`, which document it: in each step `load`, `prepare`, then `attend`."""
 
-    def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None: ...
+    def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
+        """See `StepBuffers.load`."""
 
     def prepare(
         self,
@@ -31,7 +32,8 @@ class Step(Protocol):
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
         visible: torch.Tensor | None = None,
-    ) -> None: ...
+    ) -> None:
+        """See `GpuStep.prepare`."""
 
     def attend(
         self,
@@ -46,7 +48,8 @@ class Step(Protocol):
         logit_cap: float = 0.0,
         window_left: int = -1,
         sinks: torch.Tensor | None = None,
-    ) -> None: ...
+    ) -> None:
+        """See `GpuStep.attend`."""
 
 
 MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Step]
@@ -73,6 +76,11 @@ class StepPool:
         **variant: Any,
     ) -> None:
         """Loads the plan, prepares the step and runs one layer; `packed_attention` has checked its arguments.
+
+        Args:
+            q, k_cache, v_cache, out, plan: as of `packed_attention`.
+            req_to_token, req_pool_indices, seq_lens, visible: as of `packed_attention`.
+            variant: further arguments of `Step.attend`.
 
         Raises:
             ValueError: indices that lead outside a tensor.

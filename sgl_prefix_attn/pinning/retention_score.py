@@ -126,6 +126,7 @@ class RetentionScores:
         return (UNKNOWN, 0) if record is None else record
 
     def score(self, group: int, position: int) -> float:
+        """Score per token of a placement."""
         if group < CLASSES:
             assert self.memory is not None
             return self.memory.score(group, position, len(self.lookahead))

@@ -51,6 +51,7 @@ class PluginState:
 
     Attributes:
         settings: settings in force.
+        sglang_version: of the installed SGLang.
         counters: totals of all backends.
         handover: None until the first backend is built; until then no hook does anything.
         exporter: Prometheus metrics; None if this process exports none.

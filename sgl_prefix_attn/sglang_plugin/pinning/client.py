@@ -52,7 +52,11 @@ class EnginePins:
     A prefix is given as `token_ids` or as `text`; a text is tokenised as SGLang tokenises prompts. Pin up to a clear
     boundary, for example the end of a line: the last tokens of the text may be others where a prompt continues it.
 
-    Every method returns one answer per data-parallel copy of the model, and raises PinningError if a copy refused.
+    Every method returns one answer per data-parallel copy of the model, a dict as the HTTP address gives it
+    (docs/pinning.md), and raises PinningError if a copy refused.
+
+    Args:
+        engine: an `sglang.Engine` of this process.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -70,8 +74,20 @@ class EnginePins:
     ) -> list[dict[str, Any]]:
         """Keeps a prefix cached, for `ttl_steps` scheduler steps or until it is released.
 
+        Args:
+            token_ids: the prefix, up to 2^20 token ids; or give `text`.
+            text: the prefix as a text.
+            ttl_steps: scheduler steps after which the pin ends, from 1 on; None: never.
+            label: tells pins of one prefix apart, up to 200 characters. With the same one the pin is renewed.
+            extra_key: as requests carry it, for example a LoRA adapter; None: none.
+            cache_salt: as requests carry it; None: none.
+
+        Returns:
+            For each copy a dict with `pin`, `pinned_tokens` and `budget_tokens`; `renewed` if the pin was there.
+
         Raises:
             ValueError: not exactly one of token_ids and text is given, or a value is unusable.
+            PinningError: a copy refused: the budget is exceeded, or its cache cannot be pinned.
         """
         manager = self._engine.tokenizer_manager
         ids = _one_of(manager, token_ids, text)
@@ -89,7 +105,22 @@ class EnginePins:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Ends one pin by its id, or all pins of exactly one prefix."""
+        """Ends one pin by its id, or all pins of exactly one prefix.
+
+        Args:
+            pin_id: `id` of a pin; the other arguments are not read then.
+            token_ids: the prefix as it was pinned; or give `text`.
+            text: the prefix as a text.
+            extra_key: as it was pinned with.
+            cache_salt: as it was pinned with.
+
+        Returns:
+            For each copy a dict with `released`, the ids, and the totals `pinned_tokens` and `budget_tokens`.
+
+        Raises:
+            ValueError: neither an id nor exactly one of token_ids and text is given.
+            PinningError: a copy has no such pin.
+        """
         if pin_id is not None:
             return self._run(ReleaseCommand(id=pin_id))
         ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
@@ -107,12 +138,31 @@ class EnginePins:
         """Announces `uses` more requests that share this prefix, and none after them. Needs retention.
 
         The prefix is kept before all others until the last of them is admitted; then it is evicted first.
+
+        Args:
+            uses: requests to come, from 1 on.
+            token_ids: the prefix, up to 2^20 token ids; or give `text`.
+            text: the prefix as a text.
+            extra_key: as the requests will carry it.
+            cache_salt: as the requests will carry it.
+
+        Returns:
+            For each copy a dict with `pinned_tokens` and `budget_tokens`.
+
+        Raises:
+            ValueError: not exactly one of token_ids and text is given, or a value is unusable.
+            PinningError: a copy refused, for example because retention is off.
         """
         ids = _one_of(self._engine.tokenizer_manager, token_ids, text)
         return self._run(AnnounceCommand(token_ids=ids, uses=uses, extra_key=extra_key, cache_salt=cache_salt))
 
     def pins(self) -> list[dict[str, Any]]:
-        """All pins."""
+        """All pins.
+
+        Returns:
+            For each copy a dict with `pins`, each as {"id", "label", "tokens", "cached_tokens", "steps_left"}, oldest
+            first, and the totals `pinned_tokens` and `budget_tokens`.
+        """
         return self._run(ListCommand())
 
     def _run(self, command: Command) -> list[dict[str, Any]]:

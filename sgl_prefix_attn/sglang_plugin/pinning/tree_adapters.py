@@ -90,9 +90,11 @@ class LockableTree(Protocol):
     def in_use(self, handle: Any) -> bool:
         """Whether a lock is held on the node."""
 
-    def lock(self, handle: Any) -> NodeLock: ...
+    def lock(self, handle: Any) -> NodeLock:
+        """Keeps the node and all nodes above it from being evicted, until the lock is released."""
 
-    def release(self, lock: NodeLock) -> None: ...
+    def release(self, lock: NodeLock) -> None:
+        """Releases a lock, once."""
 
     def evict(self, handle: Any) -> int:
         """Evicts the node if it is an unlocked leaf; returns how many tokens that freed."""

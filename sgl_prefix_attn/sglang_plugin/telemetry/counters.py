@@ -30,6 +30,8 @@ class Counters:
         arm_step_seconds, arm_tokens: time and output tokens of those whose time is known, warm-up included.
         fallbacks: by reason; a step that went to the stock backend counts once, and so does, in a packed step, each
             layer that did, and a step of a packed graph that ran without sharing.
+        planners: those whose plans are counted.
+        plans_kept: steps that ran the plan of an earlier one without asking the planner.
     """
 
     host_seconds: float = 0.0
@@ -52,6 +54,7 @@ class Counters:
         self.planners += [planner for planner in planners if planner not in self.planners]
 
     def packed(self, mode: str, kv_tokens: KvTokens) -> None:
+        """Counts a packed step of a mode, by what its plan reads."""
         self.steps_packed[mode] += 1
         self.kv_tokens_read += kv_tokens.packed
         self.kv_tokens_per_request += kv_tokens.per_request
