@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from sgl_prefix_attn.settings import Settings
@@ -204,17 +205,11 @@ def runs_one_token_steps(runner: Any, settings: Settings, kind: str) -> bool:
     """
     if not settings.one_token_steps:
         return False
-    try:
-        why_not = one_token.unsupported_server(runner)
-    except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
-        why_not = str(error)
+    why_not = _unsupported(one_token.unsupported_server, runner)
     prefill, decode = versions.backend_names(runner)
     if why_not is None and kind == "patch" and prefill != decode:
         why_not = f"prefill_attention_backend={prefill!r}, to which the patch hands the paths of such steps"
-    if why_not is not None:
-        level = logging.WARNING if settings.one_token_steps is True else logging.INFO
-        logger.log(level, "prefixpack: one_token_steps has no effect on this server: %s", why_not)
-    return why_not is None
+    return _has_effect("one_token_steps", settings.one_token_steps, why_not)
 
 
 def shares_prefills(runner: Any, settings: Settings, packs: bool) -> bool:
@@ -225,13 +220,24 @@ def shares_prefills(runner: Any, settings: Settings, packs: bool) -> bool:
     """
     if not settings.shared_prefill or (settings.shared_prefill == "auto" and not packs):
         return False
+    return _has_effect(
+        "shared_prefill", settings.shared_prefill, _unsupported(shared_prefill.unsupported_server, runner)
+    )
+
+
+def _unsupported(unsupported_server: Callable[[Any], str | None], runner: Any) -> str | None:
+    """What `unsupported_server` says of a runner."""
     try:
-        why_not = shared_prefill.unsupported_server(runner)
+        return unsupported_server(runner)
     except AttributeError as error:  # a runner that is not ModelRunner, as in tests of SGLang
-        why_not = str(error)
+        return str(error)
+
+
+def _has_effect(setting: str, wanted: bool | str, why_not: str | None) -> bool:
+    """Whether `why_not` is None; otherwise logs it, as a warning if the setting is on and not just "auto"."""
     if why_not is not None:
-        level = logging.WARNING if settings.shared_prefill is True else logging.INFO
-        logger.log(level, "prefixpack: shared_prefill has no effect on this server: %s", why_not)
+        level = logging.WARNING if wanted is True else logging.INFO
+        logger.log(level, "prefixpack: %s has no effect on this server: %s", setting, why_not)
     return why_not is None
 
 
