@@ -175,8 +175,11 @@ def test_reading_one_by_one_always_fits_the_buffers() -> None:
     fixture = Verify(64, 4, settings=Settings(metrics=False, route="packed", pack_verify=True, max_tile_rows=16))
     context = fixture.rows.req_to_token.shape[1]
     lens, drafts = np.full(4, context, dtype=np.int64), np.full(4, 64, dtype=np.int64)
-    for plan in fixture.executor.unshared(lens, drafts):
+    plans = fixture.executor.unshared(lens, drafts)
+    assert len(plans) == len(fixture.executor.planners) == 1
+    for plan in plans:
         fixture.device_step.load(plan, lens, fixture.executor._growth)
+    assert fixture.device_step.loads[-len(plans) :] == plans
 
 
 def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
