@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/views.h"
 #include "cuda/common/index_math.h"
 #include "cuda/device.h"
 #include "cuda/kernel/kernel_traits.cuh"
@@ -183,13 +183,7 @@ void bind_devices(py::module_& m) {
 
 void bind_cuda(py::module_& m) {
   py::class_<SerializedPlan>(m, "SerializedPlan")
-      .def_property_readonly("words",
-                             [](py::object self) {
-                               const auto& words = self.cast<const SerializedPlan&>().words;
-                               py::array_t<int32_t> view(static_cast<py::ssize_t>(words.size()), words.data(), self);
-                               view.attr("setflags")(py::arg("write") = false);
-                               return view;
-                             })
+      .def_property_readonly("words", column(&SerializedPlan::words))
       .def_readonly("combine_lists", &SerializedPlan::combine_lists)
       .def_readonly("kv_slots", &SerializedPlan::kv_slots);
   m.def("serialize_plan", &serialize, py::arg("plan"), py::arg("seq_lens"), py::kw_only(), py::arg("growth"),

@@ -3,10 +3,10 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/views.h"
 #include "offline/prefix_tree.h"
 
 namespace py = pybind11;
@@ -40,16 +40,6 @@ Prompts checked(const Tokens& tokens, const Offsets& offsets) {
                                 std::to_string(tokens.shape(0)) + " tokens");
   }
   return {tokens.data(), bounds, static_cast<int32_t>(count)};
-}
-
-// A read-only view that keeps the tree alive.
-auto column(std::vector<int32_t> PrefixTree::* member) {
-  return [member](py::object self) {
-    const auto& values = self.cast<const PrefixTree&>().*member;
-    py::array view = py::array_t<int32_t>({static_cast<py::ssize_t>(values.size())}, values.data(), self);
-    view.attr("setflags")(py::arg("write") = false);
-    return view;
-  };
 }
 
 }  // namespace

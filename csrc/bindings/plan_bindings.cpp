@@ -6,9 +6,9 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/views.h"
 #include "plan/combine_shape.h"
 #include "plan/makespan.h"
 #include "plan/planner.h"
@@ -22,22 +22,6 @@ namespace prefixpack {
 namespace {
 
 using Lengths = py::array_t<int64_t, py::array::c_style>;
-
-// A read-only view that keeps its owner alive.
-template <class T>
-py::array view(py::handle owner, const T* data, std::vector<py::ssize_t> shape) {
-  auto array = py::array_t<T>(std::move(shape), data, owner);
-  array.attr("setflags")(py::arg("write") = false);
-  return array;
-}
-
-template <class Owner, class T>
-auto column(std::vector<T> Owner::* member) {
-  return [member](py::object self) {
-    const auto& values = self.cast<const Owner&>().*member;
-    return view(self, values.data(), {static_cast<py::ssize_t>(values.size())});
-  };
-}
 
 const int64_t* lengths_data(const Lengths& lengths, const char* name, int32_t num_requests) {
   if (lengths.ndim() != 1 || lengths.shape(0) != num_requests) {
