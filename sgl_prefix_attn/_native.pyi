@@ -74,7 +74,7 @@ def serialize_plan(
 
     Raises:
         OverflowError: more than 2^31 - 1 KV slots.
-        ValueError: lengths of another batch.
+        ValueError: lengths of another batch or beyond 2^31 - 1, a negative number, no head, or more than 2^16 heads.
     """
 
 class AttentionParams:

@@ -14,6 +14,7 @@
 #include "cuda/launch.h"
 #include "cuda/serialize_plan.h"
 #include "plan/active_warps.h"
+#include "plan/checks.h"
 
 namespace py = pybind11;
 
@@ -27,9 +28,20 @@ SerializedPlan serialize(const Plan& plan, const py::array_t<int64_t, py::array:
     throw std::invalid_argument("seq_lens must have one entry for each of the plan's " +
                                 std::to_string(plan.num_requests) + " requests");
   }
-  if (kv_heads < 1 || warp_ctas < 0) {
-    throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and warp_ctas " +
-                                std::to_string(warp_ctas) + "; they have to be at least 1 and 0");
+  for (int32_t request = 0; request < plan.num_requests; ++request) {
+    const int64_t length = seq_lens.data()[request];
+    if (length < 0 || length > INT32_MAX) {
+      throw std::invalid_argument("request " + std::to_string(request) + ": seq_lens is " + std::to_string(length) +
+                                  "; it has to be 0 to 2^31 - 1");
+    }
+  }
+  if (growth < 0 || warp_ctas < 0) {
+    throw std::invalid_argument("growth is " + std::to_string(growth) + " and warp_ctas " + std::to_string(warp_ctas) +
+                                "; they have to be at least 0");
+  }
+  if (kv_heads < 1 || group < 1 || int64_t{kv_heads} * group > kMostHeads) {
+    throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + " and group " + std::to_string(group) +
+                                "; they have to be at least 1, and their product at most 2^16");
   }
   if (cta_warps < kMinActiveWarps || cta_warps > kDecodeWarps) {
     throw std::invalid_argument("cta_warps is " + std::to_string(cta_warps) + "; it has to be " +

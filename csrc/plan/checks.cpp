@@ -10,6 +10,9 @@ namespace {
 // Rates and times beyond these are no machine's, and sums of them could leave the range of doubles. NaN is neither.
 constexpr double kLeastRate = 1e-30, kMostRate = 1e30, kMostSeconds = 1e30;
 
+// Rows of a tile, and of a step of a combine. The cost model tabulates the queries of a tile.
+constexpr int32_t kMostRows = 1 << 16;
+
 bool is_rate(double rate) { return rate >= kLeastRate && rate <= kMostRate; }
 bool is_time(double seconds) { return seconds >= 0 && seconds <= kMostSeconds; }
 
@@ -22,6 +25,7 @@ void require(bool condition, const std::string& message) {
 const ModelShape& checked(const ModelShape& shape) {
   require(shape.q_heads >= 1 && shape.kv_heads >= 1 && shape.q_heads % shape.kv_heads == 0,
           "q_heads " + std::to_string(shape.q_heads) + " is no multiple of kv_heads " + std::to_string(shape.kv_heads));
+  require(shape.q_heads <= kMostHeads, "q_heads " + std::to_string(shape.q_heads) + " is more than 2^16");
   require(shape.head_dim >= 1, "head_dim " + std::to_string(shape.head_dim) + " is not positive");
   require(shape.kv_bytes >= 1 && shape.partial_bytes >= 1, "kv_bytes and partial_bytes must be positive");
   return shape;
@@ -41,6 +45,8 @@ const DeviceModel& checked(const DeviceModel& device) {
           "a time of combines is negative or not finite");
   require(device.combine_rows >= 1 && device.combine_width >= 1 && device.combine_fan_in >= 1,
           "combine_rows, combine_width and combine_fan_in must be positive");
+  require(device.combine_rows <= kMostRows && device.combine_width <= kMostRows,
+          "combine_rows and combine_width must be at most 2^16");
   require(device.reread >= 0 && device.reread <= 1, "reread must lie in 0 .. 1");
   require(device.narrow_reread >= 0 && device.narrow_reread <= 1, "narrow_reread must lie in 0 .. 1");
   require(device.narrow_to_fill >= 1 && device.narrow_per_worker >= device.narrow_to_fill,
@@ -51,6 +57,8 @@ const DeviceModel& checked(const DeviceModel& device) {
   for (size_t i = 1; i < device.tile_rows.size(); ++i) {
     require(device.tile_rows[i] > device.tile_rows[i - 1], "tile_rows must ascend");
   }
+  require(device.tile_rows.back() <= kMostRows,
+          "tile_rows has " + std::to_string(device.tile_rows.back()) + ", which is more than 2^16");
   return device;
 }
 

@@ -8,6 +8,8 @@
 
 namespace prefixpack {
 
+constexpr int32_t kMostHeads = 1 << 16;  // query heads of a model
+
 void require(bool condition, const std::string& message);
 
 const ModelShape& checked(const ModelShape& shape);

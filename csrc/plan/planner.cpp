@@ -13,6 +13,7 @@ namespace {
 
 // Of a forest: the packing recurses once per level, and partial results grow with the square of the depth.
 constexpr int32_t kMaxDepth = 4096;
+constexpr int64_t kMostNewTokens = int64_t{1} << 30;  // of a step; loops over tiles of queries count a little further
 
 }  // namespace
 
@@ -26,12 +27,12 @@ void check_lens(const Forest& forest, const BatchLens& lens) {
     };
     if (query_len < 1) fail("query length " + std::to_string(query_len) + " is not positive");
     if (seq_len > INT32_MAX) fail("sequence length " + std::to_string(seq_len) + " exceeds 2^31 - 1");
-    if (seq_len < forest.tail_begin[request] + query_len) {
+    if (seq_len < query_len || seq_len - query_len < forest.tail_begin[request]) {
       fail("sequence length " + std::to_string(seq_len) + " is shorter than its shared prefix (" +
            std::to_string(forest.tail_begin[request]) + ") and its " + std::to_string(query_len) + " new tokens");
     }
     num_queries += query_len;
-    if (num_queries > INT32_MAX) fail("with it the step has more than 2^31 - 1 new tokens");
+    if (num_queries > kMostNewTokens) fail("with it the step has more than 2^30 new tokens");
   }
 }
 
@@ -47,8 +48,9 @@ bool Planner::reusable(const Planned& planned, const int64_t* seq_lens, const in
   }
   int64_t grown = 0, grown_reads = 0;
   for (size_t request = 0; request < planned.lens.size(); ++request) {
+    if (seq_lens[request] < planned.lens[request]) return false;
     const int64_t growth = seq_lens[request] - planned.lens[request];
-    if (growth < 0 || growth > planned.growth_limit) return false;
+    if (growth > planned.growth_limit) return false;
     grown += growth;
     grown_reads += growth * planned.tail_reads[request];
   }

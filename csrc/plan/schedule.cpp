@@ -259,11 +259,12 @@ WorkItem* Scheduler::list_splits(const QueuedPack& queued, WorkItem* next) {
   const int32_t length = Tiling::split_length(*lead, queued.splits);
   const int32_t kv_begin = lead->kv_begin, kv_end = kv_begin + lead->tokens;
   int32_t partial = queued.partial_begin;
-  for (int32_t begin = kv_begin; begin < kv_end; begin += length) {
+  for (int64_t next_begin = kv_begin; next_begin < kv_end; next_begin += length) {
+    const auto begin = static_cast<int32_t>(next_begin);
     for (const Tile* tile = lead; tile != lead + queued.tiles; ++tile, ++next) {
       *next = tiling_->item(*tile);
       next->kv_begin = begin;
-      if (begin + length < kv_end) next->kv_end = begin + length;
+      if (length < kv_end - begin) next->kv_end = begin + length;
       next->partial_begin = partial;
       if (partial != kWriteThrough) partial += tile->query_count;
     }

@@ -215,7 +215,7 @@ void Tiling::widen_narrow_tiles(double longer_than) {
 
 int32_t Tiling::split_length(const Tile& tile, int32_t splits) {
   if (splits == 1) return tile.tokens;
-  const int32_t even = (tile.tokens + splits - 1) / splits;
+  const int32_t even = (tile.tokens - 1) / splits + 1;
   return (even + kSplitAlignment - 1) / kSplitAlignment * kSplitAlignment;
 }
 

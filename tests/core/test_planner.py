@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, PlanError, Planner, grown_by
 from tests.core.plan_checks import DEVICES, SHAPES, check_plan, check_statistics, random_forest
@@ -144,7 +145,10 @@ def test_very_deep_trees_are_planned_in_time() -> None:
         ([120, 1 << 40], None, r"request 1: .* exceeds 2\^31 - 1"),
         ([120, 130], [1, 0], "request 1: query length 0 is not positive"),
         ([120, 130], [1, 31], "request 1: .* and its 31 new tokens"),
-        ([2**31 - 1] * 2, [2**30] * 2, r"request 1: with it the step has more than 2\^31 - 1 new tokens"),
+        ([2**31 - 1] * 2, [2**29, 2**29 + 1], r"request 1: with it the step has more than 2\^30 new tokens"),
+        ([2**31 - 1] * 2, [2**31 - 200, 1], r"request 0: with it the step has more than 2\^30 new tokens"),
+        ([-(2**63), 130], None, "request 0: sequence length -9223372036854775808"),
+        ([120, 130], [1, 2**63 - 1], "request 1: .* and its 9223372036854775807 new tokens"),
         ([120], None, "seq_lens must have one entry for each of the 2 requests"),
         ([120, 130], [1], "query_lens must have one entry for each of the 2 requests"),
     ],
@@ -227,11 +231,29 @@ TIMES = (
           for name in TIMES for value in (-1.0, math.inf, math.nan)),
         *((SHAPES[0], replace(DEVICES[2], **{name: 0}), "must be positive")
           for name in ("combine_rows", "combine_width", "combine_fan_in")),
+        # Tables by rows and sums of rows stay small.
+        (ModelShape(2**31 - 1, 1, 64), DEVICES[0], r"q_heads 2147483647 is more than 2\^16"),
+        (SHAPES[0], replace(DEVICES[2], tile_rows=(32, 2**31 - 1)), r"tile_rows has 2147483647, .* more than 2\^16"),
+        *((SHAPES[0], replace(DEVICES[2], **{name: 2**31 - 1}), r"must be at most 2\^16")
+          for name in ("combine_rows", "combine_width")),
     ],
 )  # fmt: skip
 def test_bad_shapes_and_devices_are_named(shape: ModelShape, device: DeviceModel, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Planner(shape, device)
+
+
+@pytest.mark.parametrize("longest", [2**31 - 1, 2**31 - 17, 2**30 + 1])
+def test_the_longest_sequences_are_split_without_overflow(longest: int) -> None:
+    """Every position once, by splits that follow each other."""
+    plan = Planner(ModelShape(8, 1, 128), DEVICES[2]).plan(PrefixForest.from_paths([[]]), int64_array([longest]))
+    begins, ends = plan.items[:, planning.KV_BEGIN], plan.items[:, planning.KV_END]
+    assert len(begins) > 100
+    assert begins[0] == 0
+    np.testing.assert_array_equal(ends[:-1], begins[1:])
+    assert (begins[:-1] < begins[1:]).all()
+    assert ends[-1] == planning.OPEN_END
+    assert begins[-1] < longest
 
 
 def test_an_overhead_that_dwarfs_the_work_orders_the_queue_somehow() -> None:

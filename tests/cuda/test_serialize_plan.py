@@ -175,8 +175,29 @@ def test_words_say_how_many_warps_take_part(tokens: int, warp_ctas: int, warps: 
     assert words[HEADER] == warps
 
 
-@pytest.mark.parametrize(("kv_heads", "warp_ctas"), [(0, 4), (2, -1)])
-def test_launches_that_cannot_be_are_refused(kv_heads: int, warp_ctas: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 0}, "kv_heads is 0 and group 4; they have to be at least 1"),
+        ({"group": 0}, "kv_heads is 2 and group 0; they have to be at least 1"),  # of fewer query heads than KV heads
+        ({"kv_heads": 2**31 - 1}, "kv_heads is 2147483647 and group 4; .* their product at most"),
+        ({"warp_ctas": -1}, "growth is 0 and warp_ctas -1; they have to be at least 0"),
+        ({"growth": -1}, "growth is -1 and warp_ctas 4; they have to be at least 0"),
+    ],
+    ids=str,
+)
+def test_launches_that_cannot_be_are_refused(options: dict[str, int], message: str) -> None:
     case = make_case(1)
-    with pytest.raises(ValueError, match=f"kv_heads is {kv_heads} and warp_ctas {warp_ctas}; they have to be"):
-        _native.serialize_plan(case.plan, case.planned_lens, growth=0, group=4, kv_heads=kv_heads, warp_ctas=warp_ctas)
+    with pytest.raises(ValueError, match=message):
+        _native.serialize_plan(
+            case.plan, case.planned_lens, **{"growth": 0, "group": 4, "kv_heads": 2, "warp_ctas": 4, **options}
+        )
+
+
+@pytest.mark.parametrize("length", [-1, 2**31, -(2**63)])
+def test_lengths_that_cannot_be_are_refused(length: int) -> None:
+    case = make_case(1)
+    lens = case.planned_lens.copy()
+    lens[2] = length
+    with pytest.raises(ValueError, match=f"request 2: seq_lens is {length}; it has to be"):
+        _native.serialize_plan(case.plan, lens, growth=0, group=4)
