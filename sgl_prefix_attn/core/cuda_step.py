@@ -136,11 +136,10 @@ class GpuStep(StepBuffers):
                 captured after a `prepare` with masks is replayed after one with masks only, and likewise without.
 
         Raises:
-            ValueError: a tensor of the wrong type, layout or device.
+            ValueError: a tensor of the wrong type, layout or device, or with fewer entries than the plan has requests
+                or query tokens.
         """
-        self._check_tables(req_to_token, req_pool_indices, seq_lens)
-        if visible is not None and (visible.dtype is not torch.int64 or visible.device != self.device):
-            raise ValueError(f"visible is {visible.dtype} on {visible.device}; expected int64 on {self.device}")
+        self._check_tables(req_to_token, req_pool_indices, seq_lens, visible)
         self._trees = visible is not None
         _native.cuda_prepare(
             self._addresses,
@@ -190,6 +189,8 @@ class GpuStep(StepBuffers):
             strides = tensor.stride()
             if strides[2] != 1 or strides[0] % word or strides[1] % word or tensor.data_ptr() % 16:
                 raise ValueError(f"{name} has strides {strides}; expected rows of whole, aligned 16-byte words")
+        if lse is not None or sinks is not None:
+            self._check_per_head(len(q), lse, sinks)
         params = self._params
         q_strides, k_strides, v_strides, o_strides = q.stride(), k_cache.stride(), v_cache.stride(), out.stride()
         lse_stride = 0 if lse is None else lse.stride(0)

@@ -98,6 +98,7 @@ class StepBuffers:
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_STAGING_BUFFERS)]
         self._copied = [torch.cuda.Event() if on_gpu else None for _ in range(_STAGING_BUFFERS)]
         self._turn = 0
+        self._loaded = (0, 0)  # requests and queries of the plan on the device
 
     def _ints(self, count: int) -> torch.Tensor:
         self._int_buffers.append(torch.zeros(count, dtype=torch.int32, device=self.device))
@@ -133,6 +134,7 @@ class StepBuffers:
             limit = getattr(self.limits, name)
             if needed > limit:
                 raise PlanTooLarge(f"the plan needs {needed} {name}; the buffers hold {limit}")
+        self._loaded = (plan.num_requests, plan.num_queries)
         self._turn = (self._turn + 1) % _STAGING_BUFFERS
         staging, copied = self._staging[self._turn], self._copied[self._turn]
         if copied is not None:
@@ -143,12 +145,39 @@ class StepBuffers:
         if copied is not None:
             copied.record(torch.cuda.current_stream(self.device))
 
-    def _check_tables(self, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """ValueError unless the scheduler's tables are of the types and on the device that `prepare` reads."""
-        for name, tensor, dtype in (
-            ("req_to_token", req_to_token, torch.int32),
-            ("req_pool_indices", req_pool_indices, torch.int64),
-            ("seq_lens", seq_lens, torch.int64),
-        ):
-            if tensor.dtype is not dtype or tensor.device != self.device or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be a contiguous {dtype} tensor on {self.device}")
+    def _check_tables(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> None:
+        """ValueError unless `prepare` can read the scheduler's tables for the plan: types, layouts, device, entries."""
+        requests, queries = self._loaded
+        self._check_table("req_to_token", req_to_token, torch.int32, 2, 0)
+        self._check_table("req_pool_indices", req_pool_indices, torch.int64, 1, requests)
+        self._check_table("seq_lens", seq_lens, torch.int64, 1, requests)
+        if visible is not None:
+            self._check_table("visible", visible, torch.int64, 1, queries)
+
+    def _check_table(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, entries: int) -> None:
+        contiguous = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+        if tensor.dtype is not dtype or tensor.device != self.device or not contiguous:
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor of {dims} dimension{'s' * (dims > 1)} on {self.device}"
+            )
+        if tensor.shape[0] < entries:
+            raise ValueError(f"{name} has {tensor.shape[0]} entries; the plan needs {entries}")
+
+    def _check_per_head(self, tokens: int, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
+        """ValueError unless `attend` can write lse and read sinks: types, shapes, layouts, device."""
+        q_heads = self.shape.q_heads
+        for name, tensor, shape in (("lse", lse, (tokens, q_heads)), ("sinks", sinks, (q_heads,))):
+            if tensor is None:
+                continue
+            fits = tensor.dtype is torch.float32 and tuple(tensor.shape) == shape and tensor.device == self.device
+            if not fits or (tensor.stride(-1) != 1 and q_heads > 1):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected float32 {shape} on "
+                    f"{self.device}, with heads one behind the other"
+                )

@@ -154,11 +154,12 @@ class TritonStep(StepBuffers):
             visible: None; these kernels have no masks of trees.
 
         Raises:
-            ValueError: a tensor of the wrong type, layout or device, or masks.
+            ValueError: a tensor of the wrong type, layout or device, or with fewer entries than the plan has
+                requests; or masks.
         """
         if visible is not None:
             raise ValueError("the Triton kernels take no masks of visible positions")
-        self._check_tables(req_to_token, req_pool_indices, seq_lens)
+        self._check_tables(req_to_token, req_pool_indices, seq_lens, None)
         with self._on_device():
             triton_kernels.prepare_step[(self.blocks,)](
                 self._words, self._records, self._positions, self._kv_slots,
@@ -196,6 +197,8 @@ class TritonStep(StepBuffers):
                 )
             if tensor.stride(2) != 1:
                 raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous")
+        if lse is not None or sinks is not None:
+            self._check_per_head(len(q), lse, sinks)
         product = torch.float32 if INTERPRETED else product_dtype(self.dtype, kv_dtype)
         fp8 = kv_dtype is torch.float8_e4m3fn
         if fp8:

@@ -117,3 +117,43 @@ def test_tables_and_scale_are_checked(launches: list[str]) -> None:
     with pytest.raises(ValueError, match=r"scale is 0\.0"):
         step.attend(q, cache, cache, q.clone(), scale=0.0)
     assert launches == ["prepare", "attend"]
+
+
+def test_tables_with_fewer_entries_than_the_plan_are_refused(launches: list[str]) -> None:
+    """The device would read whatever lies behind them."""
+    plan, lens = shared_by(6, 128, DeviceModel.gpu(FEW))
+    step = step_of(128)
+    table, rows, long = torch.zeros(6, 900, dtype=torch.int32), torch.zeros(6).long(), torch.from_numpy(lens)
+    padded = torch.ones(9).long()  # as a graph pads a batch
+    step.load(plan, lens, 0)
+    step.prepare(table, rows, long, torch.ones(6).long())
+    step.prepare(table, padded, padded, padded)
+    for tables, message in (
+        ((table, rows[:5], long), "req_pool_indices has 5 entries; the plan needs 6"),
+        ((table, rows, long[:5]), "seq_lens has 5 entries; the plan needs 6"),
+        ((table, rows, long, torch.ones(5).long()), "visible has 5 entries; the plan needs 6"),
+        ((table, rows, long, torch.ones(12).long()[::2]), r"visible must be a contiguous torch\.int64"),
+        ((table, rows, long, torch.ones(6)), r"visible must be a contiguous torch\.int64"),
+        ((table.flatten(), rows, long), "req_to_token must be a contiguous .* of 2 dimensions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.prepare(*tables)
+    assert launches == ["prepare", "prepare"]
+
+
+def test_what_belongs_to_heads_is_checked(launches: list[str]) -> None:
+    """It is read and written as float32, heads one behind the other."""
+    step = step_of(128)
+    q, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(16, 2, 128, dtype=torch.bfloat16)
+    step.attend(q, cache, cache, q.clone(), scale=0.1, lse=torch.zeros(3, 9)[:, :8], sinks=torch.zeros(8))
+    for options in (
+        {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
+        {"sinks": torch.zeros(2)},
+        {"sinks": torch.zeros(16)[::2]},
+        {"lse": torch.zeros(2, 8)},
+        {"lse": torch.zeros(8, 3).T},
+        {"lse": torch.zeros(3, 8, dtype=torch.float64)},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; expected float32"):
+            step.attend(q, cache, cache, q.clone(), scale=0.1, **options)
+    assert launches == ["attend"]

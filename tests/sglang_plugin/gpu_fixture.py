@@ -78,6 +78,8 @@ class HostStep:
         assert not self.lost
         self._visible = visible
         assert req_pool_indices.dtype == seq_lens.dtype == torch.int64
+        assert min(len(req_pool_indices), len(seq_lens)) >= self._plan.num_requests
+        assert visible is None or (len(visible) >= self._plan.num_queries and visible.is_contiguous())
         count = self._plan.num_requests
         self._rows, self._lens = req_to_token[req_pool_indices[:count]].clone(), seq_lens[:count].clone()
         assert (self._lens.numpy() <= self._most).all(), "a tail outgrew the room that its plan was loaded with"
