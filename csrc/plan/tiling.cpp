@@ -313,7 +313,8 @@ void Tiling::choose_split(int32_t nearby) {
   if (cost_->uniform_rows() && nearby < 0) finish = fit_workers(&best, finish);
   const double narrow_even = narrow_ / per_worker_ / cost_->narrow_speedup();
   for (double part : kNarrowShares) {
-    if (finish <= kEvenEnough * even_share()) break;
+    // Where all narrow tiles have been widened, narrow_ is what rounding left.
+    if (narrow_work_tiles_ == 0 || finish <= kEvenEnough * even_share()) break;
     const double candidate = narrow_even * part;
     if (candidate >= std::min(best.narrow, longest_narrow_tile_)) continue;
     const double limit = kWorthSplitting * finish, time = finish_time({best.whole, candidate}, limit);
