@@ -10,6 +10,8 @@ namespace {
 
 constexpr int32_t kMostGroups = 160;  // of a kind, that begin or stream; more count as one
 constexpr int32_t kRing = 256;        // a power of two, so that places in it cost no division
+// Work tiles that stream end early by kSameTime of the time at most, and times are rounded by far less than 1e-9.
+constexpr double kLeastShare = (1 - 1e-9) / (1 + kSameTime);
 static_assert(kRing >= kMostGroups && (kRing & (kRing - 1)) == 0);
 
 // Work tiles that began together.
@@ -24,6 +26,7 @@ class Groups {
   bool empty() const { return size_ == 0; }
   int64_t work_tiles() const { return work_tiles_; }
   const Group& next() const { return groups_[size_ - 1]; }
+  const Group& last() const { return groups_[0]; }
   void add(double until, int64_t work_tiles) {
     work_tiles_ += work_tiles;
     if (size_ == kMostGroups) {  // as if it were done with the next
@@ -49,7 +52,7 @@ class Groups {
 class Kind {
  public:
   Kind(const WorkTileBins& bins, double most_speed, double latency)
-      : queue_(bins), most_speed_(most_speed), latency_(latency) {
+      : queue_(bins), most_speed_(most_speed), least_seconds_(1 / most_speed), latency_(latency) {
     skip_empty();
   }
 
@@ -84,6 +87,10 @@ class Kind {
     if (!streaming_.empty()) time = std::min(time, now + (streaming_.next().until - served_) / speed_);
     return time;
   }
+  // A time before which those that stream now are not done.
+  double least_end(double now) const {
+    return streaming_.empty() ? 0 : (now + (streaming_.last().until - served_) * least_seconds_) * kLeastShare;
+  }
   void advance(double seconds) {
     if (!streaming_.empty()) served_ += speed_ * seconds;
   }
@@ -110,7 +117,7 @@ class Kind {
   }
 
   const WorkTileBins& queue_;
-  const double most_speed_, latency_;
+  const double most_speed_, least_seconds_, latency_;
   int32_t bin_ = WorkTileBins::kBins - 1;
   int64_t taken_ = 0;               // of the bin
   std::array<Start, kRing> start_;  // a ring, in order of time
@@ -149,6 +156,8 @@ double finish_of(const Workers& workers, const WorkTileBins& whole_bins, const W
     }
     const double next = std::min(whole.next(now), narrow.next(now));
     if (next == std::numeric_limits<double>::infinity() || now >= limit) return now;
+    const double least = std::max(whole.least_end(now), narrow.least_end(now));
+    if (least >= limit) return least;
     const double seconds = std::max(0.0, next - now);
     whole.advance(seconds);
     narrow.advance(seconds);
