@@ -4,6 +4,7 @@ namespace prefixpack {
 
 void SplitClasses::clear() {
   classes_.clear();
+  classes_.reserve(kUsualClasses);
   places_.fill(-1);
   last_class_ = kMostClasses;
   longest_ = -1;
@@ -45,12 +46,16 @@ bool SplitClasses::cut(double longest, bool narrow, const CostModel& cost, const
   if (!changed) return false;
   bins_ = others;
   combine_ = 0;
+  int32_t last_partials = 0, last_row_steps = 0;  // like classes often follow each other
   const int64_t heads = cost.kv_heads();
   for (const Class& like : classes_) {
     const int32_t splits = like.splits;
     bins_.add(splits == 1 ? like.work : like.streaming / splits + like.partial, like.tiles * heads * splits);
     const int32_t partials = like.partials + splits - 1;
-    if (partials > 1) combine_ = std::max(combine_, cost.combine(like.combine_row_steps, partials, narrow));
+    if (partials == 1 || (partials == last_partials && like.combine_row_steps == last_row_steps)) continue;
+    last_partials = partials;
+    last_row_steps = like.combine_row_steps;
+    combine_ = std::max(combine_, cost.combine(last_row_steps, partials, narrow));
   }
   return true;
 }

@@ -82,6 +82,7 @@ class SplitClasses {
     int32_t splits;  // of each tile at the last cut; 0: there was none
   };
   static constexpr size_t kPlaceBits = 10, kPlaces = size_t{1} << kPlaceBits, kMostClasses = kPlaces / 2;
+  static constexpr size_t kUsualClasses = 32;  // for which memory is taken at once
 
   static constexpr int32_t kLikeBits = 47;  // low bits of a duration that like tiles may differ in: up to 3 %
 

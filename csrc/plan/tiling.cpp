@@ -235,13 +235,18 @@ void Tiling::sort_out_splittable() {
   const int64_t heads = cost_->kv_heads();
   double all_work = 0, computing = 0;
   double duration = 0;  // of the tile that decides: the first of a pack
+  const TileClass* const kinds = &cost_->numbered(0);
+  const double per_worker = per_worker_, of_partial = partial_;
+  const int32_t whole_share = cost_->most_at_a_time();
+  const bool each_decides = !cost_->uniform_rows();
   for (const Tile& tile : *this) {
-    if (tile.first_of_pack || !cost_->uniform_rows()) duration = tile.duration;
-    const bool is_narrow = this->is_narrow(tile);
-    const double work = tile.seconds - overhead(tile);
+    if (tile.first_of_pack || each_decides) duration = tile.duration;
+    const TileClass& kind = kinds[tile.kind];
+    const bool is_narrow = kind.share < whole_share;
+    const double work = tile.seconds - kind.overhead * per_worker;
     if (!is_narrow) {
       all_work += work;
-      computing += tile.tokens * kind(tile).computing * per_worker_;
+      computing += tile.tokens * kind.computing * per_worker;
     }
     if (duration <= (is_narrow ? narrow : whole)) {
       (is_narrow ? narrow_bins_ : whole_).add(work, heads);
@@ -249,7 +254,7 @@ void Tiling::sort_out_splittable() {
     }
     const int32_t queries = tile.query_count;
     (is_narrow ? splittable_narrow_ : splittable_whole_)
-        .add({duration, work, queries * partial_, tile.tokens, tile.partials,
+        .add({duration, work, queries * of_partial, tile.tokens, tile.partials,
               cost_->combine_row_steps(queries, is_narrow)});
   }
   splittable_whole_.finish_adding();
