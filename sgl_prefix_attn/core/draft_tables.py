@@ -49,6 +49,14 @@ def _has_committed_columns(mask: torch.Tensor, requests: int, drafts: int) -> bo
     return mask.numel() != requests * drafts * drafts
 
 
+def _as_bytes(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A mask as the kernel reads it, a byte for each column: the tensor itself if it is so.
+
+    SGLang's are of bool, with Triton as stock backend of uint8: a buffer for the longest context of the largest batch.
+    """
+    return (mask if mask.element_size() == 1 else mask.bool()).to(device).contiguous()
+
+
 @functools.lru_cache(maxsize=8)
 def _places(drafts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """By draft and bit of its mask: the draft that the bit stands for, or 0; and whether it stands for committed KV."""
@@ -107,7 +115,7 @@ class DraftTables:
             torch.add(committed, drafts, out=seq_lens)
             return seq_lens, visible.copy_(visible_words(mask, committed[:requests], drafts))
         if mask is not None:
-            mask = mask.to(committed.device, torch.bool).contiguous()  # as SGLang makes it, it is returned itself
+            mask = _as_bytes(mask, committed.device)
         _native.cuda_draft_tables(
             committed=committed.data_ptr(),
             mask=0 if mask is None else mask.data_ptr(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from sgl_prefix_attn.core import draft_tables
 from sgl_prefix_attn.core.draft_tables import DraftTables, visible_words
 from tests.cuda.cases import random_tree
 
@@ -86,14 +87,27 @@ def test_tables_stay_where_they_are() -> None:
         tables.fill(torch.ones(5, dtype=torch.int64), 5, 3, trees=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_the_kernel_reads_masks_where_sglang_wrote_them(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Triton's is a buffer of uint8 for the longest context of the largest batch: a copy would take as much memory."""
+    mask = torch.ones(2 * 3 * 1000, dtype=dtype)
+    tables, calls = DraftTables(2, 3, torch.device("cpu")), []
+    monkeypatch.setattr(tables, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(draft_tables._native, "cuda_draft_tables", lambda **call: calls.append(call), raising=False)
+    tables.fill(torch.tensor([9, 7]), 2, 3, trees=True, mask=mask)
+    assert [(call["mask"], call["mask_size"]) for call in calls] == [(mask.data_ptr(), len(mask))]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 @COLUMNS
 @SEEDS
-def test_the_kernel_allocates_nothing(seed: int, columns: bool) -> None:
+def test_the_kernel_allocates_nothing(seed: int, columns: bool, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     mask, words, committed, requests, drafts = random_step(seed, columns)
-    mask, committed = mask.to(device), committed.to(device)
+    mask, committed = mask.to(device, dtype), committed.to(device)
     tables = DraftTables(len(committed), drafts, device)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     seq_lens, visible = tables.fill(committed, requests, drafts, trees=True, mask=mask)
