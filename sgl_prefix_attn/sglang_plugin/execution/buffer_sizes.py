@@ -67,18 +67,20 @@ def step_limits(steps: LargestSteps, shape: ModelShape, widest: int) -> StepLimi
     """Capacity of the buffers of one attention shape, for tiles of at most `widest` rows.
 
     A graph has no fallback, so a plan without KV splits of the largest graph must always fit. It has no partial
-    results, as many work tiles a request as its rows fill, and for each at most the whole context as KV slots.
+    results, as many work tiles a request as its rows fill, and for each at most the whole context as KV slots. Lengths
+    of a verify step may be bounds, which exceed the context by the drafts of two steps at most.
     """
     batch = steps.graph_batch or min(steps.rows, BATCH_WITHOUT_GRAPHS)
     tokens = steps.graph_tokens or batch * steps.drafts
     tiles = -(-steps.drafts // max(1, widest // shape.group))
+    longest = steps.context + (2 * steps.drafts if steps.drafts > 1 else 0)
     # More requests than the largest graph has run without a graph.
     queries = max(tokens, steps.rows * steps.drafts) + steps.new_tokens
     per_token = PARTIALS_PER_TOKEN if steps.drafts == 1 else PARTIALS_PER_DRAFT
     return StepLimits(
         queries=queries,
         items=ITEMS_PER_QUERY * queries + ITEMS_OF_SPLITS,
-        kv_slots=tiles * batch * (steps.context + steps.growth),
+        kv_slots=tiles * batch * (longest + steps.growth),
         partials=per_token * tokens + PARTIALS_OF_SPLITS + _partials_of_prefill(steps, shape),
     )
 

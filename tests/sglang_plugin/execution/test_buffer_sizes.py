@@ -33,7 +33,7 @@ def test_without_graphs_the_pool_says_how_many_requests_run_up_to_a_limit() -> N
 def test_a_verify_step_has_room_for_each_tile_of_a_request(widest: int, tiles: int) -> None:
     drafts = replace(DECODES, drafts=8, graph_tokens=64 * 8)
     limits = step_limits(drafts, SHAPE, widest)
-    assert (limits.queries, limits.kv_slots) == (256 * 8, tiles * 64 * 1024)
+    assert (limits.queries, limits.kv_slots) == (256 * 8, tiles * 64 * (1024 + 2 * 8))
     assert limits.partials == 4 * 64 * 8 + 4096
 
 
@@ -55,11 +55,14 @@ def test_few_heads_leave_room_for_splits_of_a_prefill_chunk(heads: tuple[int, in
 
 @pytest.mark.parametrize("drafts", [1, 8])
 def test_a_plan_without_splits_of_the_largest_graph_always_fits(drafts: int) -> None:
-    """It is what runs where a graph has no fallback: all requests as long as can be, and nothing shared."""
+    """It is what runs where a graph has no fallback: all requests as long as can be, and nothing shared.
+
+    Bounds of DFLASH's verify steps have the drafts of two steps, of which a row of the scheduler's table holds one.
+    """
     steps = replace(DECODES, drafts=drafts, graph_tokens=64 * drafts)
     model = replace(DeviceModel.gpu(132, group=SHAPE.group), workers=1)
     limits = step_limits(steps, SHAPE, model.tile_rows[-1])
-    lens = np.full(64, steps.context)
+    lens = np.full(64, steps.context + (2 * drafts if drafts > 1 else 0))
     plan = Planner(SHAPE, model).plan(PrefixForest.from_paths([()] * 64), lens, np.full(64, drafts))
     made = serialize_plan(plan, lens, steps.growth, SHAPE)
     assert made.kv_slots <= limits.kv_slots

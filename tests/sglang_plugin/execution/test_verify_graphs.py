@@ -182,6 +182,21 @@ def test_reading_one_by_one_always_fits_the_buffers() -> None:
     assert fixture.device_step.loads[-len(plans) :] == plans
 
 
+def test_bounds_beyond_the_longest_context_fit_the_buffers() -> None:
+    """SGLang bounds the lengths of DFLASH by the drafts of two steps. A row of its table has room for those of one."""
+    fixture = Verify(16, 4, room=20)
+    rows = fixture.rows.req_to_token
+    rows[1:] = rows[1].clone()
+    fixture.seq_lens = [rows.shape[1] - 4] * 4
+    fixture.batch = fixture._batch()
+    fixture.check()
+    bounds = fixture.batch.seq_lens_cpu + 16
+    fixture.batch.seq_lens_cpu = bounds
+    assert_same(fixture.graphs.replay(NOTHING), fixture.expected())
+    assert_same(fixture.graphs.replay(fixture.handed._replace(seq_lens=bounds)), fixture.expected())
+    assert fixture.fallbacks == {fallback_reasons.NO_PATHS: 1}
+
+
 def test_the_conservative_rule_selects_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(metrics=False, pack_verify=True, route="conservative")
     fixture = Verify(4, settings=settings, stock_backend="fa3")
