@@ -69,6 +69,7 @@ class _DecodeState:
         finished: each request's finish reason; None if no request has one.
         handles: each request's `last_node`, from which `nodes` were found.
         nodes: [num_requests] int64 node of each request in the mirror.
+        content: of the mirror that has these nodes.
         forest: of the batch.
         joined: requests that joined or moved lately, with the number of steps for which to scan them.
         turn: batch index of the next request to scan in turn.
@@ -87,6 +88,7 @@ class _DecodeState:
     handles: list[Any]
     finished: list[Any] | None
     nodes: Int64Array
+    content: int
     forest: InitVar[PrefixForest]
     joined: dict[Any, int]
     turn: int = 0
@@ -320,6 +322,7 @@ def _from_scratch(
         handles=handles,
         finished=finished,
         nodes=nodes,
+        content=mirror.content,
         forest=forest,
         joined=joined,
     )
@@ -330,9 +333,10 @@ def _continued(
 ) -> _DecodeState | None:
     """The state of a batch with most requests of the last one: only the others are looked up.
 
-    None if a request has finished, the tree is another, or too many requests are new.
+    None if a request has finished, the mirror has forgotten its nodes, or too many requests are new.
     """
-    if last.finished is not None or not mirror.follows_root():
+    mirror.follow_root()
+    if last.finished is not None or last.content != mirror.content:
         return None
     before = last.indices.find(requests)
     indices = BatchIndices(requests)
@@ -356,6 +360,7 @@ def _continued(
         handles=handles,
         finished=None,
         nodes=nodes,
+        content=mirror.content,
         forest=forest,
         joined=joined,
         turn=turn,

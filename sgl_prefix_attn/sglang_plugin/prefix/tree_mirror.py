@@ -32,6 +32,7 @@ class TreeMirror:
 
     Attributes:
         restarts: times that the tree was read from scratch because it contradicted the mirror.
+        content: another number each time after the mirror has forgotten all nodes.
     """
 
     def __init__(self, reader: TreeReader) -> None:
@@ -40,18 +41,17 @@ class TreeMirror:
         self._root = reader.root()
         self._roots: set[int] = set()
         self.restarts = 0
+        self.content = 0
 
     def __len__(self) -> int:
         return len(self._mirror)
 
-    def follows_root(self) -> bool:
-        """Whether the tree still has the content that was read; otherwise forgets it."""
+    def follow_root(self) -> None:
+        """Forgets the tree if it has another content than was read."""
         root = self._reader.root()
-        if root is self._root or root == self._root:
-            return True
-        self.clear()
-        self._root = root
-        return False
+        if root is not self._root and root != self._root:
+            self.clear()
+            self._root = root
 
     def forest(
         self,
@@ -66,13 +66,14 @@ class TreeMirror:
             handles: each request's `last_node`.
             prefix_lens: [num_requests] positions that existed before this step.
             live: [num_requests] False where the request's KV may be released already; None: all live.
-            known: requests that need no look-up; None: look all up. Valid only after `follows_root` returned True.
+            known: requests that need no look-up; None: look all up. Valid only if `content` is, after `follow_root`,
+                what it was when these nodes were returned.
 
         Raises:
             ValueError: the tree contradicts itself, even when read from scratch.
         """
         if known is None:
-            self.follows_root()
+            self.follow_root()
         try:
             return self._forest(handles, prefix_lens, live, known)
         except ValueError:
@@ -86,6 +87,7 @@ class TreeMirror:
 
     def clear(self) -> None:
         """Forgets the tree."""
+        self.content += 1
         self._mirror.clear()
         self._roots.clear()
 

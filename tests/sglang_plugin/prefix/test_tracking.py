@@ -81,6 +81,19 @@ class TestKnownSituations:
         gc.collect()
         assert not any(reference() for reference in prefilled)
 
+    def test_a_microbatch_that_reads_the_tree_anew_leaves_the_other_one_right(self, kind: str) -> None:
+        scheduler, _ = self.start(kind, *([1] * 50 + [last] for last in range(2, 22)))
+        tracker, halves = BatchTracker(2), (scheduler.running[:10], scheduler.running[10:])
+        for _ in range(6):  # until none counts as new
+            for half in halves:
+                check(scheduler, tracker, scheduler.decode_batch(half))
+        assert tracker._mirror is not None
+        tracker._mirror._mirror.clear()  # as for nodes that other batches did not use in many steps
+        for half in halves * 2:
+            scheduler.finish(half.pop())
+            check(scheduler, tracker, scheduler.decode_batch(half))
+        assert tracker.restarts == 1
+
     def test_microbatches_of_a_pipeline_keep_a_step_each(self, kind, monkeypatch):
         """Requests leave and join one of them; the other is not read again."""
         scheduler = SmallScheduler(kind)
