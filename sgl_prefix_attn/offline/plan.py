@@ -76,7 +76,8 @@ class EngineQueue:
         self.left = len(part)
         tree = plan.tree if len(part) == len(plan.work.requests) else plan.tree.restricted(part)
         self._order = GroupOrder(tree, plan.decode_tokens()) if grouped else None
-        self._tree = tree
+        self._tail_node, self._begin, self._end = tree.tail_node, tree.node_begin, tree.node_end
+        self._above = _above(tree)
         uses = np.concatenate([[0], np.cumsum(_engine_requests(plan.work.samples[tree.order]))])
         self._uses = uses[tree.node_last] - uses[tree.node_first]
         self._in_file_order = iter(part.tolist())
@@ -102,13 +103,14 @@ class EngineQueue:
 
     def _prefixes(self, request: int) -> tuple[SharedPrefix, ...]:
         """Shared spans of the request's prompt, without those too short to wait for."""
-        tree, prefixes = self._tree, []
-        node = int(tree.tail_node[request])
+        prefixes = []
+        node = int(self._tail_node[request])
+        if node >= 0 and not _is_long(self._begin[node], self._end[node]):
+            node = int(self._above[node])
         while node >= 0:
-            begin, end = int(tree.node_begin[node]), int(tree.node_end[node])
-            if end - begin >= WORTH_WAITING_FOR:
-                prefixes.append(SharedPrefix(node, begin, end, int(self._uses[node])))
-            node = int(tree.node_parent[node])
+            begin, end, uses = int(self._begin[node]), int(self._end[node]), int(self._uses[node])
+            prefixes.append(SharedPrefix(node, begin, end, uses))
+            node = int(self._above[node])
         return tuple(reversed(prefixes))
 
     def _task(self, request: int, place: Place | None) -> Task:
@@ -118,6 +120,20 @@ class EngineQueue:
         if place is not None:
             sampling["custom_params"] = {CUSTOM_PARAMETER: place.encode()}
         return Task(request, work.prompts[request], sampling)
+
+
+def _is_long(begin: Any, end: Any) -> Any:
+    """Whether a node's span is worth waiting for; of numbers or of arrays."""
+    return end - begin >= WORTH_WAITING_FOR
+
+
+def _above(tree: PrefixTree) -> Int32Array:
+    """[num_nodes] the nearest ancestor with a long span, or -1: one request may be below thousands of short nodes."""
+    parent, is_long = tree.node_parent.tolist(), _is_long(tree.node_begin, tree.node_end).tolist()
+    above: list[int] = []
+    for node in parent:  # parents are numbered lower
+        above.append(node if node < 0 or is_long[node] else above[node])
+    return np.array(above, dtype=np.int32)
 
 
 def _engine_requests(samples: Int64Array) -> Int64Array:
