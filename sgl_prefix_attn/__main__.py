@@ -29,10 +29,10 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 done, 1 failed, 2 unusable arguments or settings."""
+    _open_closed_streams()
     try:
         status = _run(_with_values(sys.argv[1:] if argv is None else argv))
-        if sys.stdout is not None:  # the shell has closed it, as `>&-` does
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()
         return 1
@@ -47,10 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _open_closed_streams() -> None:
+    """Opens /dev/null for standard streams that the shell has closed: else a file of ours gets the number of one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)  # None, if it was closed
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def _discard_output() -> None:
     """Lets the interpreter's own flush at its end succeed."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str]) -> int:

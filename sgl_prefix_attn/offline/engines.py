@@ -131,7 +131,12 @@ class EnginePool:
         for arguments in engines:
             ours, theirs = context.Pipe()
             process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))
-            process.start()
+            # Ctrl-C would end the child with a traceback before it ignores the signal; it inherits the mask.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             theirs.close()
             self._engines.append(_Engine(process, ours, arguments))
 
@@ -212,11 +217,12 @@ def _engine_process(main: EngineMain, connection: Connection, arguments: EngineA
     take_descendants_along()
     # Ctrl-C reaches the whole foreground group; the parent tells its engines what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(dict(arguments.environment))
     if arguments.log is not None:
         log = os.open(arguments.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())
+        os.dup2(log, 1)
+        os.dup2(log, 2)
     main(connection, arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -36,7 +37,7 @@ class Progress:
 
     def say(self, what: str) -> None:
         if self._enabled:
-            tqdm.write(what, file=None if self._bar is None else self._bar.fp)
+            tqdm.write(what, file=sys.stderr)
 
     def over(self, items: Sequence[T], what: str) -> Iterator[T]:
         """The items, with a bar of their own if it takes long."""
