@@ -21,8 +21,8 @@ from sgl_prefix_attn.offline.temporary import temporary_folder
 from sgl_prefix_attn.offline.tokenize import PromptEncoder
 from sgl_prefix_attn.settings import variable_name
 
-# Conditions of the machine, not of the arguments: disk full, quota used up, disk broken.
-_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+# Conditions of the machine, not of the arguments: disk full, quota or limit of a file's size used up, disk broken.
+_MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UsageError(ValueError):
@@ -81,11 +81,18 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except (EngineError, OSError, ValueError) as error:
         print(f"batch: {error}", file=sys.stderr)
-        journal = journal_of(args.output)
-        if has_results(journal):
-            print(f"batch: what had finished is in {journal}; run the same command again to go on", file=sys.stderr)
+        _tell_of_results(journal_of(args.output))
         machine = isinstance(error, EngineError) or (isinstance(error, OSError) and error.errno in _MACHINE_ERRORS)
         return 1 if machine else 2
+    except KeyboardInterrupt:
+        print("batch: interrupted", file=sys.stderr)
+        _tell_of_results(journal_of(args.output))
+        raise
+
+
+def _tell_of_results(journal: Path) -> None:
+    if has_results(journal):
+        print(f"batch: what had finished is in {journal}; run the same command again to go on", file=sys.stderr)
 
 
 def _run(args: argparse.Namespace, logs: Path) -> int:
@@ -128,12 +135,17 @@ def _start(args: argparse.Namespace, options: BatchOptions) -> StartEngines:
 
 
 def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
+    for name, path in (("OUT", args.output), ("--errors", args.errors)):
+        if path is not None and not path.name:  # as of "" and /
+            raise UsageError(f"{name} {path}: expected the name of a file")
+    if not args.model:
+        raise UsageError("--model: expected a folder or a name")
     errors = args.errors or args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
     for name, value in (("--engines", args.engines), ("--window", args.window)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected at least 1")
     if not args.input.is_file():
-        raise UsageError(f"{args.input}: no such file")
+        raise UsageError(f"{args.input}: {'not a regular file' if args.input.exists() else 'no such file'}")
     _check_files(args.input, args.output, errors, args.overwrite)
     device = _device(args)
     logs.mkdir(parents=True, exist_ok=True)
@@ -197,7 +209,11 @@ def _server_arguments(model: str, text: str, device: str) -> list[str]:
     from sgl_prefix_attn.sglang_plugin.offline.config_file import with_config_file
 
     # The file's arguments are read here: they decide about GPUs and prompts, and the defaults leave them alone.
-    given = with_config_file(["--model-path", model, *shlex.split(text)])
+    try:
+        more = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--server-args {text!r}: {error}") from error
+    given = with_config_file(["--model-path", model, *more])
     defaults = {"--device": device, "--attention-backend": "prefixpack", "--log-level": "warning"}
     if device == "cpu":
         defaults |= {"--dtype": "float32", "--grammar-backend": "none"}

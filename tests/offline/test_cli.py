@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from sgl_prefix_attn.offline import cli
-from sgl_prefix_attn.offline.engines import EngineError
+from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool
 from sgl_prefix_attn.offline.journal import Finished, Journal
+from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.runner import journal_of
-from tests.offline import batches
+from tests.offline import batches, one_answer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,6 +68,7 @@ def test_a_killed_process_leaves_no_temporary_folder(temporary):
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.journal"), 1),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "out.journal"), 1),
+        (OSError(errno.EFBIG, os.strerror(errno.EFBIG), "out.journal"), 1),
         (OSError(errno.EACCES, os.strerror(errno.EACCES), "out.journal"), 2),
         (EngineError("engine 0 ended with status 3"), 1),
     ],
@@ -87,6 +90,57 @@ def test_a_failure_says_that_the_journal_has_the_results(error, status, results,
     assert str(error) in message
     more = f"what had finished is in {journal.path}; run the same command again to go on"
     assert (more in message) == bool(results)
+
+
+def test_an_interrupted_run_says_that_the_journal_has_the_results(source, tmp_path, capsys, monkeypatch):
+    def run_batch(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_batch", run_batch)
+    args = parsed(source, tmp_path / "out.jsonl", "--quiet")
+    args.model = str(tmp_path)
+    journal = Journal(journal_of(args.output), source, "m")
+    journal.append([Finished(1, True, {})])
+    journal.close()
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(args)
+    assert f"batch: interrupted\nbatch: what had finished is in {journal.path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_without_standard_streams(closed, source, tmp_path, temporary):
+    """The shell has closed them: the engine still has a log, and no file of the run gets the number of one."""
+    code = (
+        "import sys; from sgl_prefix_attn.sglang_plugin.offline import engine_process; "
+        "from sgl_prefix_attn.__main__ import main; from tests.offline import one_answer; "
+        "engine_process.main = one_answer.main; "
+        f"sys.exit(main(['batch', {str(source)!r}, {str(tmp_path / 'out')!r}, '--model', {str(tmp_path)!r}]))"
+    )
+    environ = {**os.environ, "TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
+    command = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable, code], cwd=REPOSITORY, env=environ, check=False)
+    assert done.returncode == 0
+    assert len((tmp_path / "out").read_text().splitlines()) == 1
+
+
+def test_what_a_run_does_stands_beside_its_bar(capsys):
+    Progress().say("loading the model")
+    assert capsys.readouterr() == ("", "loading the model\n")
+
+
+def test_an_engine_that_starts_does_not_take_ctrl_c(monkeypatch, tmp_path):
+    """Until it ignores the signal it would end with a traceback."""
+    masks, start = [], BaseProcess.start
+
+    def noted(process):
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", noted)
+    with EnginePool(one_answer.main, [EngineArguments((), (), tmp_path / "log")]) as pool:
+        pool.wait_ready()
+    assert signal.SIGINT in masks[0]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_without_grouping_no_scheduler_has_our_hooks(source, tmp_path):
@@ -117,6 +171,11 @@ def test_unusable_arguments_end_with_status_2(source, tmp_path, capsys):
     batches.write(scratch, [batches.line(0, [1])])
     for arguments, message in (
         ([tmp_path / "none", tmp_path / "out"], "no such file"),
+        ([folder, tmp_path / "out"], "folder: not a regular file"),
+        ([source, ""], "expected the name of a file"),
+        ([source, "/"], "OUT /: expected the name of a file"),
+        ([source, tmp_path / "out", "--errors", "/"], "--errors /: expected the name of a file"),
+        ([source, tmp_path / "out", "--server-args", "a 'b"], '--server-args "a \'b": No closing quotation'),
         ([source, tmp_path / "out", "--engines", 0], "--engines 0: expected at least 1"),
         ([source, tmp_path / "out", "--window", -1], "--window -1: expected at least 1"),
         ([source, source], "must be three different files"),
