@@ -35,6 +35,8 @@ STOCK_CLASSES = {
     "torch_native": "TorchNativeAttnBackend",
 }
 _PREFILL_MODES = tuple(mode for mode in MODES if mode not in DECODE_MODES)
+# Arguments with which one kernel computes all layers of a decode step, in 0.5.23 and later.
+_WHOLE_MODEL_KERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
 # Models that read `forward_metadata` of the current backend in their own code.
 _READ_METADATA = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 
@@ -60,6 +62,10 @@ def server_refusal(runner: Any) -> str | None:
         return fallback_reasons.TWO_BATCH_OVERLAP
     if versions.argument(runner, "enable_pdmux"):
         return fallback_reasons.PDMUX
+    if versions.argument(runner, "dllm_algorithm"):
+        return fallback_reasons.MODE
+    if any(versions.argument(runner, name) for name in _WHOLE_MODEL_KERNELS):
+        return fallback_reasons.WHOLE_MODEL_KERNEL
     return None
 
 

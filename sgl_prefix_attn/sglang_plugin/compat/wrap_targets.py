@@ -49,6 +49,7 @@ WRAP_TARGETS = (
     *attributes_of(f"{_FIELDS}.schedule.Schedule", "page_size", since="0.5.20"),
     *attributes_of(_ARGUMENTS, "enable_page_major_kv_layout enable_unified_memory", since="0.5.15", until="0.5.19"),
     *attributes_of(f"{_FIELDS}.exec_.ExecKernel", _BACKEND_NAMES, since="0.5.20"),
+    *attributes_of(f"{_FIELDS}.exec_.ExecKernel", "enable_amd_monokernel enable_nvidia_megakernel", since="0.5.23"),
     *attributes_of(f"{_FIELDS}.exec_.ExecDeterministic", _DETERMINISTIC, since="0.5.20"),
     *attributes_of(f"{_FIELDS}.memory.Memory", "enable_unified_memory", since="0.5.20"),
     # Slots that are not those of the request table.

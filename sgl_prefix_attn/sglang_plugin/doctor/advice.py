@@ -98,6 +98,10 @@ CHANGES: dict[str, Change] = {
         "Leave out --enable-two-batch-overlap, and measure.", without=("--enable-two-batch-overlap",)
     ),
     reasons.PDMUX: Change("Leave out --enable-pdmux, and measure.", without=("--enable-pdmux",)),
+    reasons.WHOLE_MODEL_KERNEL: Change(
+        "Leave out --enable-nvidia-megakernel and --enable-amd-monokernel, and measure.",
+        without=("--enable-nvidia-megakernel", "--enable-amd-monokernel"),
+    ),
     reasons.DECODE_CONTEXT_PARALLEL: Change("Leave out --dcp-size, and measure.", without=("--dcp-size",)),
     reasons.SPECULATIVE: Change(
         "Set pack_verify to true, and measure. If that changes nothing, leave out the options of speculative decoding, "

@@ -52,6 +52,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         reasons.DECODE_CONTEXT_PARALLEL,
         reasons.TWO_BATCH_OVERLAP,
         reasons.PDMUX,
+        reasons.WHOLE_MODEL_KERNEL,
         reasons.ENCODER_DECODER,
         reasons.DRAFT_WORKER,
         reasons.PREFILL_ONLY,

@@ -47,6 +47,7 @@ NO_MEMORY: Final = "no_memory"
 LATE_LAYER: Final = "late_layer"
 PDMUX: Final = "pdmux"
 DECODE_CONTEXT_PARALLEL: Final = "decode_context_parallel"
+WHOLE_MODEL_KERNEL: Final = "whole_model_kernel"
 DETERMINISTIC: Final = "deterministic"
 PREFILL_ONLY: Final = "prefill_only"
 # Of wrap mode only: the server runs SGLang's own backend.
@@ -110,6 +111,8 @@ EXPLANATIONS: Final[dict[str, str]] = {
     PDMUX: "prefill-decode multiplexing runs several attention backends at a time",
     DECODE_CONTEXT_PARALLEL: "decode context parallelism (--dcp-size) spreads a request's KV over ranks, and each "
     "has only some of the slots that its table names",
+    WHOLE_MODEL_KERNEL: "one kernel computes all layers of a decode step (--enable-nvidia-megakernel, "
+    "--enable-amd-monokernel), and reads the stock backend's metadata",
     DETERMINISTIC: "deterministic inference and on-policy targets promise results that do not depend on the batch, but "
     "packs do",
     PREFILL_ONLY: "the server decodes nothing (embeddings, or --disaggregation-mode prefill), and its prefill stays "
