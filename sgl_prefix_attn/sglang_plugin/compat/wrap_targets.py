@@ -66,6 +66,7 @@ WRAP_TARGETS = (
         "attention_arch dtype head_dim hf_text_config is_generation is_hybrid_swa is_multimodal num_hidden_layers "
         "sliding_window_size v_head_dim",
     ),
+    *attributes_of("configs.qwen3_next.Qwen3NextConfig", "full_attention_layer_ids"),
     Target("speculative.spec_info.SpeculativeAlgorithm.from_string", Use.CALL, ("name",)),
     Target("models.registry.ModelRegistry", Use.ATTRIBUTE),
     Target("server_args.ServerArgs.resolve_once", Use.CALL, since="0.5.20"),

@@ -32,6 +32,11 @@ _BY_HAND = (
     "     By hand, for example in the file of --config or PREFIXPACK_CONFIG: changes of the given arguments and\n"
     "     variables are not enough."
 )
+_NAME = "prefixpack"
+_WRAP_INSTEAD = (
+    f"\nSGLang takes only certain names of backends for some models: leave out {_NAME}, name one of those if need be, "
+    "and set PREFIXPACK_WRAP=1"
+)
 _EXAMPLES = """examples:
   %(prog)s --model-path Qwen/Qwen3-8B
       with the variables of this shell, as for python -m sglang.launch_server --model-path Qwen/Qwen3-8B
@@ -93,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
         named = any(argument.split("=")[0] == "--device" for argument in arguments)
         hint = "" if named or diagnosis.gpu_facts() else "\nNo GPU is here: for a server on a CPU add --device cpu"
+        if "backend" in str(error) and any(argument.rpartition("=")[2] == _NAME for argument in arguments):
+            hint += _WRAP_INSTEAD
         sys.stderr.write(printed.getvalue())
         return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}")
     sys.stderr.write(printed.getvalue())

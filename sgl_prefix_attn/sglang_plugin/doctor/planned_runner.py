@@ -102,7 +102,10 @@ def _layer_kinds(config: Any, ranks: int) -> Iterator[LayerKind]:
     else:
         types = getattr(config.hf_text_config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         swa = tuple(index for index, name in enumerate(types) if name == "sliding_attention")
-        full = tuple(index for index, name in enumerate(types) if name not in ("sliding_attention", *_NO_ATTENTION))
+        full = getattr(config.hf_text_config, "full_attention_layer_ids", None)  # of models with linear layers
+        if full is None:
+            full = (index for index, name in enumerate(types) if name not in ("sliding_attention", *_NO_ATTENTION))
+        full = tuple(full)
         if swa:
             heads = config.get_num_kv_heads(ranks)
             yield LayerKind("sliding window", swa, config.head_dim, config.v_head_dim, heads, window)
