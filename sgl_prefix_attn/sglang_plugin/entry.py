@@ -1,7 +1,8 @@
 """Entry point of the SGLang plug-in (group `sglang.srt.plugins`): SGLang calls `register` in each of its processes.
 
 `register` must be quick and must never take the server down. In the main process it only adds the name `prefixpack`.
-Hooks are registered in scheduler processes only, because their targets import half of SGLang.
+Hooks are registered in scheduler processes only, because their targets import half of SGLang. Most come with a backend
+of ours (`factory.connect`): a server that uses another one has none, and loads next to nothing of this package.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def register() -> None:
     register_name(settings)
     if settings.wrap:
         register_wrapping(settings)
-    if in_scheduler_process() and (not settings.wrap or asks_for_scheduling(settings)):
+    if in_scheduler_process() and (asks_for_scheduling(settings) or may_need_cpu_hooks(settings)):
         register_hooks(settings, version)
     if "--use-ray" in sys.argv or _RAY_ENGINE_MODULE in sys.modules:
         register_ray_actors()
@@ -74,14 +75,18 @@ def asks_for_scheduling(settings: Settings) -> bool:
     return settings.group_scheduling or registration.is_asked_for(settings)
 
 
-def register_hooks(settings: Settings, version: str) -> None:
-    """Adds our hooks to SGLang's registry: in wrap mode only those of `asks_for_scheduling`.
-
-    The others do nothing until a prefixpack backend is built in this process. Hooks that run in each step come with the
-    first backend that may run packed, so that other servers have none.
-    """
+def may_need_cpu_hooks(settings: Settings) -> bool:
+    """Whether a backend of ours, under its own name, would need SGLang's decisions by that name corrected for a CPU."""
     import torch
 
+    return not settings.wrap and not torch.cuda.is_available()
+
+
+def register_hooks(settings: Settings, version: str) -> None:
+    """Adds to SGLang's registry the hooks that cannot wait for a backend: of scheduling, and for the name on a CPU.
+
+    The latter do nothing until a prefixpack backend is built in this process.
+    """
     from sgl_prefix_attn.sglang_plugin import hook_table
     from sgl_prefix_attn.sglang_plugin.backend import plugin_state
     from sgl_prefix_attn.sglang_plugin.compat import hooks
@@ -90,10 +95,10 @@ def register_hooks(settings: Settings, version: str) -> None:
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     state = plugin_state.of_process(settings, version)
-    wanted = () if settings.wrap else hook_table.OTHER_HOOKS
+    wanted: tuple[hooks.Hook, ...] = ()
     if settings.group_scheduling:
         wanted += hook_table.group_hooks(state.own(GroupScheduler))
-    if not settings.wrap and not torch.cuda.is_available():
+    if may_need_cpu_hooks(settings):
         wanted += hook_table.cpu_hooks(state.own(CpuFallbacks))
     hooks.register(wanted + registration.hooks_for(settings, state))
 
@@ -113,10 +118,13 @@ def register_ray_actors() -> None:
 
 def register_addresses(settings: Settings) -> None:
     """Adds the HTTP addresses of pinning, live tests and recordings, if the settings ask for them."""
-    from sgl_prefix_attn.sglang_plugin.backend import live_address
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
     registration.add_addresses(settings, in_scheduler=in_scheduler_process())
+    if not settings.live_tests:
+        return
+    from sgl_prefix_attn.sglang_plugin.backend import live_address
+
     live_address.add_addresses(settings, in_scheduler=in_scheduler_process())
 
 

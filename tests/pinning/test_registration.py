@@ -48,7 +48,6 @@ def test_what_is_asked_for_is_hooked_in_schedulers(asked, hooked, monkeypatch):
     monkeypatch.setattr(compat_hooks, "register", registered.extend)
     entry.register_hooks(Settings(**asked), "0.5.20")
     plugin_state.reset()
-    assert registered
     assert {hook.target for hook in registered} & PINNING == hooked
 
 

@@ -353,7 +353,9 @@ class TestRegistry:
             ATTENTION_BACKENDS["fa3"](new_fixture().runner)
 
     @pytest.mark.parametrize("wrap", [False, True])
-    def test_hooks_wait_for_a_backend_in_wrap_mode(self, wrap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_name_on_a_cpu_needs_hooks_before_a_backend_and_wrap_mode_none(
+        self, wrap: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         registered: list[Any] = []
         monkeypatch.setattr(wrapping.hooks, "register", registered.extend)
         monkeypatch.setattr(entry, "in_scheduler_process", lambda: True)

@@ -11,12 +11,14 @@ import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import metadata
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.sglang_plugin.compat import targets
+
+if TYPE_CHECKING:  # loads the native module, which processes without a backend of ours do without
+    from sgl_prefix_attn.core.forest import Int64Array
 
 OLDEST: Final = targets.SUPPORTED_VERSIONS[0]
 TREE_CORE_VARIABLE: Final = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"

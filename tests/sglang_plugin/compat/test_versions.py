@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sgl_prefix_attn.sglang_plugin import entry
-from sgl_prefix_attn.sglang_plugin.compat import targets, versions
+from sgl_prefix_attn.sglang_plugin import entry, hook_table
+from sgl_prefix_attn.sglang_plugin.compat import versions
+from sgl_prefix_attn.sglang_plugin.compat.cpu_fallbacks import CpuFallbacks
 
 
 @pytest.mark.parametrize("version", ["0.5.13", "0.5.12.post1", "0.5.14rc1", "0.5.24", "0.6.0", "unknown"])
@@ -114,19 +119,41 @@ class TestEntry:
         assert (self.factories, registered) == (before, [])
         assert why in caplog.text
 
+    @pytest.mark.parametrize("gpu", [False, True])
     @pytest.mark.parametrize("scheduler", [False, True])
-    def test_a_scheduler_process_gets_the_hooks_that_do_not_run_in_each_step_and_no_other_process_any(
-        self, scheduler: bool, monkeypatch: pytest.MonkeyPatch
+    def test_hooks_come_with_a_backend_except_those_of_the_name_on_a_cpu(
+        self, scheduler: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The others come with a backend that may pack (`factory.connect`)."""
+        """SGLang decides by the name before it builds a backend. `factory.connect` adds the others."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         registered: list[str] = []
         monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
         monkeypatch.setattr(entry, "in_scheduler_process", lambda: scheduler)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         entry.register()
-        assert bool(registered) == (targets.INTERNAL_STATE.path in registered) == scheduler
-        assert not {targets.FORWARD_BATCH_INIT.path, targets.MODEL_RUNNER_FORWARD.path} & set(registered)
+        of_cpu = {hook.target.path for hook in hook_table.cpu_hooks(CpuFallbacks())}
+        assert set(registered) == (of_cpu if scheduler and not gpu else set())
+
+
+def test_a_process_that_does_not_use_us_loads_next_to_nothing_of_ours() -> None:
+    program = """
+import sys
+import torch
+from sgl_prefix_attn.sglang_plugin import entry
+torch.cuda.is_available = lambda: True
+entry.in_scheduler_process = lambda: {scheduler}
+entry.register()
+print(*(name for name in sys.modules if name.startswith("sgl_prefix_attn.")))
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXPACK_")}
+    for scheduler in (False, True):
+        command = [sys.executable, "-c", program.format(scheduler=scheduler)]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=120).stdout
+        loaded = output.split()
+        assert "sgl_prefix_attn.sglang_plugin.entry" in loaded
+        heavy = ("_native", "core", *(f"sglang_plugin.{part}" for part in ("backend", "dispatch", "execution")))
+        assert not [name for name in loaded if name.removeprefix("sgl_prefix_attn.").startswith(heavy)]
 
 
 def test_a_native_core_that_tells_no_paths_is_replaced_unless_the_user_chose_it(monkeypatch):
