@@ -22,7 +22,8 @@ def group_key(prompt: str | Sequence[int]) -> str:
     Args:
         prompt: text or token ids. The two give different keys.
     """
-    data = prompt.encode() if isinstance(prompt, str) else b"\0" + array("q", prompt).tobytes()
+    # "surrogatepass": half of a surrogate pair is no character, but JSON can hold one.
+    data = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else b"\0" + array("q", prompt).tobytes()
     return hashlib.blake2b(data, digest_size=_KEY_BYTES).hexdigest()
 
 

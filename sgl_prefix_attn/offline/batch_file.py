@@ -37,6 +37,7 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
 # OpenAI's range. SGLang's scheduler crashes on a bias beyond 32-bit floats and on infinite logits.
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
+_ALTERNATIVES = ("str", "int", "float", "bool")  # of unions, as pydantic names them
 _MOST_PROBLEMS = 5  # of a line that its error tells; a prompt may have one for each token
 _LEAST_PENALTY = 1e-6  # divisor of logits; SGLang accepts any number above 0
 
@@ -234,8 +235,12 @@ def _invalid(
 ) -> LineError:
     problems, unknown = [], False
     for detail in error.errors(include_url=False, include_context=False):
-        # Unions report each alternative; their names are not part of the field.
-        place = [str(part) for part in detail["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        # Unions report each alternative; their names, as str and list[int], are not part of the field.
+        place = [
+            str(part)
+            for part in detail["loc"]
+            if isinstance(part, int) or (part.isidentifier() and part not in _ALTERNATIVES)
+        ]
         name = prefix + ".".join(place)
         if detail["type"] == "extra_forbidden":
             unknown = True

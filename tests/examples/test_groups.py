@@ -27,6 +27,11 @@ def test_keys_differ_as_prompts_do(one: list[int], other: list[int]) -> None:
     assert group_key(one) == group_key(tuple(one))
 
 
+def test_half_a_surrogate_pair_has_a_key() -> None:
+    """JSON can hold one."""
+    assert group_key("\ud800") != group_key("\ud801")
+
+
 def test_a_key_is_the_same_in_every_process() -> None:
     code = "from sgl_prefix_attn.group_routing import group_key; print(group_key('a prompt'), group_key([1, 2]))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -143,6 +143,7 @@ def test_the_error_of_a_line_is_short_whatever_is_wrong_with_it():
     found = parse_line(1, json.dumps(with_body(GOOD, prompt=[5, *[-100] * 2000])).encode())
     assert isinstance(found, LineError)
     assert "body.prompt.1 = -100" in found.message
+    assert "prompt.str" not in found.message  # an alternative, not a field
     assert "; and 1996 more" in found.message
     many = parse_line(1, json.dumps(with_body(GOOD, **{f"{n}" * 100_000: 1 for n in range(9)})).encode())
     assert isinstance(many, LineError)

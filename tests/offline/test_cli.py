@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefix_attn.offline import cli
+from sgl_prefix_attn.offline import cli, progress
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineError, EnginePool
 from sgl_prefix_attn.offline.journal import Finished, Journal
 from sgl_prefix_attn.offline.progress import Progress
@@ -126,6 +126,16 @@ def test_a_run_without_standard_streams(closed, source, tmp_path, temporary):
 def test_what_a_run_does_stands_beside_its_bar(capsys):
     Progress().say("loading the model")
     assert capsys.readouterr() == ("", "loading the model\n")
+
+
+def test_a_log_gets_whole_lines_of_the_bar(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_OF_A_LINE", 0.0)
+    with Progress() as bar:
+        bar.start(total=10, done=2)
+        bar.advance(3, 100, 10, 0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2  # one when it advanced, one at the end
+    assert all("5/10" in line and "50% of prompts cached" in line for line in lines)
 
 
 def test_an_engine_that_starts_does_not_take_ctrl_c(monkeypatch, tmp_path):
