@@ -41,7 +41,7 @@ from benchmarks.provenance import git_commit
 from sgl_prefix_attn.calibration.bench import now
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture, KvPool, pool_elements, relative_error, rows
 from sgl_prefix_attn.calibration.kernels.timing import Effort, Timer, copy_bandwidth
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.gpu import gpu_of
 from sgl_prefix_attn.core.step_pool import limits_of
@@ -72,7 +72,7 @@ class OnGpu:
 
     def ours(self, requests: slice) -> Run:
         plan, lens, _ = self.step.plan(requests)
-        step = GpuStep(self.step.case.shape, torch.bfloat16, self.device, limits_of(plan, lens, self.step.case.shape))
+        step = CudaStep(self.step.case.shape, torch.bfloat16, self.device, limits_of(plan, lens, self.step.case.shape))
         fixture = self.fixture
         step.load(plan, lens, 0)
         step.prepare(fixture.table, fixture.rows[requests].contiguous(), fixture.lens64[requests].contiguous())

@@ -159,7 +159,7 @@ void bind_launches(py::module_& m) {
       },
       py::arg("step"), py::kw_only(), py::arg("req_to_token"), py::arg("req_to_token_stride"),
       py::arg("req_pool_indices"), py::arg("seq_lens"), py::arg("visible"), py::arg("ctas"), py::arg("stream"),
-      "Launches the preparation of a step. See sgl_prefix_attn.core.cuda_step.GpuStep.prepare.");
+      "Launches the preparation of a step. See sgl_prefix_attn.core.cuda_step.CudaStep.prepare.");
   m.def(
       "cuda_attend",
       [](const StepAddresses& step, const AttentionParams& attention, const LaunchSize& size, bool trees,
@@ -171,7 +171,7 @@ void bind_launches(py::module_& m) {
         launch_attention(params, size, pointer<void>(stream));
       },
       py::arg("step"), py::arg("params"), py::arg("size"), py::kw_only(), py::arg("trees"), py::arg("stream"),
-      "Launches packed attention of one layer. See sgl_prefix_attn.core.cuda_step.GpuStep.attend.");
+      "Launches packed attention of one layer. See sgl_prefix_attn.core.cuda_step.CudaStep.attend.");
 }
 
 void bind_devices(py::module_& m) {

@@ -25,7 +25,7 @@ def unsupported_combine(plan: Plan) -> str | None:
     return f"the plan has {most} partial results of one query; the GPU kernels combine at most {_native.combine_room}"
 
 
-class GpuStep(StepBuffers):
+class CudaStep(StepBuffers):
     """Device memory of packed steps; may be captured into CUDA graphs, since no address ever changes.
 
     Order of a step: `load` when the plan is a new one, `prepare` once, `attend` for every layer. `load` and `prepare`

@@ -11,7 +11,7 @@ import torch
 from sgl_prefix_attn import _native
 from sgl_prefix_attn._native import Plan
 from sgl_prefix_attn.core import cuda_step, planner
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.core.limits import unsupported_gpu, untested_gpu
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
@@ -21,7 +21,7 @@ _SMALLEST_LIMIT = 256
 
 
 class Step(Protocol):
-    """The interface of `GpuStep` and `TritonStep`, which document it: in each step `load`, `prepare`, then `attend`."""
+    """The interface of `CudaStep` and `TritonStep`, which document it: a step is `load`, `prepare`, then `attend`."""
 
     def load(self, plan: Plan, seq_lens: Int64Array, growth: int) -> None:
         """See `StepBuffers.load`."""
@@ -33,7 +33,7 @@ class Step(Protocol):
         seq_lens: torch.Tensor,
         visible: torch.Tensor | None = None,
     ) -> None:
-        """See `GpuStep.prepare`."""
+        """See `CudaStep.prepare`."""
 
     def attend(
         self,
@@ -49,7 +49,7 @@ class Step(Protocol):
         window_left: int = -1,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See `GpuStep.attend`."""
+        """See `CudaStep.attend`."""
 
 
 MakeStep = Callable[[ModelShape, torch.dtype, torch.device, StepLimits, torch.dtype | None], Step]
@@ -92,7 +92,7 @@ class StepPool:
             rows=req_to_token.shape[0], context=req_to_token.shape[1], num_tokens=len(q),
         )  # fmt: skip
         problem = unsupported_call(plan, q, k_cache, v_cache, out)
-        make_step: MakeStep = GpuStep if problem is None else _triton_step(problem)
+        make_step: MakeStep = CudaStep if problem is None else _triton_step(problem)
         kv_dtype = k_cache.dtype
         shape = ModelShape(q.shape[1], k_cache.shape[1], q.shape[2], kv_bytes=kv_dtype.itemsize)
         key = (make_step, shape, q.dtype, kv_dtype, q.device)

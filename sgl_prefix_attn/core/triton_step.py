@@ -1,4 +1,4 @@
-"""Runs plans with Triton's kernels: replaces `core.cuda_step.GpuStep` on builds without nvcc and on other GPUs."""
+"""Runs plans with Triton's kernels: replaces `core.cuda_step.CudaStep` on builds without nvcc and on other GPUs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _padded(head_dim: int) -> int:
 
 
 class TritonStep(StepBuffers):
-    """As `GpuStep`: `load` when the plan is a new one, `prepare` once per step, `attend` for every layer.
+    """As `CudaStep`: `load` when the plan is a new one, `prepare` once per step, `attend` for every layer.
 
     No address ever changes and the grids are fixed, so `attend` may be captured into CUDA graphs, once it has run
     with the same variant (types, layouts; with or without lse, sinks, cap, window): the first time compiles.

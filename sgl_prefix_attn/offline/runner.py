@@ -14,8 +14,8 @@ import orjson
 from sgl_prefix_attn.offline.answers import failure, success
 from sgl_prefix_attn.offline.batch_file import BatchRequest, LineError, read_batch
 from sgl_prefix_attn.offline.engines import EngineArguments, EngineMain, EnginePool, Engines, Outcome, StartEngines
+from sgl_prefix_attn.offline.job_plan import JobPlan, Work
 from sgl_prefix_attn.offline.journal import Finished, Journal, check_writable, write_lines
-from sgl_prefix_attn.offline.plan import Plan, Work
 from sgl_prefix_attn.offline.progress import Progress
 from sgl_prefix_attn.offline.prompts import Int32Array, PromptsBuilder
 
@@ -121,7 +121,7 @@ def run_batch(
             with start(main, options.engines) as pool, progress:
                 work = _prepare(remaining, encode, pool, lines.errors, progress)
                 _run(
-                    Plan(work, len(pool), uuid.uuid4().hex[:8], grouped=options.grouped),
+                    JobPlan(work, len(pool), uuid.uuid4().hex[:8], grouped=options.grouped),
                     pool,
                     options,
                     journal,
@@ -225,7 +225,7 @@ def _foreign_token(request: BatchRequest, prompt: Int32Array, vocab_size: int) -
 
 
 def _run(
-    plan: Plan, pool: Engines, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
+    plan: JobPlan, pool: Engines, options: BatchOptions, journal: Journal, progress: Progress, summary: BatchSummary
 ) -> None:
     work = plan.work
     summary.shared_tokens = int(plan.tree.shared[work.samples[plan.tree.order] == 1].sum(dtype=np.int64))

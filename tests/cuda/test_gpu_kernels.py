@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_prefix_attn import _native
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.step_buffers import StepLimits
 from tests.cuda.cases import Case, check, decode_batch, make_case, same
 from tests.cuda.on_device import OnDevice
@@ -25,7 +25,7 @@ LIMITS = StepLimits(queries=8192, items=16384, kv_slots=1 << 20, partials=32768)
 
 
 def on_gpu(case: Case, limits: StepLimits = LIMITS) -> OnDevice:
-    return OnDevice(case, GpuStep, torch.device("cuda", 0), limits, GROWTH)
+    return OnDevice(case, CudaStep, torch.device("cuda", 0), limits, GROWTH)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

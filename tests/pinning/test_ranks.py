@@ -24,7 +24,7 @@ import pytest
 from sgl_prefix_attn.demo.server import Server, ServerOptions, Starter, serve, start_process
 from sgl_prefix_attn.demo.tiny_model import RESERVED_TOKENS, VOCABULARY, tiny_model
 from sgl_prefix_attn.offline.batch_file import BatchRequest, CompletionBody
-from sgl_prefix_attn.offline.plan import Plan, Work
+from sgl_prefix_attn.offline.job_plan import JobPlan, Work
 from sgl_prefix_attn.offline.prompts import Prompts
 from tests.pinning import rank_recorder
 from tests.pinning.test_server import ask
@@ -102,7 +102,7 @@ class Requests:
             for line, prompt in enumerate(prompts)
         ]
         work = Work(requests, Prompts.from_lists(prompts), np.full(len(prompts), 8, dtype=np.int64))
-        (queue,) = Plan(work, 1, "job").queues
+        (queue,) = JobPlan(work, 1, "job").queues
         self.job = [self.body(task.tokens.tolist(), 8, **task.sampling) for task in iter(queue.next, None)]
 
     @staticmethod

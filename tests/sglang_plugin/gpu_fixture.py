@@ -38,7 +38,7 @@ LENGTHS = [2640, 2605, 2005, 9]
 
 
 class HostStep:
-    """What `GpuStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
+    """What `CudaStep` promises, in host memory: a plan stays until the next, prepared tables are copies."""
 
     def __init__(
         self, shape: ModelShape, dtype: torch.dtype, device: torch.device, limits: StepLimits,

@@ -9,7 +9,7 @@ import torch
 
 from sgl_prefix_attn.calibration.kernels.baseline import Baseline
 from sgl_prefix_attn.calibration.kernels.fixture import Fixture
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import RadixMirror
 from sgl_prefix_attn.core.gpu import gpu_of, planner_model
 from sgl_prefix_attn.core.limits import code_capability
@@ -30,12 +30,12 @@ class PrefixPack(Baseline):
 
     name = "prefixpack"
     levels = "shared"
-    step_class: type[GpuStep] | type[TritonStep] = GpuStep
+    step_class: type[CudaStep] | type[TritonStep] = CudaStep
 
     def __init__(self, device: torch.device, overrides: dict[str, Any] | None = None) -> None:
         self.device = device
         self.overrides = overrides
-        self._step: GpuStep | TritonStep | None = None
+        self._step: CudaStep | TritonStep | None = None
 
     def bind(self, fixture: Fixture) -> list[Any]:
         case = self.fixture = fixture

@@ -46,7 +46,7 @@ class _ShapeState:
 
     Attributes:
         dtype, kv_dtype: type of queries and output, and of KV.
-        step: the device buffers, a `GpuStep` or an object with its interface.
+        step: the device buffers, a `CudaStep` or an object with its interface.
         planner: plans batches with known sharing.
         unshared: plans batches without sharing.
         no_split: as `unshared`, but never splits the KV of a request; needs the smallest buffers.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from sgl_prefix_attn.core import cuda_step
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.gpu import gpu_of, planner_model
 from sgl_prefix_attn.core.limits import code_capability, why_not_native
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
@@ -26,7 +26,7 @@ class Kernels:
 
     Attributes:
         name: name in the setting `gpu_kernels` and in routing profiles.
-        make_step: makes the device buffers of an attention shape: a `GpuStep` or an object with its interface.
+        make_step: makes the device buffers of an attention shape: a `CudaStep` or an object with its interface.
         dtypes: types of queries, and of KV besides fp8 e4m3.
         head_dims: supported head sizes; None: all that `layer_support` accepts.
         max_tile_rows: largest row tile of a plan.
@@ -69,7 +69,7 @@ class Kernels:
 def native_kernels() -> Kernels:
     return Kernels(
         "native",
-        GpuStep,
+        CudaStep,
         tuple(cuda_step.DTYPES),
         cuda_step.HEAD_DIMS,
         max_tile_rows=128,

@@ -32,7 +32,7 @@ class Work:
         return np.array([request.body.n for request in self.requests], dtype=np.int64)
 
 
-class Plan:
+class JobPlan:
     """Splits work over engines and orders the work of each.
 
     Args:
@@ -65,10 +65,9 @@ class Plan:
 class EngineQueue:
     """The requests of one engine, in running order."""
 
-    def __init__(self, plan: Plan, part: Int64Array, name: str, grouped: bool) -> None:
+    def __init__(self, plan: JobPlan, part: Int64Array, name: str, grouped: bool) -> None:
         self._plan = plan
         self._name = name
-        self._grouped = grouped
         self._version = plan.lengths.version
         self._estimates = plan.lengths.estimates()
         self._last: int | None = None

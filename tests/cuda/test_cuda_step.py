@@ -1,4 +1,4 @@
-"""What a `GpuStep` refuses before anything is launched; the launches themselves are recorded, not made."""
+"""What a `CudaStep` refuses before anything is launched; the launches themselves are recorded, not made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core import cuda_step
-from sgl_prefix_attn.core.cuda_step import GpuStep
+from sgl_prefix_attn.core.cuda_step import CudaStep
 from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.core.planner import TILE_ROWS, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.core.step_buffers import PlanTooLarge, StepLimits
@@ -49,8 +49,8 @@ def shared_by(requests: int, head_dim: int, device: DeviceModel) -> tuple[Plan, 
     return Planner(ModelShape(8, 2, head_dim), device).plan(forest, lens), lens
 
 
-def step_of(head_dim: int) -> GpuStep:
-    return GpuStep(ModelShape(8, 2, head_dim), torch.bfloat16, torch.device("cpu"), LIMITS)
+def step_of(head_dim: int) -> CudaStep:
+    return CudaStep(ModelShape(8, 2, head_dim), torch.bfloat16, torch.device("cpu"), LIMITS)
 
 
 @pytest.mark.parametrize(("head_dim", "widest"), [(64, 128), (128, 128), (256, 64)])
@@ -85,7 +85,7 @@ def test_a_plan_of_any_size_within_the_limits_fits_the_buffers(launches, monkeyp
         _native.serialize_plan(plan, lens, growth=0, group=4).kv_slots,
         plan.num_partials,
     )
-    step = GpuStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
+    step = CudaStep(ModelShape(8, 2, 128), torch.bfloat16, torch.device("cpu"), exact)
     step.load(plan, lens, 0)
     words = _native.serialize_plan(plan, lens, growth=0, group=4, cta_warps=7).words
     np.testing.assert_array_equal(step._words[: len(words)].numpy(), words)
@@ -93,7 +93,7 @@ def test_a_plan_of_any_size_within_the_limits_fits_the_buffers(launches, monkeyp
     with pytest.raises(PlanTooLarge, match="the plan needs 60 combine_lists; the buffers hold 59"):
         step.load(plan, lens, 0)
     with pytest.raises(PlanTooLarge, match="items; the buffers hold"):
-        GpuStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)
+        CudaStep(step.shape, step.dtype, step.device, replace(exact, items=1)).load(plan, lens, 0)
 
 
 def test_more_kv_slots_than_a_word_can_count_are_refused(launches: list[str]) -> None:

@@ -7,14 +7,14 @@ import time
 import numpy as np
 
 from sgl_prefix_attn.offline.batch_file import BatchRequest, CompletionBody
-from sgl_prefix_attn.offline.plan import Plan, Work
+from sgl_prefix_attn.offline.job_plan import JobPlan, Work
 from sgl_prefix_attn.offline.prompts import Prompts
 from sgl_prefix_attn.offline.queue_order import CUSTOM_PARAMETER, Place
 
 INSTRUCTION, DOCUMENTS, QUESTIONS = 100, 3, 4
 
 
-def plan(engines: int = 1, *, grouped: bool = True, **body: int) -> Plan:
+def plan(engines: int = 1, *, grouped: bool = True, **body: int) -> JobPlan:
     """An instruction for all, documents below it, questions below these, and a prompt of its own."""
     prompts = [
         [7] * INSTRUCTION + [50 + document] * 200 + [1000 + 10 * document + question] * 5
@@ -27,10 +27,10 @@ def plan(engines: int = 1, *, grouped: bool = True, **body: int) -> Plan:
         for line, prompt in enumerate(prompts)
     ]
     limits = np.full(len(prompts), 4, dtype=np.int64)
-    return Plan(Work(requests, Prompts.from_lists(prompts), limits), engines, "job", grouped=grouped)
+    return JobPlan(Work(requests, Prompts.from_lists(prompts), limits), engines, "job", grouped=grouped)
 
 
-def places(plan: Plan, engine: int = 0) -> dict[int, Place]:
+def places(plan: JobPlan, engine: int = 0) -> dict[int, Place]:
     tasks = iter(plan.queues[engine].next, None)
     return {task.number: Place.decode_list(task.sampling["custom_params"][CUSTOM_PARAMETER]) for task in tasks}
 
@@ -70,7 +70,7 @@ def test_a_prompt_below_thousands_of_short_prefixes_takes_no_walk_through_them()
     prompts = [[7] * 40 + list(range(length)) for length in range(3000)]
     requests = [BatchRequest(line, str(line), "/v1/completions", CompletionBody(prompt=[1])) for line in range(3000)]
     limits = np.full(len(prompts), 4, dtype=np.int64)
-    chain = Plan(Work(requests, Prompts.from_lists(prompts), limits), 1, "job")
+    chain = JobPlan(Work(requests, Prompts.from_lists(prompts), limits), 1, "job")
     started = time.process_time()
     found = places(chain)
     assert time.process_time() - started < 10  # with such a walk: about 25
