@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,17 +129,21 @@ class EnginePool:
         self._engines: list[_Engine] = []
         for log in {arguments.log for arguments in engines if arguments.log is not None}:
             log.unlink(missing_ok=True)  # of an earlier run
-        for arguments in engines:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))
-            # Ctrl-C would end the child with a traceback before it ignores the signal; it inherits the mask.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            theirs.close()
-            self._engines.append(_Engine(process, ours, arguments))
+        resource_tracker.ensure_running()  # else the first start does it, which unblocks SIGINT
+        with contextlib.ExitStack() as unless_all_start:
+            unless_all_start.push(self)
+            for arguments in engines:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_engine_process, args=(main, theirs, arguments, os.getpid()))
+                # Ctrl-C would end the child with a traceback before it ignores the signal; it inherits the mask.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    process.start()
+                    self._engines.append(_Engine(process, ours, arguments))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                theirs.close()
+            unless_all_start.pop_all()
 
     def __enter__(self) -> EnginePool:
         return self

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -138,19 +140,37 @@ def test_a_log_gets_whole_lines_of_the_bar(capsys, monkeypatch):
     assert all("5/10" in line and "50% of prompts cached" in line for line in lines)
 
 
-def test_an_engine_that_starts_does_not_take_ctrl_c(monkeypatch, tmp_path):
-    """Until it ignores the signal it would end with a traceback."""
-    masks, start = [], BaseProcess.start
+def test_engines_that_start_do_not_take_ctrl_c(monkeypatch):
+    """Until they ignore the signal they would end with a traceback. Python's resource tracker starts with the first."""
+    masks, spawn, tracker = [], util.spawnv_passfds, resource_tracker.ResourceTracker()
 
-    def noted(process):
+    def noted(*arguments):
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return spawn(*arguments)
+
+    monkeypatch.setattr(util, "spawnv_passfds", noted)
+    for name in ("ensure_running", "getfd"):
+        monkeypatch.setattr(resource_tracker, name, getattr(tracker, name))
+    with EnginePool(one_answer.main, [EngineArguments(())] * 2) as pool:
+        pool.wait_ready()
+    os.close(tracker.getfd())
+    assert [signal.SIGINT in mask for mask in masks] == [True] * 3
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_while_an_engine_starts_leaves_none(monkeypatch):
+    """The signal waits until the process is started, then ends the run; nothing else would stop the process."""
+    start = BaseProcess.start
+
+    def interrupted(process):
+        signal.raise_signal(signal.SIGINT)
         start(process)
 
-    monkeypatch.setattr(BaseProcess, "start", noted)
-    with EnginePool(one_answer.main, [EngineArguments((), (), tmp_path / "log")]) as pool:
-        pool.wait_ready()
-    assert signal.SIGINT in masks[0]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()  # else its start takes the signal
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        EnginePool(one_answer.main, [EngineArguments(())])
+    assert not multiprocessing.active_children()
 
 
 def test_without_grouping_no_scheduler_has_our_hooks(source, tmp_path):
