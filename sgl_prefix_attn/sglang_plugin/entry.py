@@ -2,7 +2,8 @@
 
 `register` must be quick and must never take the server down. In the main process it only adds the name `prefixpack`.
 Hooks are registered in scheduler processes only, because their targets import half of SGLang. Most come with a backend
-of ours (`factory.connect`): a server that uses another one has none, and loads next to nothing of this package.
+of ours (`factory.connect`). On a GPU a server that uses another backend has no hooks unless the settings ask for them,
+and loads next to nothing of this package. On a CPU it has those for our name, which do nothing.
 """
 
 from __future__ import annotations
