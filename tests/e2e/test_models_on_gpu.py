@@ -213,6 +213,6 @@ def test_tokens_are_as_near_as_the_stock_backends(
     note(request.config.getoption("results"), request.node.callspec.id, measures)
     assert ours.steps["decode"] > 10 * ROUNDS, ours.steps
     assert not too_far(far, usually_far)
-    # bf16 logits tie, so kernels part sooner than two runs of one do, and those of two stock backends do as well.
-    assert alike > min(usually_alike / 2, 0.8 * kernels)
+    # bf16 logits tie, so kernels part sooner than two runs of one do.
+    assert alike > usually_alike / 2
     assert measures["distinct_tokens"] > 50

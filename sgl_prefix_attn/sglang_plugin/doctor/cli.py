@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # whatever SGLang has against the arguments, with an exception of its choice
         named = any(argument.split("=")[0] == "--device" for argument in arguments)
         hint = "" if named or diagnosis.gpu_facts() else "\nNo GPU is here: for a server on a CPU add --device cpu"
-        if "backend" in str(error) and any(argument.rpartition("=")[2] == _NAME for argument in arguments):
+        if "attention backend" in str(error) and any(argument.rpartition("=")[2] == _NAME for argument in arguments):
             hint += _WRAP_INSTEAD
         sys.stderr.write(printed.getvalue())
         return _unusable(f"SGLang does not accept the arguments: {type(error).__name__}: {error}{hint}")
