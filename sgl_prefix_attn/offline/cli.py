@@ -167,11 +167,11 @@ def _options(args: argparse.Namespace, logs: Path) -> BatchOptions:
         )
         engines.append(EngineArguments(arguments + more, environment, log, keep_log=args.log is not None))
     return BatchOptions(
-        args.input,
-        args.output,
-        errors,
-        args.model,
-        tuple(engines),
+        source=args.input,
+        output=args.output,
+        errors=errors,
+        model=args.model,
+        engines=tuple(engines),
         ordered=args.ordered,
         window=args.window,
         grouped=not args.no_grouping,

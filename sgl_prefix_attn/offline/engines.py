@@ -46,7 +46,9 @@ class EngineArguments:
 class Ready:
     """An engine takes requests.
 
-    room: most tokens that a prompt and its output may have together. vocab_size: token ids are below it; None: unknown.
+    Attributes:
+        room: most tokens that a prompt and its output may have together.
+        vocab_size: token ids are below it; None: unknown.
     """
 
     room: int
@@ -55,10 +57,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Task:
-    """One request: `number` comes back with its outcome."""
+    """One request.
+
+    Attributes:
+        number: comes back with its outcome.
+        tokens: [prompt] int32.
+        sampling: SGLang's sampling parameters.
+    """
 
     number: int
-    tokens: Any  # int32 [prompt]
+    tokens: Any
     sampling: dict[str, Any]
 
 

@@ -20,7 +20,12 @@ from sgl_prefix_attn.offline.sharding import shards
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that are to run: request r has the prompt numbered r and may generate `limits[r]` tokens a sample."""
+    """Requests that are to run.
+
+    Attributes:
+        prompts: request r has the prompt numbered r.
+        limits: [requests] most tokens that a sample may have.
+    """
 
     requests: Sequence[BatchRequest]
     prompts: Prompts

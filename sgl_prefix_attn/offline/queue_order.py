@@ -97,7 +97,12 @@ def _one_after_the_other(prefixes: Sequence[SharedPrefix]) -> bool:
 
 @dataclass(frozen=True)
 class Waiting(Generic[RequestT]):
-    """A waiting request. `prompt` and `output`: tokens of its prompt, and generated so far (it was retracted)."""
+    """A waiting request.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        output: tokens generated so far, if it was retracted.
+    """
 
     request: RequestT
     place: Place

@@ -31,10 +31,17 @@ def journal_of(output: Path) -> Path:
 class BatchOptions:
     """A batch run.
 
-    model: name for the output and the tokenizer. ordered: output in the order of the input, else as requests finish.
-    window: requests an engine has at once; more let it fill its batch, fewer let estimates of output lengths come
-    in time to order the rest. grouped: False leaves order and admission to SGLang (for comparison). overwrite: a new
-    job may replace an existing output and errors file.
+    Attributes:
+        source: the batch file.
+        output: file of results, one line a request that succeeded.
+        errors: file of requests that failed; none is left if all succeeded.
+        model: name for the output and the tokenizer.
+        engines: arguments of each engine.
+        ordered: output in the order of the input, else as requests finish.
+        window: requests an engine has at once. More let it fill its batch, fewer let estimates of output lengths
+            come in time to order the rest.
+        grouped: False leaves order and admission to SGLang (for comparison).
+        overwrite: a new job may replace an existing output and errors file.
     """
 
     source: Path
@@ -54,10 +61,21 @@ class BatchOptions:
 
 @dataclass
 class BatchSummary:
-    """What a run did. Tokens and seconds (first request to last answer) are of this run, requests of the whole job.
+    """What a run did. Tokens and seconds are of this run, requests of the whole job.
 
-    cached_tokens, shared_tokens: of requests with one sample, which have `single_tokens` in their prompts. SGLang runs
-    the prompt of several samples once before them, and then reports it as cached.
+    SGLang runs the prompt of several samples once before them, and then reports it as cached. So three of the figures
+    are of requests with one sample only.
+
+    Attributes:
+        requests: in the batch file.
+        failed: requests in the errors file.
+        resumed: requests that an earlier run had finished.
+        prompt_tokens: of all prompts.
+        single_tokens: of prompts of requests with one sample.
+        cached_tokens: of these, tokens that SGLang took from its cache.
+        output_tokens: of all answers.
+        shared_tokens: of the same, tokens that an earlier prompt begins with too.
+        seconds: first request to last answer.
     """
 
     requests: int = 0
@@ -253,9 +271,9 @@ def _run(
 
 def _finished(request: BatchRequest, outcome: Outcome, model: str, created: int) -> Finished:
     if outcome.answer is not None:
-        return Finished(request.line, True, success(request, outcome.answer, model, created))
+        return Finished(request.line, ok=True, record=success(request, outcome.answer, model, created))
     error = LineError(request.line, "engine_error", outcome.error, request.custom_id)
-    return Finished(request.line, False, failure(error))
+    return Finished(request.line, ok=False, record=failure(error))
 
 
 def _write(options: BatchOptions, journal: Journal, lines: _Lines) -> int:

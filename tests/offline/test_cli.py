@@ -76,7 +76,7 @@ def test_a_killed_process_leaves_no_temporary_folder(temporary):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("results", [[], [Finished(1, True, {})]], ids=["no result", "a result"])
+@pytest.mark.parametrize("results", [[], [Finished(1, ok=True, record={})]], ids=["no result", "a result"])
 def test_a_failure_says_that_the_journal_has_the_results(error, status, results, source, tmp_path, capsys, monkeypatch):
     def run_batch(*_):
         raise error
@@ -102,7 +102,7 @@ def test_an_interrupted_run_says_that_the_journal_has_the_results(source, tmp_pa
     args = parsed(source, tmp_path / "out.jsonl", "--quiet")
     args.model = str(tmp_path)
     journal = Journal(journal_of(args.output), source, "m")
-    journal.append([Finished(1, True, {})])
+    journal.append([Finished(1, ok=True, record={})])
     journal.close()
     with pytest.raises(KeyboardInterrupt):
         cli.run(args)

@@ -25,7 +25,7 @@ def open_journal(source, model="model", errors=None, kept=()) -> Journal:
 
 
 def results(*lines: int) -> list[Finished]:
-    return [Finished(line, True, {"of": line, "text": "äöü\n"}) for line in lines]
+    return [Finished(line, ok=True, record={"of": line, "text": "äöü\n"}) for line in lines]
 
 
 def run(source, *lines: int, errors=None) -> Path:
@@ -39,13 +39,13 @@ def run(source, *lines: int, errors=None) -> Path:
 def test_what_was_appended_is_there_again(source):
     journal = open_journal(source)
     journal.append(results(3, 1))
-    journal.append([Finished(2, False, {"error": "x"})])
+    journal.append([Finished(2, ok=False, record={"error": "x"})])
     journal.close()
     again = open_journal(source)
     assert again.finished == {1, 2, 3}
     assert again.created == journal.created
     entries = list(again.read())
-    assert [entry for _, entry in entries] == [*results(3, 1), Finished(2, False, {"error": "x"})]
+    assert [entry for _, entry in entries] == [*results(3, 1), Finished(2, ok=False, record={"error": "x"})]
     assert list(again.read_at([entries[1][0], entries[0][0]])) == results(1, 3)
 
 

@@ -159,7 +159,7 @@ def test_a_line_that_an_earlier_version_ran_is_no_error_as_well(tmp_path):
     lines = [batches.line(0, [1]), batches.line(1, [2], max_tokens=0)]
     source, output = batches.write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     journal = Journal(tmp_path / "out.jsonl.journal", source, "no-model")
-    journal.append([Finished(2, True, {"custom_id": "request-1"})])
+    journal.append([Finished(2, ok=True, record={"custom_id": "request-1"})])
     journal.close()
     summary = run(source, output)
     assert (summary.requests, summary.resumed, summary.failed) == (2, 1, 0)
