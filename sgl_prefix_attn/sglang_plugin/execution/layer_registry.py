@@ -147,15 +147,15 @@ class LayerRegistry:
     def _examine(self, layer: Any) -> LayerFacts:
         reason = self.unsupported_reason(layer)
         if reason is not None:
-            return LayerFacts(layer, reason, -1, False)
+            return LayerFacts(layer, reason, shape_index=-1, has_scales=False)
         k_cache = self._pool.get_key_buffer(layer.layer_id)
         try:
             shape_index = self._executor.shape_index(layer, k_cache)
         except torch.OutOfMemoryError:
             self.why_all_stock = fallback_reasons.NO_MEMORY
             logger.exception("prefixpack: no memory for the buffers of packed steps")
-            return LayerFacts(layer, fallback_reasons.NO_MEMORY, -1, False)
-        return LayerFacts(layer, None, shape_index, self._has_scales(k_cache))
+            return LayerFacts(layer, fallback_reasons.NO_MEMORY, shape_index=-1, has_scales=False)
+        return LayerFacts(layer, None, shape_index, has_scales=self._has_scales(k_cache))
 
 
 def common_reason(found: set[str | None]) -> str | None:
