@@ -17,6 +17,7 @@ from sgl_prefix_attn.sglang_plugin.compat.delegation import delegate, delegated
 from sgl_prefix_attn.sglang_plugin.compat.rank_profiles import QUERY_TYPES, profiles_of_ranks
 from sgl_prefix_attn.sglang_plugin.compat.stock_backend import graphs_share_metadata, knows_kv_scales
 from sgl_prefix_attn.sglang_plugin.dispatch.graph_variants import several_ranks
+from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.step_planner import STOCK, StepDecision, StepKind, StepPlanner
 from sgl_prefix_attn.sglang_plugin.dispatch.step_router import StepRouter
 from sgl_prefix_attn.sglang_plugin.execution import trtllm_mha
@@ -77,17 +78,16 @@ class PrefixPackBackend(AttentionBackend):
         self._executor = CpuExecutor(runner, state.settings) if isinstance(made, str) else made
         self._layers = LayerRegistry(runner, self._executor, self._counters, why_all_stock, knows_kv_scales(stock_name))
         microbatches = versions.microbatches(runner)
-        router = StepRouter(
+        policies = LivePolicies(
             state.settings,
-            self._counters,
             self._executor,
             stock_name,
             stock,
             store=profiles_of_ranks(state.settings),
             dtype=QUERY_TYPES.get(runner.dtype, "bf16"),
-            microbatches=microbatches,
             page_size=versions.argument(runner, "page_size") or 1,
         )
+        router = StepRouter(state.settings, self._counters, self._executor, policies, microbatches=microbatches)
         self._step_planner = StepPlanner(
             self._executor,
             self._layers,

@@ -107,7 +107,7 @@ def _recording(command: dict[str, Any], record: BackendRecord) -> dict[str, Any]
         **recording.answer(int(command.get("first", 0))),
         "facts": asdict(router.policies.facts()) if router.policies.ready else None,
         "layers": record.layers.summary()["packed"],
-        "policy": router.running,
+        "policy": router.policy_in_use,
     }
 
 

@@ -134,7 +134,7 @@ class PluginState:
     def routing_policies(self) -> list[str]:
         """Names of the policies by which backends that may pack route their decode steps."""
         records = [record for record in self.backends.values() if record.step_planner.why_all_stock is None]
-        return sorted({record.router.running for record in records})
+        return sorted({record.router.policy_in_use for record in records})
 
     def reported(self) -> BackendRecord | None:
         """The record that `GET /server_info` shows: the newest that packed a step, else the newest that may pack."""

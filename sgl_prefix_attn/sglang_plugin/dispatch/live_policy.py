@@ -94,15 +94,15 @@ class LivePolicies:
     def _verify_rule(self) -> Policy:
         return verify.policy(current_gpu().name, self._executor.kernels, self._stock_kernel, self.shape)
 
-    def verifying(self, name: PolicyName) -> str:
-        """As `running`, for verify steps."""
+    def verify_policy_in_use(self, name: PolicyName) -> str:
+        """As `policy_in_use`, for verify steps."""
         if not name.predicts or not self.ready:
             return str(name)
         actual = "verify rule" if isinstance(self._verify_rule(), verify.VerifyPolicy) else "conservative"
         words = [actual if condition.kind == "cost" else str(condition) for condition in name.conditions]
         return " and ".join(dict.fromkeys(words))
 
-    def running(self, name: PolicyName) -> str:
+    def policy_in_use(self, name: PolicyName) -> str:
         """What decides under a name, for logs and the server's state: the conditions, with the rule for `cost`."""
         if not name.predicts or self._cost is None:
             return str(name)

@@ -13,7 +13,6 @@ from sgl_prefix_attn.core.forest import Int64Array
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan
 from sgl_prefix_attn.routing.policy import Decision, FixedPolicy, Route, Router
 from sgl_prefix_attn.routing.policy_names import PolicyName
-from sgl_prefix_attn.routing.profile_store import ProfileStore
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.dispatch.live_policy import LivePolicies
 from sgl_prefix_attn.sglang_plugin.dispatch.live_test import RUNNING, LiveTest, StepClock
@@ -46,20 +45,13 @@ class StepRouter:
         settings: settings in force.
         counters: totals of the process.
         executor: runs packed steps.
-        stock_name: the stock backend's name.
-        stock: the stock backend.
-        store: profiles to choose from; None: those of this machine.
-        dtype: of queries: bf16, fp16 or fp32.
+        policies: makes the policies to route by.
         microbatches: batches that take turns.
-        page_size: tokens of a page of the KV cache.
 
     Attributes:
         always_stock: whether no decode or verify step ever runs packed.
         watches_steps: whether `step_begins` has to be called: a test or a recording runs or was stopped since the
             last step, or a test's last arm has to be left. An attribute, because every step reads it.
-
-    Raises:
-        ProfileError: `route_profile` cannot be read or is invalid.
     """
 
     def __init__(
@@ -67,23 +59,15 @@ class StepRouter:
         settings: Settings,
         counters: Counters,
         executor: Executor,
-        stock_name: str,
-        stock: Any,
+        policies: LivePolicies,
         *,
-        store: ProfileStore | None = None,
-        dtype: str = "bf16",
-        microbatches: int = 1,
-        page_size: int = 1,
+        microbatches: int,
     ) -> None:
         self.setting = settings.route
         self.name: PolicyName = settings.policy
         self.always_stock = self.name.fixed == "stock"
         self._counters = counters
-        if store is None:
-            store = ProfileStore.read(settings.route_profile if self.name.predicts else None)
-        self.policies = LivePolicies(
-            settings, executor, stock_name, stock, store=store, dtype=dtype, page_size=page_size
-        )
+        self.policies = policies
         self._router: Router | None = None
         self._verify_router: Router | None = None
         self._stock_steps = LastSteps[int](microbatches)  # steps that keep the stock route of one: their number so far
@@ -106,7 +90,7 @@ class StepRouter:
         Raises:
             LiveTestError: a test is running, or decode steps of this server cannot change routes.
         """
-        replaced = self._running(replace)
+        replaced = self._to_replace(replace)
         if self._executor.drafts > 1:
             raise LiveTestError("this server speculates: it has no decode steps, whose routes a test changes")
         if not self.policies.ready:
@@ -132,18 +116,18 @@ class StepRouter:
         Raises:
             LiveTestError: a test or a recording is running.
         """
-        replaced = self._running(replace)
+        replaced = self._to_replace(replace)
         if replaced is not None:
             replaced.stop()
         self.recording = StepRecording(plan, StepClock(cuda=self._executor.kernels != "cpu"))
         self.watches_steps = True
         return self.recording
 
-    def _running(self, replace: Collection[tuple[str, int]]) -> LiveTest | StepRecording | None:
-        """What is running, if it may be replaced; None if nothing is.
+    def _to_replace(self, replace: Collection[tuple[str, int]]) -> LiveTest | StepRecording | None:
+        """The running test or recording, if it may be replaced; None if none is running.
 
         Raises:
-            LiveTestError: it may not.
+            LiveTestError: one is running that may not be replaced.
         """
         for name, running in (("live test", self.live), ("recording", self.recording)):
             if running is not None and running.status == RUNNING:
@@ -192,11 +176,11 @@ class StepRouter:
         return self._router_of(mode) is not None
 
     @property
-    def running(self) -> str:
+    def policy_in_use(self) -> str:
         """The policy that decides, by name. A server that speculates has verify steps in place of decode steps."""
         if self._executor.drafts > 1 and self._decides_verify:
-            return self.policies.verifying(self.name)
-        return self.policies.running(self.name)
+            return self.policies.verify_policy_in_use(self.name)
+        return self.policies.policy_in_use(self.name)
 
     def state(self) -> dict[str, Any]:
         """The setting, the policy and profile in use and the last decision, as JSON-able values."""
@@ -204,7 +188,7 @@ class StepRouter:
         last = None if router is None else router.last
         return {
             "setting": self.setting,
-            "policy": self.running,
+            "policy": self.policy_in_use,
             **self.policies.state(),
             "last": None if last is None else decision_state(last),
             "live": None if self.live is None else self._live_state(self.live),
@@ -217,7 +201,7 @@ class StepRouter:
         return {
             "status": live.status,
             "arms": list(live.plan.arms),
-            "running": [self.policies.running(name) for name in live.plan.names()],
+            "running": [self.policies.policy_in_use(name) for name in live.plan.names()],
             "arm": self._arm,
             "would": live.would,
             "last": [None if router.last is None else decision_state(router.last) for router in live.routers],
