@@ -1,8 +1,9 @@
-"""Which code a result comes from."""
+"""Which code a result comes from, and which processor."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,14 @@ def versions_of(packages: Iterable[str]) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return versions | {"sgl-prefix-attn": sgl_prefix_attn.__version__}
+
+
+def cpu_name() -> str:
+    """The processor's model name as Linux gives it, else what Python knows of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def git_commit() -> str | None:

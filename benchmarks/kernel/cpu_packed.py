@@ -27,7 +27,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,10 +39,8 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_time import cpu_name
-
 import sgl_prefix_attn
+from benchmarks.provenance import cpu_name, git_commit
 from sgl_prefix_attn import _native
 from sgl_prefix_attn.core.attention import PartialWorkspace, packed_attention
 from sgl_prefix_attn.core.forest import PrefixForest
@@ -271,11 +268,6 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -320,7 +312,7 @@ def main() -> None:
         machine = {
             "cpu": cpu_name(), "isa": _native.cpu_isas()[0], "threads": args.threads, "torch": torch.__version__,
             "python": platform.python_version(), "package": sgl_prefix_attn.__version__,
-            "load": round(os.getloadavg()[0], 1), "commit": commit(),
+            "load": round(os.getloadavg()[0], 1), "commit": git_commit(),
             "date": datetime.now(timezone.utc).date().isoformat(),
         }  # fmt: skip
         arguments = {name: value for name, value in vars(args).items() if name != "out"}

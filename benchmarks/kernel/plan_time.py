@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installed package, which is the measured one
 import sgl_prefix_attn
+from benchmarks.provenance import cpu_name
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.workloads import draw_set
@@ -159,13 +161,6 @@ def main() -> None:
     )
     if args.out:
         write(args.out, {"arguments": {"repeats": args.repeats, "steps": args.steps}, "rows": rows})
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 import sgl_prefix_attn
+from benchmarks.provenance import cpu_name
 from sgl_prefix_attn.core.forest import PrefixForest, RadixMirror, int64_array
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.sglang_plugin.prefix.tree_mirror import TreeMirror
@@ -125,11 +126,6 @@ def measure(case: str, size: int, repeats: int) -> dict[str, object]:
         work()
         seconds.append(time.process_time() - start)
     return {"case": case, "nodes": size, "cpu_ms": round(1e3 * statistics.median(seconds), 3)}
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from datetime import date
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.provenance import cpu_name, git_commit
 
 SYSTEM_PROMPT = 64
 GROUP_PROMPT = 32
@@ -223,26 +223,14 @@ def machine() -> dict[str, Any]:
     from sgl_prefix_attn.sglang_plugin.compat.versions import installed_version
 
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "sglang": installed_version(),
-        "commit": _commit(),
+        "commit": git_commit(),
     }
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import versions_of
+from benchmarks.provenance import cpu_name, versions_of
 
 PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python", "torch")
 # Variables that change what a server does or how its ranks talk.
@@ -41,5 +40,4 @@ def machine_name() -> str:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+        return cpu_name()
