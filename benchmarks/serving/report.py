@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.serving.measure import Agreement, Run
 from benchmarks.serving.ranks import Ranks
+from sgl_prefix_attn.calibration.report import table_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Report:
                   "all tok/s", "KV saved", "host us", "routed packed", "same as first", "prefix")  # fmt: skip
         names = dict.fromkeys(run.workload for run in self.runs)
         rows = [header, *(self._row(run) for name in names for run in self.runs if run.workload == name)]
-        lines = aligned(rows)
+        lines = table_lines(rows)
         lines.extend(str(medians) for medians in self.medians())
         lines.extend(
             f"{run.workload}, {run.label}: {run.short_samples} samples ended early"
@@ -197,8 +198,3 @@ def routed_packed(run: Run) -> str:
 
 def pair(percentiles: dict[str, float] | None, form: str) -> str:
     return "-" if percentiles is None else f"{percentiles['p50']:{form}}/{percentiles['p99']:{form}}"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -42,8 +42,8 @@ from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import Backend, UsageError, parse_backends
 from benchmarks.serving.measure import growth
 from benchmarks.serving.provenance import arguments_of, inherited_environment, machine_name, package_versions
-from benchmarks.serving.report import aligned
 from benchmarks.serving.step_log import LOG_ARGUMENTS, LOG_ENVIRONMENT, read_steps, summary
+from sgl_prefix_attn.calibration.report import table_lines
 from sgl_prefix_attn.demo.client import Answer, RequestError, Sample, replay
 from sgl_prefix_attn.demo.server import Server, ServerError, ServerOptions, serve
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
@@ -354,7 +354,7 @@ def table(results: dict[str, Any]) -> str:
                 "" if share is None else f"{share:.0%}",
                 f"{routed.get('packed', 0)} of {sum(routed.values())}" if routed else "",
             ))  # fmt: skip
-    return "\n".join(aligned(rows)) if len(rows) > 1 else "nothing was measured"
+    return "\n".join(table_lines(rows)) if len(rows) > 1 else "nothing was measured"
 
 
 def exit_status(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Arguments) -> int:

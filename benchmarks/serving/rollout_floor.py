@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.serving.report import aligned
 from benchmarks.serving.rollout import Rollout, rollout_requests
+from sgl_prefix_attn.calibration.report import table_lines
 from sgl_prefix_attn.demo.workload import Request, Vocabulary
 
 BANDWIDTH = 4.28e12
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts, distinct, all_tokens = np.mean(found, axis=0)
         once, each = (count * args.kv_bytes / BANDWIDTH * 1e3 for count in (distinct, all_tokens))
         rows.append((str(tokens), f"{prompts:.1f}", f"{distinct / 1e3:.0f}K", f"{once:.1f} ms", f"{each:.1f} ms"))
-    print("\n".join(aligned(rows)))
+    print("\n".join(table_lines(rows)))
     return 0
 
 

@@ -23,7 +23,6 @@ import aiohttp
 
 from benchmarks.serving.__main__ import model_of
 from benchmarks.serving.backends import parse_backends
-from benchmarks.serving.report import aligned
 from benchmarks.serving.rollout import (
     Arguments,
     Rollout,
@@ -36,6 +35,7 @@ from benchmarks.serving.rollout import (
     write,
 )
 from benchmarks.serving.step_log import read_steps
+from sgl_prefix_attn.calibration.report import table_lines
 from sgl_prefix_attn.demo.client import RequestError, replay
 from sgl_prefix_attn.demo.server import Server, ServerError, serve
 from sgl_prefix_attn.demo.workload import Request
@@ -120,7 +120,7 @@ def table(results: dict[str, Any]) -> str:
             f"{row['last_first_token']:.2f} s", f"{row['seconds']:.1f}", f"{row['tokens_per_second']:.0f}",
             "" if same is None else f"{same} of {row['requests']}",
         ))  # fmt: skip
-    return "\n".join(aligned(rows)) if len(rows) > 1 else "nothing was measured"
+    return "\n".join(table_lines(rows)) if len(rows) > 1 else "nothing was measured"
 
 
 def main(argv: Arguments = None) -> int:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from sgl_prefix_attn import __version__
 from sgl_prefix_attn.calibration.bench import Bench, DeviceLostError, Shape
+from sgl_prefix_attn.core.files import write_whole
 from sgl_prefix_attn.core.planner import ModelShape
 from sgl_prefix_attn.routing.features import ForestFacts, StepFeatures
 from sgl_prefix_attn.routing.measured import KV_BYTES
@@ -113,14 +114,11 @@ class StepsFile:
 
     def write(self) -> None:
         """Replaces the file as a whole, so that a kill never leaves half of one."""
-        text = json.dumps({**self.header, "rows": self.rows})
-        beside = self.path.with_name(self.path.name + ".new")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self.path)
         except OSError as error:
-            raise ValueError(f"{self.path}: cannot write the steps: {error.strerror}") from error
+            raise ValueError(f"{self.path}: cannot make the folder: {error.strerror}") from error
+        write_whole(self.path, json.dumps({**self.header, "rows": self.rows}).encode())
 
     def select(self, kind: str, path: Path) -> Path:
         """Writes the rows of a set to a results file of their own."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -258,3 +260,18 @@ def test_times_of_a_kernel_stay_when_a_batch_is_measured_again(tmp_path: Path) -
     steps.add({**row, "baselines": {"triton": {"cold_us": 4.0}}})
     (found,) = steps.rows
     assert found["baselines"] == {"fa3": measured, "triton": {"cold_us": 4.0}, "flashinfer": lost}
+
+
+def test_steps_that_cannot_be_written_leave_the_last_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = run.StepsFile(tmp_path / "of a run" / "steps.json", {})
+    before = steps.path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"steps\.json: cannot write \d+ bytes: No space left on device"):
+        steps.write()
+    assert [path.read_bytes() for path in steps.path.parent.iterdir()] == [before]
+    with pytest.raises(ValueError, match=r"steps\.json: cannot make the folder: (File exists|Not a directory)"):
+        run.StepsFile(steps.path / "below" / "steps.json", {})
