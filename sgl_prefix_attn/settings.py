@@ -136,7 +136,7 @@ class Settings(BaseModel):
         False,
         description="Serve POST, GET and DELETE at /prefixpack/abtest and /prefixpack/record. With the first, `abtest "
         "live` (comparing-policies.md) compares two routing policies on this server. With the second, `abtest record` "
-        "records its decode steps. Both ask for SGLang's admin key. Off: no address.",
+        "records its decode steps. Both ask for SGLang's admin key. Off: no endpoints.",
     )
     group_scheduling: bool = Field(
         False,
@@ -173,7 +173,7 @@ class Settings(BaseModel):
         ge=0,
         le=100,
         description="Share of the KV pool, in percent, that POST /prefixpack/pins may pin. 0: pinning is off and the "
-        "address does not exist.",
+        "endpoint does not exist.",
     )
     retention: Literal["off", "reuse"] = Field(
         "off",

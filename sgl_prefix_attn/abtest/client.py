@@ -1,4 +1,4 @@
-"""Commands to a server's addresses of live tests and recordings, and files that are written as a whole."""
+"""Commands to a server's endpoints of live tests and recordings, and files that are written as a whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepBar(tqdm):
 
 
 class Client:
-    """Commands to one address of a server.
+    """Commands to one endpoint of a server.
 
     Args:
         url: of the server, for example http://127.0.0.1:30000.
@@ -108,7 +108,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     except (HTTPException, OSError):  # the connection broke
         text = ""
     if error.code == 404 and "kind" not in text:
-        return "the server has no address for live tests: start it with PREFIXPACK_LIVE_TESTS=1"
+        return "the server has no endpoint for live tests: start it with PREFIXPACK_LIVE_TESTS=1"
     if error.code in (401, 403):
         return "the server asks for its admin key: give --api-key"
     try:

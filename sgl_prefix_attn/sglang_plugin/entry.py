@@ -39,7 +39,7 @@ def register() -> None:
         register_hooks(settings, version)
     if "--use-ray" in sys.argv or _RAY_ENGINE_MODULE in sys.modules:
         register_ray_actors()
-    register_addresses(settings)
+    register_endpoints(settings)
 
 
 def register_name(settings: Settings) -> None:
@@ -117,16 +117,16 @@ def register_ray_actors() -> None:
     hooks.register((hook,))
 
 
-def register_addresses(settings: Settings) -> None:
-    """Adds the HTTP addresses of pinning, live tests and recordings, if the settings ask for them."""
+def register_endpoints(settings: Settings) -> None:
+    """Adds the HTTP endpoints of pinning, live tests and recordings, if the settings ask for them."""
     from sgl_prefix_attn.sglang_plugin.pinning import registration
 
-    registration.add_addresses(settings, in_scheduler=in_scheduler_process())
+    registration.add_endpoints(settings, in_scheduler=in_scheduler_process())
     if not settings.live_tests:
         return
-    from sgl_prefix_attn.sglang_plugin.backend import live_address
+    from sgl_prefix_attn.sglang_plugin.backend import live_endpoints
 
-    live_address.add_addresses(settings, in_scheduler=in_scheduler_process())
+    live_endpoints.add_endpoints(settings, in_scheduler=in_scheduler_process())
 
 
 def in_scheduler_process() -> bool:

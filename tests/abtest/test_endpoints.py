@@ -1,4 +1,4 @@
-"""The addresses of live tests and recordings, with real commands and routers of data-parallel copies behind them."""
+"""The endpoints of live tests and recordings, with real commands and routers of data-parallel copies behind them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sgl_prefix_attn.core.forest import PrefixForest  # noqa: E402
 from sgl_prefix_attn.core.planner import ModelShape  # noqa: E402
 from sgl_prefix_attn.routing.live_plan import LivePlan, RecordPlan  # noqa: E402
 from sgl_prefix_attn.settings import Settings  # noqa: E402
-from sgl_prefix_attn.sglang_plugin.backend import live_address, live_commands  # noqa: E402
+from sgl_prefix_attn.sglang_plugin.backend import live_commands, live_endpoints  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.prefix.handover import NOTHING  # noqa: E402
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters  # noqa: E402
 from tests.support.schedulers import TokenizerManager, step_router  # noqa: E402
 
-ABTEST, RECORD = live_address.PATHS
+ABTEST, RECORD = live_endpoints.PATHS
 PLAN = {"arms": ["packed", "stock"], "block_steps": 8, "warmup_steps": 2, "pairs": 4, "lease_steps": 16}
 
 
@@ -65,8 +65,8 @@ def client(*copies: Copy, admin_key: str | None = None) -> TestClient:
         return [{live_commands.ANSWER_KEY: live_commands.answer(command, copy.state)} for copy in copies]
 
     app = fastapi.FastAPI()
-    for path, what in live_address.PATHS.items():
-        live_address.add_routes(app, lambda: TokenizerManager(answers), path, what)
+    for path, what in live_endpoints.PATHS.items():
+        live_endpoints.add_routes(app, lambda: TokenizerManager(answers), path, what)
     if admin_key is not None:
         add_api_key_middleware(app, api_key=None, admin_api_key=admin_key)
     return TestClient(app)
@@ -218,7 +218,7 @@ def test_servers_that_cannot_switch_say_what_to_change(copy: Copy, message: str)
 
 @pytest.mark.parametrize("path", [ABTEST, RECORD])
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-def test_the_addresses_follow_the_admin_key(path: str, method: str) -> None:
+def test_the_endpoints_follow_the_admin_key(path: str, method: str) -> None:
     server = client(Copy(), admin_key="secret")
     assert server.request(method, path, json=PLAN).status_code == 401
     assert server.request(method, path, json=PLAN, headers={"Authorization": "Bearer guess"}).status_code == 401
@@ -228,5 +228,5 @@ def test_the_addresses_follow_the_admin_key(path: str, method: str) -> None:
 
 def test_schedulers_that_run_nothing_packed_refuse() -> None:
     silent = TokenizerManager(lambda request: [{}])
-    (found,) = asyncio.run(live_address.carried_out(silent, live_commands.TEST, live_commands.READ))
+    (found,) = asyncio.run(live_endpoints.carried_out(silent, live_commands.TEST, live_commands.READ))
     assert found["error"]["message"] == "the schedulers run no packed steps"

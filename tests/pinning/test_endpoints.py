@@ -1,4 +1,4 @@
-"""The HTTP addresses without a server behind them: what is sent to the schedulers, and how answers come back."""
+"""The HTTP endpoint without a server behind them: what is sent to the schedulers, and how answers come back."""
 
 from __future__ import annotations
 

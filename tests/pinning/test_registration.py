@@ -68,7 +68,7 @@ def test_in_wrap_mode_a_scheduler_has_what_is_asked_for_before_any_backend(asked
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows when addresses are added; the server's module counts as not imported."""
+    """Grows when the endpoint is added; the server's module counts as not imported."""
     added: list[str] = []
     monkeypatch.setattr(client, "add_routes_to_server", lambda: added.append("routes"))
     monkeypatch.delitem(sys.modules, SERVER_MODULE, raising=False)
@@ -78,25 +78,25 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 SERVER_MODULE = "sglang.srt.entrypoints.http_server"
 
 
-def test_retention_alone_adds_no_addresses(routes: list[str]) -> None:
-    registration.add_addresses(Settings(retention="reuse"), in_scheduler=False)
+def test_retention_alone_adds_no_endpoint(routes: list[str]) -> None:
+    registration.add_endpoints(Settings(retention="reuse"), in_scheduler=False)
     assert routes == []
-    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.add_endpoints(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
 
 
-def test_a_server_in_a_child_process_gets_addresses(routes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_in_a_child_process_gets_the_endpoint(routes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # It has the scheduler's module and a parent, as a scheduler has.
     monkeypatch.setitem(sys.modules, SERVER_MODULE, ModuleType("http_server"))
-    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=True)
+    registration.add_endpoints(Settings(pin_budget_percent=1), in_scheduler=True)
     assert routes == ["routes"]
-    registration.add_addresses(Settings(retention="reuse"), in_scheduler=True)
+    registration.add_endpoints(Settings(retention="reuse"), in_scheduler=True)
     assert routes == ["routes"]
 
 
-def test_a_child_process_that_imports_the_server_later_gets_addresses(routes, monkeypatch):
+def test_a_child_process_that_imports_the_server_later_gets_the_endpoint(routes, monkeypatch):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace())
-    registration.add_addresses(Settings(pin_budget_percent=1), in_scheduler=False)
+    registration.add_endpoints(Settings(pin_budget_percent=1), in_scheduler=False)
     assert routes == ["routes"]
 
 

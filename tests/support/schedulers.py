@@ -1,4 +1,4 @@
-"""Stand-ins for parts of a scheduler process: its router of steps, and what HTTP addresses ask of all schedulers."""
+"""Stand-ins for parts of a scheduler process: its router of steps, and what HTTP endpoints ask of all schedulers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step_router(
 
 
 class TokenizerManager:
-    """What HTTP addresses use of SGLang's tokenizer manager. `answers` gives each scheduler's state for a request."""
+    """What HTTP endpoints use of SGLang's tokenizer manager. `answers` gives each scheduler's state for a request."""
 
     def __init__(self, answers: Callable[[Any], list[dict[str, Any]]]) -> None:
         self._answers = answers

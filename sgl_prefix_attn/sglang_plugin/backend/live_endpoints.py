@@ -1,4 +1,4 @@
-"""HTTP addresses of live A/B tests and recordings on SGLang's server: POST starts, GET reads and renews, DELETE stops.
+"""HTTP endpoints of live A/B tests and recordings on SGLang's server: POST starts, GET reads and renews, DELETE stops.
 
 A command goes to all data-parallel copies. If some start and others refuse, all are stopped.
 
@@ -24,8 +24,8 @@ SILENT_SECONDS = 60.0  # clients of ours ask twice a second
 _STATUS = {"invalid": 400, "unknown": 404, "refused": 409, "disabled": 503}
 
 
-def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
-    """Adds the addresses in the server's process, if the setting live_tests asks for them."""
+def add_endpoints(settings: Settings, *, in_scheduler: bool) -> None:
+    """Adds the endpoints in the server's process, if the setting live_tests asks for them."""
     if settings.live_tests and http_routes.serves_http(in_scheduler=in_scheduler):
         try:
             for path, what in PATHS.items():
@@ -33,7 +33,7 @@ def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
                 if server is not None:
                     add_routes(*server, path, what)
         except Exception:  # the one guard of a registration: the server has to start
-            logger.exception("prefixpack: the server has no HTTP addresses for live tests")
+            logger.exception("prefixpack: the server has no HTTP endpoints for live tests")
 
 
 async def carried_out(manager: Any, what: str, action: str, **fields: Any) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def _of_copy(index: int, answer: dict[str, Any], copies: int) -> dict[str, Any]:
 
 
 def add_routes(app: Any, manager_of: Any, path: str, what: str) -> None:
-    """Adds the routes of an address to SGLang's FastAPI application.
+    """Adds the routes of an endpoint to SGLang's FastAPI application.
 
     Args:
         manager_of: returns the tokenizer manager; called without arguments for each request.

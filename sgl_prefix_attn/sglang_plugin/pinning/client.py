@@ -52,7 +52,7 @@ class EnginePins:
     A prefix is given as `token_ids` or as `text`; a text is tokenised as SGLang tokenises prompts. Pin up to a clear
     boundary, for example the end of a line: the last tokens of the text may be others where a prompt continues it.
 
-    Every method returns one answer per data-parallel copy of the model, a dict as the HTTP address gives it
+    Every method returns one answer per data-parallel copy of the model, a dict as the HTTP endpoint gives it
     (docs/pinning.md), and raises PinningError if a copy refused.
 
     Args:

@@ -22,8 +22,8 @@ class Owner(Protocol):
     def own(self, kind: type[_Owned], *arguments: Any) -> _Owned: ...
 
 
-def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
-    """Adds the HTTP addresses in the server's process, if the settings ask for pins.
+def add_endpoints(settings: Settings, *, in_scheduler: bool) -> None:
+    """Adds the HTTP endpoint in the server's process, if the settings ask for pins.
 
     A server that is a child process itself gets the hooks of a scheduler as well. Nothing calls them there.
     """
@@ -33,7 +33,7 @@ def add_addresses(settings: Settings, *, in_scheduler: bool) -> None:
 
             add_routes_to_server()
         except Exception:  # the one guard of a registration: the server has to start
-            logger.exception("prefixpack: the server has no HTTP routes for pins; EnginePins works")
+            logger.exception("prefixpack: the server has no HTTP endpoint for pins; EnginePins works")
 
 
 def is_asked_for(settings: Settings) -> bool:
