@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -19,7 +20,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tests.support.fake_tree import path_of
 
-pytest.importorskip("sglang.srt.mem_cache.unified_cache", reason="SGLang before 0.5.20 keeps its caches elsewhere")
+if not hasattr(schedule_batch.ReqKvInfo, "mark_kv_released"):
+    pytest.skip("SGLang before 0.5.20 keeps the KV of a request elsewhere", allow_module_level=True)
 try:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -94,6 +96,7 @@ class _Indices:
     """Up to 0.5.22: a match hands the request its KV slots, and the cache takes them back."""
 
     CACHES = ("RadixCache", "UnifiedRadixCache", "tree locks")
+    TREES = ("objects", "node_by_id", "collect_path_info")
 
     def make(self, kind: str, params: CacheInitParams) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -107,9 +110,17 @@ class _Indices:
         """KV slots of what was matched of the request."""
         return request.prefix_indices
 
-    def keep(self, cache: Any, request: Any) -> None:
-        """The prompt has been computed."""
-        cache.cache_unfinished_req(request)
+    def lock(self, cache: Any, request: Any) -> None:
+        """The request has been matched and is admitted."""
+        request.lock_receipt = cache.inc_lock_ref(request.last_node).to_dec_params()
+
+    def extend(self, request: Any, start: int, end: int) -> None:
+        """The next prefill computes these positions."""
+        request.set_extend_range(start, end)
+
+    def keep(self, cache: Any, request: Any, *, chunked: bool = False) -> None:
+        """The prompt, or a chunk of it, has been computed."""
+        cache.cache_unfinished_req(request, chunked=chunked)
 
     def release(self, cache: Any, pool: ReqToTokenPool, request: Any, *, insert: bool) -> None:
         """The request has finished, or was retracted."""
@@ -121,7 +132,7 @@ class _Indices:
 class _TreeLocks:
     """0.5.23: the cache keeps the slots, and requests hold lock objects."""
 
-    CACHES = ("tree locks", "tree locks, Python core")
+    CACHES = TREES = ("tree locks", "tree locks, Python core")
 
     def __init__(self) -> None:
         from sglang.srt.runtime_context import get_context
@@ -137,7 +148,13 @@ class _TreeLocks:
     def cached(self, cache: Any, request: Any) -> torch.Tensor:
         return cache.prefix_device_indices(request)
 
-    def keep(self, cache: Any, request: Any) -> None:
+    def lock(self, cache: Any, request: Any) -> None:
+        request.lock = cache.lock(request.last_node)
+
+    def extend(self, request: Any, start: int, end: int) -> None:
+        request.prefix_len, request.extend_end = start, end
+
+    def keep(self, cache: Any, request: Any, *, chunked: bool = False) -> None:
         common.checkpoint_kv_cache(request, cache)
 
     def release(self, cache: Any, pool: ReqToTokenPool, request: Any, *, insert: bool) -> None:

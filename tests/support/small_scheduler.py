@@ -1,6 +1,6 @@
 """SGLang's requests, pools and radix trees, driven by the calls of its scheduler, without a server or a model.
 
-Written for sglang 0.5.20. A batch is a plain object with the fields of ScheduleBatch that the tracker reads.
+A batch is a plain object with the fields of ScheduleBatch that the tracker reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from tests.support.caches import PathInfoTree, Pools
+from tests.support.caches import GENERATION, PathInfoTree, Pools
 from tests.support.fake_tree import path_of
 
 
@@ -47,7 +47,7 @@ class Batch:
         self.seq_lens = self.seq_lens_cpu  # on the device
 
 
-TREES = ("objects", "node_by_id", "collect_path_info")
+TREES = GENERATION.TREES
 
 
 class SmallScheduler(Pools):
@@ -60,18 +60,19 @@ class SmallScheduler(Pools):
 
     def __init__(self, kind: str, *, slots: int = 4096, rows: int = 256, context: int = 4096) -> None:
         super().__init__(kind, slots=slots, rows=rows, context=context)
-        self.tree = self.cache
+        self.kind, self.tree = kind, self.cache
         self.shown_tree = PathInfoTree(self.tree) if kind == "collect_path_info" else self.tree
         self.running: list[Req] = []
         self.lengths: dict[int, int] = {}  # KV length by id(request)
+        self.ranges: dict[int, tuple[int, int]] = {}  # what the last prefill of a request computes, by its id
 
     def match(self, request: Req, upto: int | None = None) -> None:
         """Matches the request with the tree, takes a row and KV for its tokens, and locks its path."""
         request.init_next_round_input(self.tree)
         total = len(request.full_untruncated_fill_ids)
         end = total if upto is None else min(upto, total)
-        request.lock_receipt = self.tree.inc_lock_ref(request.last_node).to_dec_params()
-        self._take(request, max(end, len(request.prefix_indices) + 1))
+        GENERATION.lock(self.tree, request)
+        self._take(request, max(end, len(GENERATION.cached(self.tree, request)) + 1))
 
     def join(self, prompt: list[int]) -> Req:
         """A request that has been prefilled, and decodes."""
@@ -85,37 +86,44 @@ class SmallScheduler(Pools):
         """KV of a matched and locked request arrives from a prefill server."""
         self._take(request, len(request.origin_input_ids))
         request.init_next_round_input(None)
-        request.set_extend_range(len(request.prefix_indices), request.kv.kv_committed_len)
+        self._extend(request, len(GENERATION.cached(self.tree, request)), request.kv.kv_committed_len)
         self.prefill_done(request)
 
     def _take(self, request: Req, end: int) -> None:
-        start = len(request.prefix_indices)
-        request.set_extend_range(start, end)
+        found = GENERATION.cached(self.tree, request)
+        start = len(found)
+        self._extend(request, start, end)
         self.pool.alloc([request])
         row = self.pool.req_to_token[request.kv.req_pool_idx]
-        row[:start] = request.prefix_indices.to(torch.int32)
+        row[:start] = found.to(torch.int32)
         row[start:end] = self._alloc(end - start)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = end
         self.lengths[id(request)] = end
+
+    def _extend(self, request: Req, start: int, end: int) -> None:
+        GENERATION.extend(request, start, end)
+        self.ranges[id(request)] = start, end
 
     def extend_batch(self, requests: list[Req], decoding: list[Req] = ()) -> Batch:  # type: ignore[assignment]
         """The batch that prefills `requests` and, if mixed, decodes `decoding`."""
         everyone = [*requests, *decoding]
         batch = self._batch(everyone, ForwardMode.MIXED if decoding else ForwardMode.EXTEND)
-        batch.prefix_lens = [r.extend_range.start for r in requests] + [self.lengths[id(r)] - 1 for r in decoding]
-        batch.extend_lens = [r.extend_range.end - r.extend_range.start for r in requests] + [1] * len(decoding)
+        ranges = [self.ranges[id(request)] for request in requests]
+        ranges += [(self.lengths[id(request)] - 1, self.lengths[id(request)]) for request in decoding]
+        batch.prefix_lens = [start for start, _ in ranges]
+        batch.extend_lens = [end - start for start, end in ranges]
         batch.decoding_reqs = list(decoding) or None
         return batch
 
     def prefill_done(self, request: Req, *, chunked: bool = False) -> None:
         """Inserts the tokens of a finished prefill into the tree."""
-        self.tree.cache_unfinished_req(request, chunked=chunked)
+        GENERATION.keep(self.tree, request, chunked=chunked)
 
     def next_chunk(self, request: Req, size: int) -> None:
         """Takes KV for the next chunk of a chunked prefill."""
         start = self.lengths[id(request)]
         end = min(start + size, len(request.full_untruncated_fill_ids))
-        request.set_extend_range(start, end)
+        self._extend(request, start, end)
         self.pool.req_to_token[request.kv.req_pool_idx, start:end] = self._alloc(end - start)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = end
         self.lengths[id(request)] = end
@@ -162,9 +170,14 @@ class SmallScheduler(Pools):
     def path(self, request: Req) -> list[tuple[int, int, int]]:
         """(node id, start, end) of each node from the root to the request's node, read from the tree."""
         node = request.last_node
+        if node is None:
+            return []
+        if self.kind == "tree locks":  # in native code
+            (path,) = self.tree.tree_core.collect_path_info([node])
+            return [(link.node_id, link.path_start, link.path_end) for link in path]
         if isinstance(node, int):
             node = self.tree.tree_core.node_by_id(node)
-        return [] if node is None else path_of(node)
+        return path_of(node)
 
     def _batch(self, requests: list[Req], mode: ForwardMode) -> Batch:
         return Batch(
@@ -183,6 +196,4 @@ class SmallScheduler(Pools):
         return slots.to(torch.int32)
 
     def _release(self, request: Req, *, insert: bool) -> None:
-        self.tree.cache_finished_req(request, is_insert=insert, kv_len_to_handle=self.lengths[id(request)])
-        self.pool.free(request)
-        request.kv.mark_kv_released()
+        GENERATION.release(self.tree, self.pool, request, insert=insert)

@@ -79,12 +79,14 @@ def test_a_rank_that_data_parallel_attention_pads() -> None:
     padded, requests = fixture.batch, fixture.batch.batch_size
     padded.positions = padded.seq_lens - 1
     padded.batch_size = requests + 2
-    fixture.runner.attn_backend = SimpleNamespace(get_cpu_graph_seq_len_fill_value=lambda: 1)
+    names = ("get_cpu_graph_seq_len_fill_value", "get_cuda_graph_seq_len_fill_value")  # the second up to 0.5.17
+    fixture.runner.attn_backend = SimpleNamespace(**dict.fromkeys(names, lambda: 1))
     padded._pad_inputs_to_size(fixture.runner, requests + 2, requests + 2)
     assert_same(fixture.run(), fixture.run_stock())
     assert fixture.fallbacks == {reasons.ROW_MISMATCH: 1}
 
 
+@pytest.mark.skipif("objects" not in TREES, reason="nodes of SGLang 0.5.23 are ids")
 class TestHierarchicalCache:
     def test_a_node_that_is_only_in_host_memory_is_on_no_running_path(self) -> None:
         """HiCache leaves an evicted node in the tree, without device slots. Requests hold its parent until a load."""
@@ -114,7 +116,11 @@ def test_disaggregated_decode_shares_what_its_queue_has_locked(kind: str) -> Non
     """With its radix option: requests match and lock before their KV arrives, and their first step here is a decode."""
     scheduler, tracker = SmallScheduler(kind), BatchTracker()
     queue: Any = SimpleNamespace(
-        tree_cache=scheduler.tree, _build_decode_prefix_match=lambda request, result: len(result.device_indices)
+        tree_cache=scheduler.tree,
+        _build_decode_prefix_match=lambda request, result, **limits: (
+            result.device_prefix_len if hasattr(result, "device_prefix_len") else len(result.device_indices)
+        ),
+        _uses_swa_tail_prealloc=lambda: False,  # SGLang 0.5.23 asks
     )
     for number, begin in enumerate((0, 50, 50)):
         request = scheduler.request([1] * 50 + [2 + number] * 3)

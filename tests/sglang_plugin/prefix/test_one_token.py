@@ -19,7 +19,7 @@ from sgl_prefix_attn.sglang_plugin.prefix.one_token import OneTokenSteps, unsupp
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 from tests.sglang_plugin.prefix.sharing import check
-from tests.support.small_scheduler import Batch, SmallScheduler
+from tests.support.small_scheduler import TREES, Batch, SmallScheduler
 
 PROMPT = [1] * 50
 TARGET = SimpleNamespace(is_draft_worker=False)
@@ -29,7 +29,7 @@ class Rollout:
     """A rollout on one prompt: two requests decode, and one joins that finds the prompt in the cache."""
 
     def __init__(self) -> None:
-        self.scheduler = SmallScheduler("objects")
+        self.scheduler = SmallScheduler(TREES[0])
         for last in (2, 3):
             self.scheduler.join([*PROMPT, last])
         self.scheduler.decode()

@@ -62,7 +62,7 @@ class RandomHistory:
             scheduler.decode()
         check(scheduler, self.tracker, scheduler.extend_batch(joining, decoding))
         for request in joining:
-            while request.extend_range.end < len(request.full_untruncated_fill_ids):
+            while scheduler.ranges[id(request)][1] < len(request.full_untruncated_fill_ids):
                 scheduler.prefill_done(request, chunked=True)
                 scheduler.next_chunk(request, 7)
                 check(scheduler, self.tracker, scheduler.extend_batch([request]))

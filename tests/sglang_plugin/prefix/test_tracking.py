@@ -195,7 +195,7 @@ class TestKnownSituations:
 
 
 def two_that_decode() -> SmallScheduler:
-    scheduler = SmallScheduler("objects")
+    scheduler = SmallScheduler(TREES[0])
     for last in (2, 3):
         scheduler.join([1] * 50 + [last])
     scheduler.decode()

@@ -11,6 +11,7 @@ pytest.importorskip("sglang")
 
 from sgl_prefix_attn.sglang_plugin.prefix.tree_readers import Branch, ObjectReader, PathNode, Unreadable, reader_for
 from sgl_prefix_attn.sglang_plugin.telemetry import fallback_reasons
+from tests.support.caches import ComponentType
 from tests.support.fake_tree import FakeTree
 from tests.support.small_scheduler import TREES, SmallScheduler
 
@@ -48,7 +49,7 @@ def test_handles_that_are_no_nodes_have_no_path(kind: str) -> None:
     assert [(node.begin, node.end) for node in path] == [(0, 10)]
 
 
-@pytest.mark.parametrize("kind", ["node_by_id", "collect_path_info"])
+@pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "objects"])
 def test_an_evicted_id_has_no_path_and_hides_no_other(kind: str) -> None:
     scheduler = SmallScheduler(kind)
     reader: Any = reader_for(scheduler.shown_tree)
@@ -69,15 +70,21 @@ class TestUnreadableTrees:
         return answer
 
     def test_a_disabled_radix_cache(self) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
-        scheduler = SmallScheduler("objects")
-        params = CacheInitParams(
-            disable=True, req_to_token_pool=scheduler.pool, token_to_kv_pool_allocator=scheduler.allocator, page_size=1
-        )
-        assert self.refused(ChunkCache(params)).reason == fallback_reasons.NO_RADIX_CACHE
         assert self.refused(SimpleNamespace(disable=True)).reason == fallback_reasons.NO_RADIX_CACHE
+
+    def test_a_disabled_cache_of_sglang(self) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+        try:
+            from sglang.srt.mem_cache.chunk_cache import ChunkCache as Cache
+        except ImportError:  # from 0.5.22 on
+            from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as Cache
+        scheduler = SmallScheduler(TREES[0])
+        params = CacheInitParams(
+            disable=True, req_to_token_pool=scheduler.pool, token_to_kv_pool_allocator=scheduler.allocator, page_size=1,
+            tree_components=(ComponentType.FULL,),
+        )  # fmt: skip
+        assert self.refused(Cache(params)).reason == fallback_reasons.NO_RADIX_CACHE
 
     def test_a_native_core_without_paths_names_the_way_out(self) -> None:
         class Core:
@@ -100,5 +107,6 @@ class TestUnreadableTrees:
         assert "LibraryCache" in answer.detail
 
     def test_a_session_wrapper_is_looked_through(self) -> None:
-        scheduler = SmallScheduler("objects")
-        assert isinstance(reader_for(SimpleNamespace(inner=scheduler.tree)), ObjectReader)
+        tree = SmallScheduler(TREES[0]).tree
+        assert isinstance(reader_for(SimpleNamespace(inner=tree)), type(reader_for(tree)))
+        assert not isinstance(reader_for(tree), Unreadable)
