@@ -18,6 +18,7 @@ from sgl_prefix_attn.core.forest import PrefixForest
 from sgl_prefix_attn.settings import Settings
 from sgl_prefix_attn.sglang_plugin.backend import plugin_state
 from sgl_prefix_attn.sglang_plugin.backend.backend import PrefixPackBackend
+from sgl_prefix_attn.sglang_plugin.compat import versions
 from sgl_prefix_attn.sglang_plugin.prefix.batch_tracker import StepPaths
 from sgl_prefix_attn.sglang_plugin.prefix.handover import Handed, Handover
 from tests.support.reference import reference_attention
@@ -50,6 +51,19 @@ class CountingStock(TorchNativeAttnBackend):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.layer_calls += 1
         return super().forward(*args, **kwargs)
+
+
+def hides_trees(variable: str) -> bool:
+    """Whether this SGLang has a prefix cache that shows no nodes, and selects it by this environment variable."""
+    from sglang.srt.environ import envs
+
+    if variable not in (versions.CPP_TREE_VARIABLE, versions.TREE_CORE_VARIABLE) or not hasattr(envs, variable):
+        return False
+    if variable == versions.CPP_TREE_VARIABLE:
+        return True
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+
+    return not hasattr(UnifiedTreeCoreInterface, "collect_path_info")
 
 
 def hybrid_pool(size: int, dtype: torch.dtype, head_dim: int, device: str, windows: tuple[int, ...]) -> SWAKVPool:

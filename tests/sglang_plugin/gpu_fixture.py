@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,8 @@ from tests.sglang_plugin.fixture import CountingStock, Fixture
 
 GPU_HEAD_DIM = 64
 DTYPE = torch.bfloat16
+# SGLang 0.5.23 and later.
+_ASKS_FOR_TOKENS_OF_RANKS = "global_num_tokens_cpu" in inspect.signature(build_replay_fb_view).parameters
 
 
 # Long enough that reading the prefix once pays on a GPU.
@@ -310,7 +313,11 @@ class DecodeGraphs:
                 loc = KVWriteLoc(batch.out_cache_loc, batch.out_cache_loc)
                 fixture.pool.set_kv_buffer(layer, loc, k[:rows], v[:rows])
         mode = self.capture_forward_mode
-        view = build_replay_fb_view(batch, buffers, size, raw, size * self.width, 1, mode, False)
+        more = {"global_num_tokens_cpu": None} if _ASKS_FOR_TOKENS_OF_RANKS else {}
+        view = build_replay_fb_view(
+            batch, buffers, size, raw, size * self.width, seq_len_fill_value=1, capture_forward_mode=mode,
+            is_encoder_decoder=False, **more,
+        )  # fmt: skip
         with fixture.handover.handed_over(fixture.handed if handed is None else handed):
             fixture.backend.init_forward_metadata_out_graph(view)
         table = fixture.rows.req_to_token.clone()

@@ -9,20 +9,24 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sglang")
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from benchmarks.offline.replay import Job, Replay
 from sgl_prefix_attn.sglang_plugin.admission import shared_prefill
 from sgl_prefix_attn.sglang_plugin.admission.shared_prefill import LEAST_COMMON, WORTH_WAITING, SharedPrefill
 from sgl_prefix_attn.sglang_plugin.telemetry.counters import Counters
 
 # Other releases are covered by tests/e2e/test_shared_prefill.py.
-needs_replay = pytest.mark.skipif(not hasattr(Req, "set_extend_range"), reason="the replay is of sglang 0.5.20")
+needs_replay = pytest.mark.skipif(
+    not hasattr(Req, "set_extend_range") or not hasattr(ReqKvInfo, "mark_kv_released"),
+    reason="the replay is of sglang 0.5.20",
+)
 
 
-def groups(draw: random.Random) -> tuple[list[Job], int]:
+def groups(draw: random.Random) -> tuple[list[Any], int]:
     """Samples of prompts in a drawn order, some prompts below a system prompt; and the tokens of the distinct ones."""
+    from benchmarks.offline.replay import Job
+
     system = [draw.randrange(1 << 20) for _ in range(draw.choice([0, 40, 700]))]
     prompts = [
         system * draw.randrange(2) + [draw.randrange(1 << 20) for _ in range(draw.randrange(1, 600))] for _ in range(8)
@@ -36,6 +40,8 @@ def groups(draw: random.Random) -> tuple[list[Job], int]:
 @needs_replay
 @pytest.mark.parametrize("seed", range(8))
 def test_random_groups_end_and_compute_their_prompts_about_once(seed: int) -> None:
+    from benchmarks.offline.replay import Replay
+
     draw = random.Random(seed)
     jobs, distinct = groups(draw)
     tight = draw.random() < 0.4

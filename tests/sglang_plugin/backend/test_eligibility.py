@@ -30,6 +30,8 @@ class TestEligibility:
     def test_plans_are_not_left_to_a_graph_of_the_work_before_a_replay(self, monkeypatch, caplog):
         from sglang.srt.environ import envs
 
+        if not hasattr(envs, versions.GLUE_VARIABLE):
+            pytest.skip("SGLang has these graphs from 0.5.19 on")
         switch = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH
         self.executor()
         assert versions.GLUE_VARIABLE not in os.environ

@@ -47,7 +47,7 @@ def store_kernel(
 ) -> torch.Tensor | None:
     """SGLang's kernel that stores fp8 KV, by its source."""
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        cache.view(torch.uint8)[cache_loc] = (new.float() / scale).to(FP8).view(torch.uint8)
+        cache.view(torch.uint8)[cache_loc] = (new.float() / (1 if scale is None else scale)).to(FP8).view(torch.uint8)
     return None if q is None else q.to(FP8)
 
 
@@ -65,6 +65,7 @@ class Paged(GpuFixture):
             token_to_kv_pool=self.pool, max_context_len=4096, workspace_buffer=None, decode_seq_len_splits=1,
             _swa_kv_pool=None, _multi_ctas_kv_counter_buffer=None, _default_kv_scale=torch.ones(1),
             kv_cache_quant_method=SimpleNamespace(needs_global_scale=lambda: False), needs_cpu_seq_lens=True,
+            decode_uses_native_fp4=False,
         )  # fmt: skip
         return stock
 
