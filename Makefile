@@ -35,11 +35,14 @@ test: setup ## all tests but the slow ones, with the real server, in three proce
 test-slow: setup ## tests of minutes to hours: 10,000 schedules, 20 kills, more server options, GPU kernel registers
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-versions: ## the quick end-to-end tests on other SGLang releases, each in an environment of its own
+test-versions: ## quick end-to-end tests, plug-in and pins on other SGLang releases, each in an environment of its own
 	@set -e; for version in $(VERSIONS); do \
 		echo "== SGLang $$version"; \
 		$(SETUP) --venv .venv-$$version --sglang $$version; \
 		.venv-$$version/bin/python -m pytest -m versions tests/e2e $(PYTEST_ARGS); \
+		.venv-$$version/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder \
+			-m "not slow and not e2e" tests/sglang_plugin tests/pinning \
+			--ignore tests/sglang_plugin/compat/test_contract.py $(PYTEST_ARGS); \
 	done
 
 lint: setup ## ruff, mypy and import directions of the package, clang-format, hadolint
