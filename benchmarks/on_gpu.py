@@ -86,7 +86,6 @@ JOBS = (
     Job("wrapped_models", 9, "-m benchmarks.serving.wrapped_models --out {out}.json"),
     Job("speculation", 6, _DRAFTS, _ACCEPTANCE),
     Job("speculation_unshared", 6, f"{_DRAFTS} --samples 1 --running 64", _ACCEPTANCE),
-    Job("probes", 2, "-m benchmarks.kernel.probes --out {out}.json"),
     Job("fifty_schedules", 5, f"{_PYTEST} tests/e2e/test_one_token.py -k 'not default'"),
     Job("drawn", 4, "-m benchmarks.kernel.gpu_drawn --set acceptance --out {out}.json --resume"),
     Job("tests_of_kernels", 8, f"{_PYTEST} tests/cuda tests/core"),

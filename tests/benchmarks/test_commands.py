@@ -25,8 +25,6 @@ FAST = {
     "-m benchmarks.serving.rollout_floor": "--prompt-tokens 128 --groups 24 --running 32 --steps 20",
     "-m benchmarks.prefix.deep_paths": "--repeats 1 --limit 0.001",
     "-m benchmarks.offline.tree_time": "--prompts 200 --tokens 40",
-    "-m benchmarks.kernel.partial_precision": "--cases 'pat/01*' --queries 1",
-    "-m benchmarks.kernel.wide_balance": "",
     "-m benchmarks.on_gpu": "--list",
 }
 _CALIBRATE = "--minutes 1 --out FILE"
@@ -40,7 +38,6 @@ _SIDE_BY_SIDE = "-m benchmarks.serving --model MODEL --load-format dummy --backe
 _CPU = "--device cpu --load-format auto --server-args ''"
 SLOW = {  # they import SGLang or start servers
     "-m benchmarks.kernel.borrowed_heads": "",
-    "-m benchmarks.kernel.probes --emulate": "",
     "benchmarks/serving/host_cost.py": "--requests 8 --steps 8 --changes 1",
     "-m benchmarks.serving.host_cost_pair": "--requests 16 --rounds 1",
     "-m benchmarks.serving.refused --out": "--only mla --steps 4 --builds 2 --starts 1",
@@ -60,7 +57,6 @@ SLOW = {  # they import SGLang or start servers
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
     "-m benchmarks.serving.random_model": "",
     "benchmarks/kernel/static_report.py": "--archs 90a",
-    "-m benchmarks.kernel.probes --out": "--build-only",
     # What the GPU commands below do without one.
     "-m benchmarks.serving.live_abtest": f"{_CPU} {_ABTEST}",
     _ROLLOUTS: f"{_CPU} --backends prefixpack,torch_native {_ROLLOUT}",
@@ -72,9 +68,8 @@ SLOW = {  # they import SGLang or start servers
 _ARGS = "--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16 --dtype bfloat16 --mem-fraction-static 0.5"
 _SMALL_POOL = f"--server-args '{_ARGS} --max-total-tokens 60000'"
 GPU = {
-    "-m benchmarks.on_gpu": "--minutes 5 --only probes --out FOLDER",
+    "-m benchmarks.on_gpu": "--minutes 5 --only verify_4 --out FOLDER",
     "-m benchmarks.serving.random_model": "",
-    "-m benchmarks.kernel.probes --out": "",
     "-m sgl_prefix_attn calibrate --heads 40/8": "--minutes 1",  # --out is for one type of KV
     "-m sgl_prefix_attn calibrate --heads 64/4": "--minutes 1",
     "-m sgl_prefix_attn calibrate --model": _CALIBRATE,
@@ -97,7 +92,7 @@ LISTED = {  # `--list` draws the same cases and needs no GPU
     "-m benchmarks.kernel.mixed_steps --wide": "--cases 4",
     "-m benchmarks.kernel.mixed_steps --cases 60": "--cases 4",
 }
-NVCC = ("benchmarks/kernel/static_report.py", "-m benchmarks.kernel.probes --out")
+NVCC = "benchmarks/kernel/static_report.py"
 ELSEWHERE = ("make test-slow", "make bench")
 _MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [
@@ -113,7 +108,7 @@ def test_the_command_of_a_page_runs(begin: str, sizes: str, tmp_path: Path) -> N
     if begin.startswith(NVCC) and shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
     command = documented(f"python {begin}", more=sizes)
-    written, out = "FILE" in command and "-only" not in sizes and "--list" not in sizes, tmp_path / "out.json"
+    written, out = "FILE" in command and "--list" not in sizes, tmp_path / "out.json"
     model = tiny_model("llama_gpu")
     for old, new in (
         ("OTHER_CHECKOUT", "."), ("TRACE.jsonl", "sgl_prefix_attn/demo/data/mooncake_conversation_slice.jsonl"),
