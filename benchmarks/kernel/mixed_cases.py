@@ -9,13 +9,12 @@ those of `sgl_prefix_attn.workloads.draw_set` with n drafts a request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sgl_prefix_attn.core.forest import Int64Array, PrefixForest
 from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
-from sgl_prefix_attn.core.planner import Plan, Planner
+from sgl_prefix_attn.core.planner import DeviceModel, Plan, Planner
 from sgl_prefix_attn.workloads import Case, Heads, draw_set
 
 BANDWIDTH, FLOPS = 4.3e12, 750e12  # of an H200 as measured; runs measure the bandwidth of their GPU
@@ -50,12 +49,12 @@ class RowsCase:
         flops = 4.0 * q_heads * self.case.head_dim * seen
         return max((self.case.kv_bytes() + row_bytes) / self.bandwidth, flops / FLOPS) * 1e6
 
-    def plan(self, requests: slice) -> tuple[Plan, Int64Array, Any]:
-        """Plan of a part of the requests, their lengths, and the device that it is for."""
-        lens, new = self.case.lengths[requests].copy(), self.query_lens[requests].copy()
-        forest = PrefixForest.from_paths(self.case.paths[requests], prefix_lens=(lens - new).tolist())
+    def plan(self) -> tuple[Plan, DeviceModel]:
+        """Its plan, and the device that it is for."""
+        lens = self.case.lengths
+        forest = PrefixForest.from_paths(self.case.paths, prefix_lens=(lens - self.query_lens).tolist())
         device = planner_model(self.gpu, self.case.shape, code=90)
-        return Planner(self.case.shape, device).plan(forest, lens, new), lens, device
+        return Planner(self.case.shape, device).plan(forest, lens, self.query_lens), device
 
 
 def draw_mixed(seed: int, count: int) -> list[RowsCase]:

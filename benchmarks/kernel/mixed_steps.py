@@ -10,7 +10,6 @@ Cases are drawn by `mixed_cases`: as the papers on POD and PackInfer do, with --
 --verify N as verify steps; `abtest steps` judges the rule that routes those. Baselines:
 
     prefixpack  all rows in one plan
-    split       decode rows packed, prefill rows by FA3 (mixed steps)
     fa3         all rows in one call, as SGLang runs a mixed or a verify step
     fa3_split   FA3 in two calls, one for prefill rows and one for decode rows (mixed steps)
     flashinfer_batch_attention  over all rows
@@ -53,7 +52,7 @@ EFFORT = Effort(cold_replays=12, warm_replays=4, launches=4)
 MOST_SECONDS = 560.0
 CHECKED_ROWS = 8
 POD, POD_WORKSPACE = "flashinfer_pod", 128 << 20
-WAYS = (OURS, "fa3", "flashinfer_batch_attention", "split", "fa3_split", POD)
+WAYS = (OURS, "fa3", "flashinfer_batch_attention", "fa3_split", POD)
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or prefill and decode rows apart
 Run = Callable[[], Output]
 
@@ -70,17 +69,15 @@ class OnGpu:
         self.q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).bfloat16()
         self.out = torch.empty_like(self.q)
 
-    def ours(self, requests: slice) -> Run:
-        plan, lens, _ = self.step.plan(requests)
-        step = CudaStep(self.step.case.shape, torch.bfloat16, self.device, limits_of(plan, lens, self.step.case.shape))
-        fixture = self.fixture
-        step.load(plan, lens, 0)
-        step.prepare(fixture.table, fixture.rows[requests].contiguous(), fixture.lens64[requests].contiguous())
-        first = int(self.bounds[requests.start or 0])
-        last = first + plan.num_queries
+    def ours(self) -> Run:
+        plan, _ = self.step.plan()
+        fixture, case = self.fixture, self.step.case
+        step = CudaStep(case.shape, torch.bfloat16, self.device, limits_of(plan, case.lengths, case.shape))
+        step.load(plan, case.lengths, 0)
+        step.prepare(fixture.table, fixture.rows, fixture.lens64)
 
         def run() -> torch.Tensor:
-            step.attend(self.q[first:last], fixture.k, fixture.v, self.out[first:last], scale=fixture.scale)
+            step.attend(self.q, fixture.k, fixture.v, self.out, scale=fixture.scale)
             return self.out
 
         return run
@@ -140,13 +137,12 @@ class OnGpu:
         everything, prefill = slice(0, len(self.step.query_lens)), slice(0, self.step.num_prefill)
         decode = slice(self.step.num_prefill, len(self.step.query_lens))
         found: dict[str, Callable[[], Run]] = {
-            OURS: lambda: self.ours(everything),
+            OURS: self.ours,
             "fa3": lambda: self.fa3(everything),
         }
         if self.step.case.head_dim == 128:  # compiled ahead; other head sizes take minutes at first use
             found["flashinfer_batch_attention"] = self.flashinfer
         if self.step.num_prefill:
-            found["split"] = lambda: _both(self.fa3(prefill), self.ours(decode))
             found["fa3_split"] = lambda: _both(self.fa3(prefill), self.fa3(decode))
             found[POD] = self.pod
         return found
@@ -195,7 +191,8 @@ def measure(step: RowsCase, pool: KvPool, timer: Timer, ways: Collection[str]) -
 
 def described(step: RowsCase) -> dict[str, Any]:
     case = step.case
-    plan, lens, device = step.plan(slice(0, len(step.query_lens)))
+    plan, device = step.plan()
+    lens = case.lengths
     figures = figures_of(step.gpu.name, case.shape)
     rows = 1 if step.num_prefill else int(step.query_lens[0])
     forest = PrefixForest.from_paths(case.paths, prefix_lens=(lens - step.query_lens).tolist())
