@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--profile", metavar="FILE", help="default: the package's, of an NVIDIA H200")
     explain.add_argument("--margin", type=int, metavar="PERCENT", help="default: the profile's own")
     _add_kernels(explain)
-    explain.set_defaults(act=_explain, partial_dtype=None)
+    explain.set_defaults(act=_explain)
 
     profiles = commands.add_parser("profiles", help="list the profiles, and the one that a server would take")
     _add_shape(profiles)
     profiles.add_argument("--gpu", metavar="NAME", help="CUDA's name of the GPU (default: this machine's, or cpu)")
     profiles.add_argument("--page-size", type=int, default=1, metavar="N", help="of the server (default 1)")
     _add_kernels(profiles, packed=None, choices=("native", "triton"))
-    profiles.set_defaults(act=_profiles, partial_dtype=None)
+    profiles.set_defaults(act=_profiles)
 
 
 def _add_kernels(

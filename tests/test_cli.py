@@ -64,10 +64,10 @@ def test_settings_with_a_mistake() -> None:
 
 
 def test_explain_as_json_with_every_machine_option() -> None:
-    options = "--heads 16/4 --head-dim 64 --kv-dtype fp8 --partial-dtype bf16 --device a100 --workers 32"
+    options = "--heads 16/4 --head-dim 64 --kv-dtype fp8 --device a100 --workers 32"
     result = command("explain", "--tree", "1,4/512,64", "--json", *options.split())
     numbers = json.loads(result.stdout)
-    assert numbers["shape"] == {"q_heads": 16, "kv_heads": 4, "head_dim": 64, "kv_bytes": 1, "partial_bytes": 2}
+    assert numbers["shape"] == {"q_heads": 16, "kv_heads": 4, "head_dim": 64, "kv_bytes": 1, "partial_bytes": 4}
     assert numbers["device"]["workers"] == 32
     assert numbers["device"]["bandwidth"] == pytest.approx(0.9 * 2.04e12, rel=0.01)  # a share of the data sheet's
     assert len(numbers["worker_seconds"]) == 32

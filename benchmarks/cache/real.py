@@ -8,7 +8,6 @@ prompt that is larger than the pool only what fits is kept.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,12 +40,10 @@ class Result:
 
     Attributes:
         saved: share of blocks saved.
-        manager_seconds: time spent in our code, all requests together.
         evictions_avoided: as in PinningCounters, in blocks.
     """
 
     saved: float
-    manager_seconds: float = 0.0
     evictions_avoided: int = 0
 
 
@@ -105,7 +102,7 @@ def replay(
         )
         for number, prompt in enumerate(prompts)
     ]
-    saved, seconds = 0, 0.0
+    saved = 0
     for number, request in enumerate(requests):
         progress()
         ids = request.origin_input_ids
@@ -117,16 +114,12 @@ def replay(
         saved += cached
         receipt = cache.inc_lock_ref(match.last_device_node).to_dec_params()
         need = len(ids) - cached
-        if manager is None:
-            evict_from_tree_cache(cache, need)
-        else:
-            started = time.perf_counter()
+        if manager is not None:
             if lookahead and manager.retention is not None:
                 manager.retention.queue(requests[number : number + 1 + lookahead])
             manager.admitted(request, cached)
             manager.before_allocation(need)
-            seconds += time.perf_counter() - started
-            evict_from_tree_cache(cache, need)
+        evict_from_tree_cache(cache, need)
         slots = allocator.alloc(need)
         assert slots is not None, "the pool cannot hold the request"
         cache.insert(
@@ -134,16 +127,14 @@ def replay(
         )
         cache.dec_lock_ref(match.last_device_node, receipt)
         if manager is not None:
-            started = time.perf_counter()
             manager.on_request_released(request)
-            seconds += time.perf_counter() - started
     assert allocator.available_size() + cache.evictable_size() == pool, "slots leaked"
     assert cache.protected_size() == 0, "locks leaked"
     total = sum(len(prompt.blocks) for prompt in prompts)
     if manager is None:
         return Result(saved / total)
     assert manager.counters.failures == 0, "pinning failed: see the log"
-    return Result(saved / total, seconds, manager.counters.evictions_avoided)
+    return Result(saved / total, manager.counters.evictions_avoided)
 
 
 def _joined(cached: Any, fresh: Any) -> Any:

@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--heads", metavar="Q/KV", help="query heads / KV heads (default 32/8)")
     device.add_argument("--head-dim", type=int, metavar="N", help="default 128")
     device.add_argument("--kv-dtype", choices=("fp32", "fp16", "bf16", "fp8"), help="default bf16")
-    device.add_argument("--partial-dtype", choices=("fp32", "fp16", "bf16"), help="of partial outputs, default fp32")
     device.add_argument("--device", choices=DEVICE_NAMES, help="default cpu, this machine's threads")
     device.add_argument("--workers", type=int, metavar="N", help="workers instead of the device's own")
 

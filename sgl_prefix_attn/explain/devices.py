@@ -42,8 +42,6 @@ def model_shape(args: argparse.Namespace, reported: dict[str, Any] | None = None
         changes["head_dim"] = args.head_dim
     if args.kv_dtype is not None:
         changes["kv_bytes"] = _BYTES[args.kv_dtype]
-    if args.partial_dtype is not None:
-        changes["partial_bytes"] = _BYTES[args.partial_dtype]
     shape = dataclasses.replace(shape, **changes)
     if shape.kv_heads < 1:
         raise InputError(f"{shape.q_heads}/{shape.kv_heads} heads: expected at least one KV head")
