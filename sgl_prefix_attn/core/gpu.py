@@ -159,8 +159,3 @@ def planner_model(gpu: Gpu, shape: ModelShape, code: int | None, *, max_tile_row
         gpu.sm_count, head_dim=shape.head_dim, group=shape.group, rates=gpu.rates(), max_tile_rows=max_tile_rows,
         kv_bytes=shape.kv_bytes, warpgroup_products=code is not None and code // 10 == 9, **ctas,
     )  # fmt: skip
-
-
-def h200_model(shape: ModelShape) -> DeviceModel:
-    """An H200 with the native kernels: what most benchmarks and shipped profiles are of."""
-    return planner_model(H200, shape, code=90)

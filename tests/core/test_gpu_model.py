@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefix_attn.core.gpu import Gpu, h200_model, planner_model
+from sgl_prefix_attn.core.gpu import H200, Gpu, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape
 
 
@@ -37,7 +37,7 @@ SHAPES = [ModelShape(32, 8, head_dim, kv_bytes) for head_dim in (64, 128, 256) f
 def test_an_h200_keeps_its_fitted_figures(shape: ModelShape) -> None:
     gpu = Gpu.of_properties(PROPERTIES["NVIDIA H200"])
     fitted = DeviceModel.gpu(132, head_dim=shape.head_dim, group=4, kv_bytes=shape.kv_bytes)
-    assert planner_model(gpu, shape, code=90) == h200_model(shape) == fitted
+    assert planner_model(gpu, shape, code=90) == planner_model(H200, shape, code=90) == fitted
     assert (fitted.bandwidth, fitted.workers) == (4.3e12, 264)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sgl_prefix_attn.core import planner as planning
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import h200_model
+from sgl_prefix_attn.core.gpu import H200, planner_model
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.simulator import makespan
 from sgl_prefix_attn.workloads import draw_set
@@ -177,7 +177,7 @@ def test_warps_for_narrow_items_make_plans_faster() -> None:
     """Of drawn batches, by the simulator; they are 10 % slower in few."""
     better = []
     for case in draw_set(7, 90):
-        device = h200_model(case.shape)
+        device = planner_model(H200, case.shape, code=90)
         no_warps = replace(device, tile_rows=(32, 64, 128), narrow_rows=0, narrow_parts=1)
         if case.head_dim > 128:
             continue

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from sgl_prefix_attn.__main__ import main
-from sgl_prefix_attn.core.gpu import h200_model
+from sgl_prefix_attn.core import gpu
 from sgl_prefix_attn.core.planner import DeviceModel, ModelShape, Planner
 from sgl_prefix_attn.explain.batch import InputError, describe, parse_tree
 from sgl_prefix_attn.explain.prediction import Machine
@@ -86,7 +86,7 @@ def test_the_printed_time_is_the_simulators(tmp_path: Path, capsys: Capture) -> 
     for case in cases:
         explain_case(case, tmp_path, "--device", "h200")
         shape = case.shape
-        device = h200_model(shape)
+        device = gpu.planner_model(gpu.H200, shape, code=90)
         plan = Planner(shape, device).plan(case.forest(), case.lengths)
         us = makespan(plan, case.lengths, shape, device).seconds * 1e6
         expected = f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.kernel.mixed_cases import RowsCase, draw_verify
 from sgl_prefix_attn.core import gpu as gpus
 from sgl_prefix_attn.core.forest import PrefixForest
-from sgl_prefix_attn.core.gpu import H100, Gpu, h200_model, planner_model
+from sgl_prefix_attn.core.gpu import H100, Gpu, planner_model
 from sgl_prefix_attn.core.planner import KV_END, OPEN_END, DeviceModel, ModelShape, Plan, Planner
 from sgl_prefix_attn.simulator import H200, Makespan, figures_of, makespan
 from sgl_prefix_attn.workloads import draw_set
@@ -67,7 +67,7 @@ def test_shapes_and_lengths_must_be_those_of_a_plan() -> None:
 
 def test_no_plan_is_done_sooner_than_its_bound_and_more_bandwidth_never_hurts_much() -> None:
     for case in draw_set(11, 90):
-        device = h200_model(case.shape)
+        device = planner_model(gpus.H200, case.shape, code=90)
         plan = Planner(case.shape, device).plan(case.forest(), case.lengths)
         found = makespan(plan, case.lengths, case.shape, device)
         assert found.seconds >= found.lower_bound
@@ -152,7 +152,7 @@ def test_plans_are_seldom_slower_than_simpler_ones(batches: int) -> None:
     """Against no sharing and the best of the forests with one shared range a request; and how even long steps are."""
     unshared, two_level, evenness = [], [], []
     for case in draw_set(12, batches):
-        device = h200_model(case.shape)
+        device = planner_model(gpus.H200, case.shape, code=90)
         planner = Planner(case.shape, device)
         depth = max(map(len, case.paths))
         forests = [case.forest(), *(cut(case, levels) for levels in range(min(depth, 8) + 1))]
