@@ -14,7 +14,7 @@
 
 namespace emulation {
 
-constexpr int kMaxCtaThreads = 512;
+constexpr int kMaxCtaThreads = 256;
 constexpr int kWarpThreads = 32;
 constexpr size_t kStackBytes = 128 * 1024;
 
