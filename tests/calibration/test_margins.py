@@ -38,6 +38,16 @@ def test_the_smallest_that_keeps_steps_from_losing(predicted_stock, measured_pac
     assert margin(predicted_stock, measured_packed) == percent
 
 
+def test_one_step_of_500_may_lose_more() -> None:
+    """Two losing steps of 1,000 do not decide the margin; a third does."""
+    predicted, measured = np.full(1000, 100.0), np.full(1000, 90.0)
+    stock = Times(np.full(1000, 112.0), np.full(1000, 100.0))
+    measured[:2] = 130.0
+    assert fitting_margin(Times(predicted, measured), stock) == LEAST_PERCENT
+    measured[2] = 130.0
+    assert fitting_margin(Times(predicted, measured), stock) == 12
+
+
 def test_each_family_is_predicted_from_the_others() -> None:
     """By themselves the slow family's steps would be predicted without error, and none would need a margin."""
     rng = np.random.default_rng(0)
