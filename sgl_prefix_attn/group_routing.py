@@ -37,7 +37,7 @@ class GroupRouter:
     Not thread-safe; an asyncio program or a Ray actor calls it from one thread.
 
     Args:
-        servers: names of the servers.
+        servers: names of the servers; there may be none until `add` is called.
         load_bound: largest load of a server that keeps its groups, as a multiple of the mean; at least 1.
         slack: requests that a server may have beyond that; at least the samples of one prompt, to keep them together.
         keys_kept: groups that are remembered; the one that was used longest ago is forgotten first.
@@ -47,7 +47,7 @@ class GroupRouter:
         moved: requests that left their group's server because of its load.
 
     Raises:
-        ValueError: no servers, or a bound below 1.
+        ValueError: a bound below 1.
     """
 
     def __init__(
@@ -59,8 +59,6 @@ class GroupRouter:
         keys_kept: int = KEYS_KEPT,
     ) -> None:
         self.in_flight = dict.fromkeys(servers, 0)
-        if not self.in_flight:
-            raise ValueError("GroupRouter needs at least one server")
         if not load_bound >= 1:
             raise ValueError(f"load_bound={load_bound}: a bound below 1 leaves no server with room")
         self.moved = 0
@@ -69,7 +67,13 @@ class GroupRouter:
         self._server_of: OrderedDict[Hashable, str] = OrderedDict()
 
     def acquire(self, key: Hashable) -> str:
-        """The server for one more request of a group. Call `release` when the request has ended."""
+        """The server for one more request of a group. Call `release` when the request has ended.
+
+        Raises:
+            RuntimeError: there is no server.
+        """
+        if not self.in_flight:
+            raise RuntimeError("GroupRouter has no server")
         server = self._server_of.pop(key, None)
         if server not in self.in_flight or self._is_full(server):
             self.moved += server in self.in_flight
@@ -86,18 +90,18 @@ class GroupRouter:
             self.in_flight[server] -= 1
 
     def remove(self, server: str) -> None:
-        """Takes a server out; its groups move with their next request.
-
-        Raises:
-            ValueError: it is the last one.
-        """
-        if set(self.in_flight) <= {server}:
-            raise ValueError(f"{server} is the last server")
+        """Takes a server out; its groups move with their next request."""
         self.in_flight.pop(server, None)
 
     def add(self, server: str) -> None:
         """Adds a server without requests."""
         self.in_flight.setdefault(server, 0)
+
+    def forget_groups(self) -> int:
+        """Lets every group choose a server anew; requests stay counted. Returns how many groups there were."""
+        groups = len(self._server_of)
+        self._server_of.clear()
+        return groups
 
     def _is_full(self, server: str) -> bool:
         """Whether one more request would exceed the bound on the server."""
