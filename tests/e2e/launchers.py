@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import sys
 import time
 import urllib.error
@@ -18,6 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+INTERRUPTED_AFTER_SECONDS = 0.5
 Result = tuple[list[list[int]], list[dict[str, Any]]]
 
 
@@ -34,15 +36,26 @@ def engine(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[s
         made.shutdown()
 
 
+def server_args_first(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[str, Any]) -> Result:
+    """As ms-swift 4.6.0: an engine of arguments that were made before plug-ins were loaded."""
+    from sglang.srt.server_args import ServerArgs
+
+    return engine({"server_args": ServerArgs(**arguments | {"log_level": "error"})}, prompts, sampling)
+
+
 def slime(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[str, Any]) -> Result:
-    """As slime: arguments in a process without plug-ins, then `launch_server` in a spawned child."""
+    """As slime, miles and NeMo RL: arguments in a process without plug-ins, then `launch_server` in a spawned child."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
     from sgl_prefix_attn.demo.server import free_port
 
     port = free_port()
-    server_args = ServerArgs(**arguments, host="127.0.0.1", port=port)
+    server_args = ServerArgs(
+        **arguments, host="127.0.0.1", port=port, nccl_port=free_port(), dist_init_addr=f"127.0.0.1:{free_port()}",
+        nnodes=1, node_rank=0, gpu_id_step=1, base_gpu_id=0, enable_draft_weights_cpu_backup=True, enable_metrics=True,
+    )  # fmt: skip
+    server_args.host = server_args.host.strip("[]")
     process = multiprocessing.get_context("spawn").Process(target=launch_server, args=(server_args,))
     return _over_http(process, port, prompts, sampling)
 
@@ -87,34 +100,46 @@ def _over_http(process: Any, port: int, prompts: list[list[int]], sampling: dict
 def verl(
     arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[str, Any], scheduler: Any = None
 ) -> Result:
-    """As verl: `Engine._launch_subprocesses` on arguments that were made without plug-ins."""
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.managers.io_struct import GenerateReqInput
+    """As verl 0.9.1: a running event loop starts the schedulers, of arguments that were made without plug-ins.
+
+    Samples are interrupted and sent again, as in partial rollouts.
+    """
+    from sglang.srt.entrypoints import engine as module
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
     from sglang.srt.server_args import ServerArgs
 
-    manager, *_ = Engine._launch_subprocesses(
-        server_args=ServerArgs(**arguments),
-        init_tokenizer_manager_func=Engine.init_tokenizer_manager_func,
-        run_scheduler_process_func=scheduler or Engine.run_scheduler_process_func,
-        run_detokenizer_process_func=Engine.run_detokenizer_process_func,
-    )
-
-    async def ask(prompt: list[int], **more: Any) -> list[int]:
-        request = GenerateReqInput(input_ids=prompt, sampling_params={**sampling, **more})
-        async for answer in manager.generate_request(request, None):
-            last = answer
-        return last["output_ids"]
+    def set_envs_and_config(server_args: Any) -> None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "4"
 
     async def serve() -> Result:
+        module._set_envs_and_config = set_envs_and_config  # verl's own, without signal handlers
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+        manager, *_ = module.Engine._launch_subprocesses(
+            server_args=ServerArgs(**arguments | {"log_level": "error"}),
+            init_tokenizer_manager_func=module.init_tokenizer_manager,
+            run_scheduler_process_func=scheduler or module.run_scheduler_process,
+            run_detokenizer_process_func=module.run_detokenizer_process,
+        )
+
+        async def ask(prompt: list[int], **more: Any) -> list[int]:
+            request = GenerateReqInput(input_ids=prompt, sampling_params={**sampling, **more})
+            return (await manager.generate_request(request, None).__anext__()).get("output_ids", [])
+
         await ask(prompts[0], max_new_tokens=1)
+        interrupted = [asyncio.create_task(ask(prompt, max_new_tokens=500)) for prompt in prompts]
+        await asyncio.sleep(INTERRUPTED_AFTER_SECONDS)
+        await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+        await manager.continue_generation(ContinueGenerationReqInput())
+        parts = await asyncio.gather(*interrupted)
         tokens = await asyncio.gather(*map(ask, prompts))
+        assert all(part[: len(whole)] == whole[: len(part)] for part, whole in zip(parts, tokens, strict=True))
         return tokens, await manager.get_internal_state()
 
     return asyncio.run(serve())
 
 
 def areal(arguments: dict[str, Any], prompts: list[list[int]], sampling: dict[str, Any]) -> Result:
-    """As AReaL: as verl, with a scheduler function of the launcher's own."""
+    """As AReaL: with a scheduler function of the launcher's own, which loads no plug-ins."""
     return verl(arguments, prompts, sampling, scheduler_without_plugins)
 
 
@@ -134,7 +159,9 @@ def _call(port: int, path: str, body: Any = None) -> Any:
     return json.loads(text) if text else None
 
 
-WAYS = {"engine": engine, "serve": serve, "slime": slime, "verl": verl, "areal": areal}
+WAYS = {
+    "engine": engine, "server_args": server_args_first, "serve": serve, "slime": slime, "verl": verl, "areal": areal,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from sgl_prefix_attn.sglang_plugin.doctor.diagnosis import Diagnosis, diagnose
 from tests.e2e import workloads
 from tests.e2e.conftest import POOL_TOKENS, STOCK, WRAP, Launch, replay_cached, state_of, tokens_of
 from tests.support import forked_server
+from tests.support.pages import documented, run
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +41,7 @@ def test_launch_server_with_the_stock_backends_name(wrapped, expected, vocabular
     state = state_of(wrapped)
     assert state["wrapped"] == [STOCK]
     assert state["running"]["prompts"] == []
-    metrics = wrapped.get("/metrics").splitlines()
+    metrics = run(documented("curl -s http://HOST:PORT/metrics", {"http://HOST:PORT": wrapped.url})).splitlines()
     assert f'stock_backend="{STOCK}"' in next(line for line in metrics if line.startswith("sglang:prefixpack_wrapped{"))
     assert wrapped.log_text().count(f"prefixpack: {STOCK} runs wrapped") == 1
     assert {"Scheduler.on_idle", "ForwardBatch.init_new", "ModelRunner.forward"} <= hooked(wrapped)
@@ -135,7 +136,7 @@ def test_doctor_on_a_refused_server(launch, wrapped, vocabulary, arguments, sett
         # Forks start in a fraction of the time. In CI, tests/pinning/test_arrangements.py has a fresh process.
         pytest.param("engine", None, start_process, marks=pytest.mark.slow),
         ("engine", None, forked_server.start),
-        *((way, STOCK, forked_server.start) for way in ("serve", "slime", "verl", "areal")),
+        *((way, STOCK, forked_server.start) for way in ("server_args", "serve", "slime", "verl", "areal")),
     ],
 )
 def test_other_launchers(way, backend, start, model, expected, vocabulary, tmp_path):
