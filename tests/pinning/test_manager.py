@@ -154,6 +154,40 @@ def test_a_request_whose_transfer_failed_holds_no_pins(kind, monkeypatch):
     assert server._prefill()
 
 
+def test_an_idle_microbatch_waits_for_the_others_before_pins_give_way(kind: str) -> None:
+    server = SmallServer(kind, slots=200, settings=pinning(50))
+    server.serve(prompt(1, 80))
+    pin = server.manager.pin(prompt(1, 80))
+    busy, idle = server.running, SimpleNamespace(reqs=[], batch_is_full=False)
+    server.running_mbs, server.mbs = [busy, idle], [busy, None]
+    server.send(prompt(2, 70), 2)
+    assert server.step()
+    server.running = idle
+    waits = server.send(prompt(3, 60), 1)
+    for _ in range(2):
+        assert not server._prefill()
+        assert not idle.batch_is_full
+    assert server.manager.counters.pins_shed == 0
+    server.running = busy
+    while busy.reqs:
+        assert server._decode()
+    server.running = idle
+    assert server._prefill()
+    assert waits in idle.reqs
+    assert server.manager.pins.locked_tokens(pin.id) == 80
+
+
+def test_pins_give_way_to_a_microbatch_where_no_other_one_runs(kind: str) -> None:
+    server = SmallServer(kind, slots=200, settings=pinning(50))
+    server.serve(prompt(1, 80))
+    server.manager.pin(prompt(1, 80))
+    server.running_mbs = [SimpleNamespace(reqs=[], batch_is_full=False), server.running]
+    server.mbs = [None, None]
+    server.send(prompt(3, 150), 1)
+    assert server._prefill()
+    assert server.manager.counters.pins_shed == 1
+
+
 def test_without_pins_and_retention_the_cache_is_sglangs(kind: str) -> None:
     with_hooks, without = (SmallServer(kind, slots=64, settings=s) for s in (pinning(), None))
     for server in (without, with_hooks):

@@ -54,7 +54,7 @@ PINNING_TARGETS = (
     Target(f"{_BASE}.MatchPrefixParams.key", Use.ATTRIBUTE),
     Target(f"{_BASE}.MatchResult.last_device_node", Use.ATTRIBUTE),
     Target(f"{_BASE}.IncLockRefResult.to_dec_params", Use.CALL),
-    *attributes_of("managers.schedule_policy.AddReqResult", "NO_TOKEN"),
+    *attributes_of("managers.schedule_policy.AddReqResult", "NO_TOKEN OTHER"),
     *attributes_of("managers.schedule_policy", "CLIP_MAX_NEW_TOKENS"),
     *attributes_of(
         "managers.schedule_policy.PrefillAdder",
@@ -63,6 +63,7 @@ PINNING_TARGETS = (
     *attributes_of("managers.schedule_policy.SchedulePolicy", "tree_cache"),
     *attributes_of("managers.schedule_batch.Req", "extra_key origin_input_ids output_ids rid sampling_params"),
     *attributes_of("managers.scheduler.Scheduler", "tp_worker tree_cache"),
+    *attributes_of("managers.scheduler_pp_mixin.SchedulerPPMixin", "mbs running_mbs"),
     *attributes_of("managers.io_struct.GetInternalStateReq", "rid"),
     *attributes_of("managers.io_struct.GetInternalStateReqOutput", "internal_state"),
     *attributes_of("managers.tokenizer_manager.TokenizerManager", "tokenizer"),

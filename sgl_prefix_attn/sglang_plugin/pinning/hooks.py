@@ -35,6 +35,7 @@ class PinningHooks:
     def __init__(self, settings: PinningSettings) -> None:
         self.state = PinningState(settings)
         self._unsent: WeakSet[Any] = WeakSet()  # requests of a prefill server whose KV is computed or being sent
+        self._scheduler: Any = None  # known once it has run a batch
 
     def around_evict(
         self, original: Callable[..., Any], tree_cache: Any, num_tokens: int, *args: Any, **kwargs: Any
@@ -63,15 +64,18 @@ class PinningHooks:
         again when one ends. A prefill server of disaggregated serving always tries again, and its requests hold their
         KV until it is sent: pins stay until then.
 
-        A microbatch of a pipeline that runs nothing counts as idle, though others run: SGLang does not try again there
-        until the whole server is idle.
+        A microbatch of a pipeline that runs nothing would not be tried again either, although others run and will free
+        tokens. It is told of another reason than tokens, which SGLang takes for one of this turn.
         """
         manager = self.state.manager_of(adder.tree_cache)
         if manager is None:
             return original(adder, req, *args, **kwargs)
         result = original(adder, req, *args, **kwargs)
         try:
-            if result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req) and self._idle(adder):
+            refused = result.name == "NO_TOKEN" and manager.pins and not _admitted(adder, req)
+            if refused and self._idle(adder):
+                if self._others_run(adder):
+                    return type(result).OTHER
                 # SGLang asks for one token more than the prompt and the capped new tokens.
                 wanted = len(req.origin_input_ids) + len(req.output_ids) + _new_tokens(req) + 2 * adder.page_size + 1
                 wanted = min(wanted, adder.token_to_kv_pool_allocator.size)
@@ -89,11 +93,19 @@ class PinningHooks:
         return result
 
     def _idle(self, adder: Any) -> bool:
-        """Whether no request will free tokens."""
+        """Whether no request of this batch will free tokens."""
         running = adder.running_batch
         if adder.can_run_list or (running is not None and running.reqs):
             return False
         return all(request.finished() for request in self._unsent)
+
+    def _others_run(self, adder: Any) -> bool:
+        """Whether another microbatch of a pipeline has requests."""
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.tree_cache is not adder.tree_cache:
+            return False
+        batches = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))
+        return any(batch is not None and batch.reqs for batch in batches)
 
     def after_calc_priority(self, result: Any, policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER hook on `SchedulePolicy.calc_priority`: the waiting queue in its final order."""
@@ -122,6 +134,7 @@ class PinningHooks:
         state, manager = self.state, self.state.manager_of(scheduler.tree_cache)
         if manager is None:
             return
+        self._scheduler = scheduler
         try:
             manager.step()
             state.step_done(scheduler, manager)
